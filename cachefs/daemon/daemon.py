@@ -341,7 +341,9 @@ class Daemon:
             _outlives(self._config, self._held),
         )
         self._uploading = uploading
-        await uploading.recover({record.ino for record in self._held.open} if self._held is not None else ())
+        await uploading.recover(
+            {record.ino for _, record in self._held.open} if self._held is not None else ()
+        )
         return uploading
 
     async def _serve(self, nursery: trio.Nursery, lasting: trio.Nursery) -> None:

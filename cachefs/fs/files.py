@@ -71,8 +71,9 @@ nothing."""
 class FileHandle:
     """`ino` is the inode. `mtime_ns` is the time of its version. `backing` is what the kernel reads it from by itself, if it
     does. `node` is there when it is open for writing, or reads what is written; `flushed` when a descriptor of it was
-    closed, so that no later close need follow. `record` is what a holder keeps of it for the next daemon (b"": not made
-    yet). `lost`: its version was found to be gone from the origin."""
+    closed, so that no later close need follow. `description` is what the next daemon is told of it (b"": not made yet), and
+    `record` where that is (0: nowhere), both for `cachefs.fuse.records`. `lost`: its version was found to be gone from the
+    origin."""
 
     ino: int
     origin: Origin
@@ -81,7 +82,8 @@ class FileHandle:
     opened: Any
     pid: int
     backing: Backing | None
-    record: bytes = b""
+    description: bytes = b""
+    record: int = 0
     node: Node | None = None
     writes: bool = False
     flushed: bool = False
@@ -217,9 +219,9 @@ class OpenFiles:
             self.on_open(ino, pid, origin, obj, backing is not None)
         return fh, 0 if backing is None else backing.id
 
-    def reopen(self, ino: int, obj: ObjectId, pid: int) -> tuple[int, Backing] | None:
-        """`open` for a file that was closed in passthrough and is open nowhere, in as few steps as that takes: a handle and
-        the backing file, whose use the caller notes (`Reader.note_use`). None: `open` knows."""
+    def reopen(self, ino: int, obj: ObjectId, pid: int) -> tuple[int, FileHandle] | None:
+        """`open` for a file that was closed in passthrough and is open nowhere, in as few steps as that takes: a handle, of
+        whose backing file the caller notes the use (`Reader.note_use`). None: `open` knows."""
         handle = self._closed.get(ino)
         if (
             handle is None
@@ -238,7 +240,7 @@ class OpenFiles:
         fh = self._next
         self._next = fh + 1
         self.handles[fh] = handle
-        return fh, backing
+        return fh, handle
 
     # -- after another daemon ----------------------------------------------------------------------
 
@@ -292,7 +294,7 @@ class OpenFiles:
         """The handles under this number are of another version from now on. Those that read by themselves read on from the
         same content under its new name at `reopen`."""
         for handle in self._by_ino.get(ino, ()):
-            handle.object, handle.mtime_ns = version, mtime_ns
+            handle.object, handle.mtime_ns, handle.description = version, mtime_ns, b""
             if reopen is not None and handle.backing is None and handle.size != DIRTY_FILE:
                 handle.former = (*handle.former, handle.opened)
                 handle.opened = self._reader.open(reopen, version)

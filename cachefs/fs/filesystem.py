@@ -35,7 +35,7 @@ from cachefs.base.names import ObjectId
 from cachefs.fs import xattrs
 from cachefs.fs.attributes import DIRECTORY_SIZE, FOREVER, FREE_NAMES, Attributes, Entry, Options, Space
 from cachefs.fs.directories import DirectoryHandle, DirectoryReader
-from cachefs.fs.files import DIRTY_FILE, FileHandle, OpenFiles, OpenHook, PassthroughHook
+from cachefs.fs.files import DIRTY_FILE, FileHandle, Handles, OpenFiles, OpenHook, PassthroughHook
 from cachefs.fs.freshness import Freshness
 from cachefs.fs.inodes import ROOT
 from cachefs.fs.keys import MAX_NAME, name_in
@@ -157,8 +157,10 @@ class FileSystem:
         self._files.follow(first)
         self._directories.handles.follow(first)
 
-    def open_file(self, fh: int) -> FileHandle:
-        return self._files.handles[fh]
+    @property
+    def handles(self) -> Handles:
+        """The open files, by number."""
+        return self._files.handles
 
     def restore_file(
         self,
@@ -432,16 +434,16 @@ class FileSystem:
         """See `Opened`. Raises `ObjectChanged` when the name leads to another inode by now."""
         return self._open_now(ino, flags, pid) if self._arriving(ino, flags) is None else None
 
-    def open_known(self, ino: int, pid: int) -> tuple[int, Backing] | None:
-        """`open_now`, for reading, of a file that was opened so before, lies in passthrough, and is open nowhere: a handle,
-        and the backing file. None: `open_now` knows. The caller has its use noted (`note_use`) once it has answered."""
+    def open_known(self, ino: int, pid: int) -> tuple[int, FileHandle] | None:
+        """`open_now`, for reading, of a file that was opened so before, lies in passthrough, and is open nowhere: a handle.
+        None: `open_now` knows. The caller has the use of its backing file noted (`note_use`) once it has answered."""
         warm = self._files.warm.get(ino)
         if warm is None or warm[0] <= self._clock():
             return None
         return self._files.reopen(ino, warm[2], pid)
 
     def note_use(self, backing: Backing) -> None:
-        """What `open_known` returned is used."""
+        """The backing file of a handle from `open_known` is used."""
         self._reader.note_use(backing)
 
     def _open_now(self, ino: int, flags: int, pid: int) -> Opened | None:

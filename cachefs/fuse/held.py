@@ -17,6 +17,7 @@ import os
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import NamedTuple
@@ -37,7 +38,7 @@ from cachefs.fuse.holder import (
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Of all that a daemon leaves here for the next one."""
 
 _CONNECTION_AT, _CONNECTION = 24, struct.Struct("=IIQd32s")
@@ -49,21 +50,25 @@ LOOK_S = 0.05
 """How often is looked for what another process writes here."""
 
 MOST_HANDLES = 65_536
-"""Handles with a record, 2 KiB of address space each; only those that were ever in use at once take memory. Others answer
-ESTALE after the daemon died. As many backing ids are known, 4 bytes each; a further one keeps its file until the connection
-ends. Guessed: more than the open files of any job."""
+"""Places for records, 2 KiB of address space each; only those that were ever used take memory. Handles without a place
+answer ESTALE after the daemon died. As many backing ids are known, 4 bytes each; a further one keeps its file until the
+connection ends. Guessed: more than the open files of any job."""
 
-RECORD_BYTES = 2048
+KEPT_PLACES = 4096
+"""So many places are used before one is used for another file: a file that is opened again finds its description there.
+As many as there are files that the kernel holds without users (`IDLE_BACKINGS`), whose opens cost least: 8 MiB."""
+
+DESCRIPTION_BYTES = 2048
 _USED = struct.Struct("=QQ")
-"""At the beginning: how many records, and how many backing ids, there is room for so far."""
-_HANDLE = struct.Struct("=QQ")
-"""A record begins with unique and fh (0: no record). Then comes what it tells of the file."""
+"""At the beginning: how many places, and how many backing ids, there is room for so far."""
 _FILE = struct.Struct("=QQqIIHHH")
-"""ino, size, mtime_ns, backing id, process, use, volume, bytes of the text, which follows: the key, a zero and the etag."""
-_NO_FH = bytes(8)
+"""A description: ino, size, mtime_ns, backing id, process, use, volume, bytes of the text. The text: the key, a zero, and
+the etag."""
 _BACKING = struct.Struct("=I")  # 0: none
-_RECORDS_AT = RECORD_BYTES * -(-(_USED.size + MOST_HANDLES * _BACKING.size) // RECORD_BYTES)
-_LENGTH = _RECORDS_AT + MOST_HANDLES * RECORD_BYTES
+_HANDLES_AT = mmap.PAGESIZE * -(-(_USED.size + MOST_HANDLES * _BACKING.size) // mmap.PAGESIZE)
+"""Two words for each place, unique and fh (0: no record), side by side: an open changes these alone."""
+_FILES_AT = _HANDLES_AT + MOST_HANDLES * 16
+_LENGTH = _FILES_AT + MOST_HANDLES * DESCRIPTION_BYTES
 
 _SHARED_AT = mmap.PAGESIZE * -(-(_TABLE_AT + _LENGTH) // mmap.PAGESIZE)
 """What files that are being written need (`SharedMemory`)."""
@@ -76,7 +81,7 @@ class Held:
         for passed in (state_fd, socket_fd):
             os.set_inheritable(passed, False)
         self.fd = -1  # the connection of the daemon before
-        self.open: list[HandleRecord] = []  # its handles
+        self.open: list[tuple[int, HandleRecord]] = []  # its handles, and where in the table they are
         self.holds = False  # whether the connection outlives this daemon
         self.restarts, self._died_at, self.handed_over = 0, 0.0, 0
         self.pause_s = 0.0  # before this daemon went on
@@ -241,7 +246,7 @@ def described(
 ) -> bytes:
     """What a record tells of an open file; b"" if its name is too long for one. See `HandleRecord`."""
     text = f"{key}\0{etag}".encode("utf-8", "surrogatepass")
-    if _HANDLE.size + _FILE.size + len(text) > RECORD_BYTES:
+    if _FILE.size + len(text) > DESCRIPTION_BYTES:
         log.debug("no record of the open file %s: its name is too long", key)
         return b""
     return _FILE.pack(ino, size, mtime_ns, backing_id, process, use, volume, len(text)) + text
@@ -254,31 +259,35 @@ class HandleTable:
         if os.fstat(fd).st_size < offset + _LENGTH:
             os.ftruncate(fd, offset + _LENGTH)  # sparse
         self._memory = mmap.mmap(fd, _LENGTH, offset=offset)
-        self._used, self._backings_used = _USED.unpack_from(self._memory)
-        self._slots: dict[int, int] = {}  # fh → where its record is
-        self._free: list[int] = []  # where a record was: used again first, since its page is there
+        self._words = memoryview(self._memory)[_HANDLES_AT:_FILES_AT].cast("Q")
+        used, self._backings_used = _USED.unpack_from(self._memory)
+        # By place: the description that is there, and whether the place waits in `_free`. Place 0 has no record that is ever
+        # read: what has no other place may be written there.
+        self._descriptions: list[bytes | None] = [None] * max(used, 1)
+        self._waits: list[bool] = [True] * max(used, 1)
+        self._free: deque[int] = deque()  # the one that was left first comes first; some are in use again
         self._backing_slots: dict[int, int] = {}
         self._backing_free: list[int] = []
 
     # -- what the daemon before has left -------------------------------------------------------------
 
-    def records(self) -> Iterator[HandleRecord]:
-        """Those of the daemon before. Each has to be kept (it is, unless it is dropped). Once, before anything is added."""
-        memory = self._memory
-        for at in range(_RECORDS_AT, _RECORDS_AT + self._used * RECORD_BYTES, RECORD_BYTES):
-            unique, fh = _HANDLE.unpack_from(memory, at)
+    def records(self) -> Iterator[tuple[int, HandleRecord]]:
+        """Those of the daemon before, and their places. Each stays until it is dropped. Once, before anything is added."""
+        memory, words = self._memory, self._words
+        for place in range(1, len(self._waits)):
+            unique, fh = words[2 * place : 2 * place + 2]
             if not fh:
-                self._free.append(at)
+                self._free.append(place)
                 continue
-            self._slots[fh] = at
-            ino, size, mtime_ns, backing, process, use, volume, length = _FILE.unpack_from(
-                memory, at + _HANDLE.size
+            self._waits[place] = False
+            at = _FILES_AT + place * DESCRIPTION_BYTES
+            ino, size, mtime_ns, backing, process, use, volume, length = _FILE.unpack_from(memory, at)
+            text = memory[at + _FILE.size : at + _FILE.size + length].decode("utf-8", "surrogatepass")
+            key, _, etag = text.rpartition("\0")
+            yield (
+                place,
+                HandleRecord(fh, unique, ino, size, mtime_ns, backing, process, use, volume, key, etag),
             )
-            text_at = at + _HANDLE.size + _FILE.size
-            key, _, etag = (
-                memory[text_at : text_at + length].decode("utf-8", "surrogatepass").rpartition("\0")
-            )
-            yield HandleRecord(fh, unique, ino, size, mtime_ns, backing, process, use, volume, key, etag)
 
     def backing_ids(self) -> set[int]:
         """Those that the daemon before had registered. Once, before any is added."""
@@ -294,29 +303,54 @@ class HandleTable:
 
     # -- handles -----------------------------------------------------------------------------------
 
-    def add(self, fh: int, unique: int, file: bytes) -> None:
-        """A record, before the reply with this handle is sent. `file` is what `described` returned."""
-        if not self._free and not self._extend():
-            return
-        at = self._free.pop()
-        self._memory[at + _HANDLE.size : at + _HANDLE.size + len(file)] = file
-        _HANDLE.pack_into(self._memory, at, unique, fh)  # last: the process may be killed at any instruction
-        self._slots[fh] = at
+    def add(self, fh: int, unique: int, description: bytes) -> int:
+        """A record, before the reply with this handle is sent: its place, 0 if there is none. `description` is what
+        `described` returned."""
+        place = self._place() if description else 0
+        if place:
+            at = _FILES_AT + place * DESCRIPTION_BYTES
+            self._memory[at : at + len(description)] = description
+            self._descriptions[place] = description
+        self._words[2 * place] = unique
+        self._words[2 * place + 1] = fh  # last: the process may be killed at any instruction
+        return place
 
-    def _extend(self) -> bool:
-        if self._used == MOST_HANDLES:
+    def add_again(self, fh: int, unique: int, description: bytes, place: int) -> bool:
+        """`add` at the place of an earlier record of the file, which was dropped. False if its description is not there any
+        more. Most opens wait for this."""
+        if self._descriptions[place] is not description:
             return False
-        self._free.append(_RECORDS_AT + self._used * RECORD_BYTES)
-        self._used += 1
-        _USED.pack_into(self._memory, 0, self._used, self._backings_used)
+        self._words[2 * place] = unique
+        self._words[2 * place + 1] = fh
         return True
 
-    def drop(self, fh: int) -> None:
-        """The kernel does not have this handle any more, or never had it."""
-        at = self._slots.pop(fh, None)
-        if at is not None:
-            self._memory[at + 8 : at + 16] = _NO_FH
-            self._free.append(at)
+    def _place(self) -> int:
+        """A place without a record; 0 if all have one."""
+        if len(self._waits) <= KEPT_PLACES and (place := self._new_place()):
+            return place
+        while self._free:
+            place = self._free.popleft()
+            self._waits[place] = False
+            if not self._words[2 * place + 1]:
+                return place
+        return self._new_place()
+
+    def _new_place(self) -> int:
+        """One that was never used; 0 if there is none."""
+        place = len(self._waits)
+        if place >= MOST_HANDLES:
+            return 0
+        self._descriptions.append(None)
+        self._waits.append(False)
+        _USED.pack_into(self._memory, 0, place + 1, self._backings_used)
+        return place
+
+    def drop(self, place: int) -> None:
+        """The kernel does not have the handle of this record any more, or never had it."""
+        self._words[2 * place + 1] = 0
+        if not self._waits[place]:
+            self._waits[place] = True
+            self._free.append(place)
 
     # -- backing ids -------------------------------------------------------------------------------
 
@@ -326,7 +360,7 @@ class HandleTable:
                 return
             self._backing_free.append(_USED.size + self._backings_used * _BACKING.size)
             self._backings_used += 1
-            _USED.pack_into(self._memory, 0, self._used, self._backings_used)
+            _USED.pack_into(self._memory, 0, len(self._waits), self._backings_used)
         at = self._backing_free.pop()
         _BACKING.pack_into(self._memory, at, backing_id)
         self._backing_slots[backing_id] = at

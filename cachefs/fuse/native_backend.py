@@ -32,6 +32,7 @@ from cachefs.base.linux import libc, mount_at
 from cachefs.base.metrics import Metrics
 from cachefs.base.tasks import contained
 from cachefs.fs import Backing, Entry, FileSystem
+from cachefs.fs.files import FileHandle
 from cachefs.fs.filesystem import Opened
 from cachefs.fs.reader import Buffer
 from cachefs.fuse import callers, connection, protocol
@@ -736,14 +737,18 @@ class NativeBackend:
     def _opened(self, unique: int, opened: Opened, flags: int = int(Flags.NOFLUSH)) -> None:
         self._hand_over(protocol.OPEN_REPLY, unique, (), opened, flags)
 
-    def _opened_known(self, unique: int, fh: int, backing: Backing) -> None:
+    def _opened_known(self, unique: int, fh: int, handle: FileHandle) -> None:
         """Reply first: the calling process need not wait for the rest."""
+        backing = handle.backing
+        assert backing is not None
         self._metrics.fuse_open += 1
         self._metrics.passthrough_opens += 1
         taken = False
         try:
-            if self._records is not None:
-                self._records.opened(fh, unique, backing.id)
+            if (records := self._records) is not None and not records.reopened(
+                fh, unique, handle.description, handle.record
+            ):
+                records.opened(fh, unique, backing.id)
             taken = self._write(_OPEN.pack(_OPEN.size, 0, unique, fh, _KNOWN_FLAGS, backing.id))
         finally:
             if taken:

@@ -34,7 +34,10 @@ class Records:
         self._table = held.table
         self._origins = list(origins)
         self._volumes = {origin: number for number, origin in enumerate(origins)}
+        self._handles = fs.handles
+        self.reopened = held.table.add_again
         self._unanswered: dict[int, int] = {}  # unique of its OPEN → handle of the daemon before
+        self._failing: dict[int, int] = {}  # handle that is not restored → its record, which stays as long
 
     def hold(self, device: Device, agreed: Negotiated, mountpoint: Path) -> None:
         """From now on the connection outlives this daemon, if the kernel can repeat requests."""
@@ -49,7 +52,7 @@ class Records:
         self._fs.follow(self._held.restarts)
         used = set()
         count = 0
-        for record in self._held.open:
+        for at, record in self._held.open:
             restore: Callable[..., bool | None] = self._fs.restore_file
             if record.use != READS:
                 restore = partial(self._fs.restore_written, writes=record.use == WRITES)
@@ -71,9 +74,13 @@ class Records:
                     log.warning("%s was open for writing: what was not synced of it is lost", record.key)
             except Exception:
                 log.exception("the open file %s is given up", record.key)
-                self._table.drop(record.fh)
+                self._table.drop(at)
                 continue
-            self._unanswered[record.unique] = record.fh
+            if (handle := self._handles.get(record.fh)) is not None:
+                handle.record = at
+            else:
+                self._failing[record.fh] = at
+            self._unanswered[record.unique & ~RESENT] = record.fh
             used.add(record.backing_id)
             count += 1
         known = self._table.backing_ids()
@@ -101,10 +108,10 @@ class Records:
 
     def opened(self, fh: int, unique: int, backing_id: int, process: int = 0) -> None:
         """Before the reply."""
-        handle = self._fs.open_file(fh)
-        if not handle.record or handle.node is not None:
+        handle = self._handles[fh]
+        if not handle.description or handle.node is not None:
             obj = handle.object
-            handle.record = described(
+            handle.description = described(
                 handle.ino,
                 obj.size,
                 handle.mtime_ns,
@@ -115,8 +122,7 @@ class Records:
                 obj.key,
                 obj.etag,
             )
-        if handle.record:
-            self._table.add(fh, unique & ~RESENT, handle.record)
+        handle.record = self._table.add(fh, unique, handle.description)
 
     def asked_again(self, unique: int) -> int:
         """The kernel repeats an OPEN: it never heard of the handle that the daemon before had made for it. Of one that
@@ -130,7 +136,8 @@ class Records:
 
     def released(self, fh: int) -> None:
         """Before the reply to RELEASE, or when the kernel has not taken the handle."""
-        self._table.drop(fh)
+        handle = self._handles.get(fh)
+        self._table.drop(self._failing.pop(fh, 0) if handle is None else handle.record)
 
     # -- backing files -----------------------------------------------------------------------------
 

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cachefs.base.names import ObjectId
 from cachefs.fuse import held
@@ -27,49 +29,103 @@ def record(fh: int, key: str = "a/ü\udcff", etag: str = '"e"') -> HandleRecord:
     return HandleRecord(fh, fh + 100, fh | 1 << 47, 1 << 40, -5, 3, 1234, held.WRITES, 2, key, etag)
 
 
-def add(table: HandleTable, one: HandleRecord) -> None:
+def add(table: HandleTable, one: HandleRecord) -> int:
     fh, unique, *file = one
-    if described(*file):
-        table.add(fh, unique, described(*file))
+    return table.add(fh, unique, described(*file))
+
+
+def found(table: HandleTable) -> dict[int, HandleRecord]:
+    return {one.fh: one for _, one in table.records()}
 
 
 def test_the_next_daemon_finds_what_is_open(memory: int) -> None:
     table = HandleTable(memory, 4096)
-    for fh in range(1, 20):
-        add(table, record(fh))
+    places = {fh: add(table, record(fh)) for fh in range(1, 20)}
     for fh in range(2, 20, 3):
-        table.drop(fh)
+        table.drop(places[fh])
     add(table, record(50, "b" * 1024))
-    found = {one.fh: one for one in HandleTable(memory, 4096).records()}
-    assert found == {
+    assert found(HandleTable(memory, 4096)) == {
         **{fh: record(fh) for fh in range(1, 20) if fh % 3 != 2},
         50: record(50, "b" * 1024),
     }
 
 
-def test_the_next_daemon_goes_on_in_the_same_table(memory: int) -> None:
+def test_the_next_daemon_goes_on_in_the_same_table(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held, "KEPT_PLACES", 0)
     add(HandleTable(memory, 0), record(1))
     second = HandleTable(memory, 0)
-    assert [one.fh for one in second.records()] == [1]
+    [(place, one)] = second.records()
+    assert one.fh == 1
     add(second, record(2))
-    second.drop(1)
-    second.drop(1)
+    second.drop(place)
     third = HandleTable(memory, 0)
-    assert [one.fh for one in third.records()] == [2]
-    add(third, record(3))  # where the first one was
-    assert {one.fh for one in HandleTable(memory, 0).records()} == {2, 3}
+    assert list(found(third)) == [2]
+    assert add(third, record(3)) == place
+    assert set(found(HandleTable(memory, 0))) == {2, 3}
     assert os.fstat(memory).st_blocks * 512 < 1 << 20
 
 
 def test_what_is_too_long_or_too_many_has_no_record(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
     table = HandleTable(memory, 0)
-    add(table, record(1, "k" * held.RECORD_BYTES))
-    table.drop(1)
-    monkeypatch.setattr(held, "MOST_HANDLES", 2)
-    for fh in (2, 3, 4):
-        add(table, record(fh))
-    table.drop(4)
-    assert {one.fh for one in HandleTable(memory, 0).records()} == {2, 3}
+    assert not add(table, record(1, "k" * held.DESCRIPTION_BYTES))
+    table.drop(0)
+    monkeypatch.setattr(held, "MOST_HANDLES", 3)
+    assert [bool(add(table, record(fh))) for fh in (2, 3, 4)] == [True, True, False]
+    assert set(found(HandleTable(memory, 0))) == {2, 3}
+
+
+def test_a_file_that_is_opened_again_is_not_described_again(
+    memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held, "KEPT_PLACES", 3)
+    table = HandleTable(memory, 0)
+    files = [described(*record(fh)[2:]) for fh in range(5)]
+    places = [table.add(fh + 1, 0, file) for fh, file in enumerate(files[:3])]
+    for place in places:
+        table.drop(place)
+    assert table.add_again(10, 0, files[0], places[0])
+    # The places of the others are used for further files, that of the open one is not.
+    assert {table.add(11, 0, files[3]), table.add(12, 0, files[4])} == set(places[1:])
+    assert not table.add_again(13, 0, files[1], places[1])
+    assert table.add(13, 0, files[1]) not in places
+    inos = {one.fh: one.ino for one in found(HandleTable(memory, 0)).values()}
+    assert inos == {fh: record(n).ino for fh, n in ((10, 0), (11, 3), (12, 4), (13, 1))}
+
+
+@given(
+    kept=st.integers(0, 6),
+    most=st.integers(1, 8),
+    steps=st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=80),
+)
+def test_the_next_daemon_finds_exactly_what_is_open(
+    kept: int, most: int, steps: list[tuple[int, bool]]
+) -> None:
+    """Files are opened and closed in any order; `True` says that another version of one has another description, and a
+    daemon may die at any step. Whatever has a place is found; others have place 0."""
+    fd = os.memfd_create("test")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(held, "KEPT_PLACES", kept)
+        patch.setattr(held, "MOST_HANDLES", most)
+        table = HandleTable(fd, 0)
+        described_as: dict[int, bytes] = {}
+        places: dict[int, int] = {}
+        is_open: dict[int, int] = {}  # file → handle
+        for fh, (file, again) in enumerate(steps, start=1):
+            if file in is_open:
+                del is_open[file]
+                table.drop(places[file])
+                continue
+            if again or file not in described_as:
+                described_as[file] = described(*record(fh)[2:-2], f"{file}-{fh}", "")
+            taken = sum(bool(places[other]) for other in is_open)
+            if not table.add_again(fh, fh, described_as[file], places.get(file, 0)):
+                places[file] = table.add(fh, fh, described_as[file])
+            is_open[file] = fh
+            expected = {fh: described_as[file] for file, fh in is_open.items() if places[file]}
+            assert bool(places[file]) == (taken < most - 1)
+            now = found(HandleTable(fd, 0))
+            assert {fh: described(*one[2:]) for fh, one in now.items()} == expected
+    os.close(fd)
 
 
 def test_backing_ids(memory: int) -> None:
@@ -90,21 +146,18 @@ class _Files:
 
     def __init__(self) -> None:
         self.origin = object()
-        self.open: dict[int, Any] = {}
+        self.handles: dict[int, Any] = {}
         self.followed = 0
 
     def follow(self, count: int) -> None:
         self.followed = count
 
-    def open_file(self, fh: int) -> Any:
-        return self.open[fh]
-
     def restore_file(self, fh: int, ino: int, origin: Any, *what: Any) -> None:
         assert origin is self.origin
-        self.open[fh] = (ino, *what)
+        self.handles[fh] = SimpleNamespace(what=(ino, *what))
 
     def release(self, fh: int) -> None:
-        del self.open[fh]
+        del self.handles[fh]
 
 
 class _Device:
@@ -127,8 +180,8 @@ def test_a_handle_that_the_kernel_never_heard_of_goes_when_it_asks_again(memory:
     writer = Records(files, SimpleNamespace(table=before), [files.origin])  # type: ignore[arg-type]
     obj = ObjectId("s3://b", "key", "etag", 10)
     for fh in (1, 2):
-        files.open[fh] = SimpleNamespace(
-            ino=40 + fh, origin=files.origin, object=obj, mtime_ns=5, record=b"", node=None
+        files.handles[fh] = SimpleNamespace(
+            ino=40 + fh, origin=files.origin, object=obj, mtime_ns=5, description=b"", record=0, node=None
         )
         before.registered(fh)
         writer.opened(fh, 1000 + fh, fh)
@@ -141,12 +194,13 @@ def test_a_handle_that_the_kernel_never_heard_of_goes_when_it_asks_again(memory:
     )  # type: ignore[arg-type]
     reader.take_over(device, Writers())  # type: ignore[arg-type]
     assert after.followed == 1
-    assert after.open == {fh: (40 + fh, "key", "etag", 10, 5, fh) for fh in (1, 2)}
+    restored = {fh: handle.what for fh, handle in after.handles.items()}
+    assert restored == {fh: (40 + fh, "key", "etag", 10, 5, fh) for fh in (1, 2)}
     assert device.released >= {7}
     assert not device.released & {1, 2}
     assert 7 in device.told
 
     reader.asked_again(1002 | RESENT)  # the reply to this one was lost
     reader.asked_again(999 | RESENT)  # this one was not answered at all
-    assert set(after.open) == {1}
-    assert [one.fh for one in HandleTable(memory, 0).records()] == [1]
+    assert set(after.handles) == {1}
+    assert list(found(HandleTable(memory, 0))) == [1]

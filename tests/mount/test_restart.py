@@ -23,6 +23,7 @@ import pytest
 import cachefs
 from bench.lab.client import LabStore
 from cachefs.fuse import holder
+from cachefs.fuse.held import FORMAT
 from tests.mount import restarting
 from tests.mount.conftest import Bucket, Mounted, why_no_native_backend
 from tests.mount.mounts import Completed, Mount, alive, eventually, mounts_at, processes_with, run
@@ -529,7 +530,7 @@ def test_an_upgrade_runs_what_is_installed_now_or_changes_nothing(mounted: Mount
             change("__init__.py", "0.1.0", "0.1.1")
             done = upgraded(mount)
             assert "version 0.1.0 → 0.1.1" in done.stderr + done.stdout
-            change("fuse/held.py", "FORMAT = 2", "FORMAT = 3")
+            change("fuse/held.py", f"FORMAT = {FORMAT}", f"FORMAT = {FORMAT + 1}")
             change("__init__.py", "0.1.1", "0.2.0")
             done = upgraded(mount)
             assert (
