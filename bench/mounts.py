@@ -19,7 +19,7 @@ import tempfile
 import time
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -141,6 +141,7 @@ class Mount:
 
 def backend(kind: Literal["pyfuse3", "native"]) -> tuple[str, ...]:
     """The options that mount with this backend. Raises `Unavailable` where it cannot run."""
+    from cachefs.base import linux
     from cachefs.config.config import Config
 
     if not any(option.name == "fuse" for option in fields(Config)):  # a cachefs that knows one only
@@ -148,10 +149,9 @@ def backend(kind: Literal["pyfuse3", "native"]) -> tuple[str, ...]:
             return ()
         raise Unavailable("--fuse native: this cachefs has no such option")
     if kind == "native":
-        release = tuple(int(number) for number in os.uname().release.split("-")[0].split(".")[:2])
         if os.getuid():
             raise Unavailable("--fuse native: needs root")
-        if release < (6, 9):
+        if linux.release() < (6, 9):
             raise Unavailable(f"--fuse native: needs Linux 6.9, this is {os.uname().release}")
     return ("--fuse", kind)
 
@@ -165,6 +165,7 @@ class Cachefs(Mount):
 
     def __init__(self, scratch: Path, lab: LabStore, bucket: str, *options: str, name: str = OWN) -> None:
         super().__init__(scratch, lab, bucket)
+        self._holder: int | None = None
         self.options = options
         self.name = name
 
@@ -176,7 +177,10 @@ class Cachefs(Mount):
         said = self._run("mount", *endpoint, *usual, *self.options, f"s3://{self.bucket}", str(self.path))
         if said.returncode:
             raise RuntimeError(f"cachefs did not mount: {said.stderr.strip()}")
-        self.own(self.status()["pid"])
+        status = self.status()
+        self.own(status["pid"])
+        if (holder := status["holder"]) is not None:
+            self._holder = os.pidfd_open(holder["pid"])
         if self.profile is not None:
             self.profile.watch(self.pid)
 
@@ -185,6 +189,11 @@ class Cachefs(Mount):
             if self.profile is not None:
                 self.profile.end(self.pid)
         finally:
+            if self._holder is not None:  # it would start the daemon again
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._holder, signal.SIGKILL)
+                os.close(self._holder)
+                self._holder = None
             super().crash()
 
     def stop(self) -> None:

@@ -60,12 +60,14 @@ class _Prober:
 
 @scenario("restart-unnoticed", rounds=9)
 def restart_unnoticed(work: Workspace, rounds: int) -> Result:
-    """The daemon is killed, and upgraded, under readers (`--restart`): their pauses; and small files with and without it."""
+    """The daemon is killed, and upgraded, under readers: their pauses; and small files with and without what outlives it."""
     result = Result()
     tree, keys = work.small("restarting")
     with ExitStack() as stack:
-        plain = stack.enter_context(Cachefs(work.disk, work.lab, "restarting", name="without"))
-        kept = stack.enter_context(Cachefs(work.disk, work.lab, "restarting", "--restart", name="with"))
+        plain = stack.enter_context(
+            Cachefs(work.disk, work.lab, "restarting", "--no-restart", name="without")
+        )
+        kept = stack.enter_context(Cachefs(work.disk, work.lab, "restarting", name="with"))
         cpu = Series("processor time of the daemon, µs a file", "µs", {})
         paths = {mount.name: [f"{mount.path}/{key}" for key in keys] for mount in (plain, kept)}
         for mine in paths.values():

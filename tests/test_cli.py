@@ -32,6 +32,7 @@ from cachefs.config.config import LOG_NAME, ROWS, Config, Source
 from cachefs.daemon import asking, background, mounting
 
 ENVIRON = {name: value for name, value in os.environ.items() if not name.startswith("CACHEFS_")}
+ENVIRON["CACHEFS_RESTART"] = "no"  # daemons are killed here
 
 
 def run(*args: object) -> Result:

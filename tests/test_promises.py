@@ -393,7 +393,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_dead_mount.py::test_a_start_that_is_refused_leaves_the_dead_mount",
         "tests/fuse/test_choice.py::test_the_mountpoint_is_cleared_when_only_mounting_is_left",
     ),
-    "With `--restart` (native backend, Linux 6.9), when the daemon is killed or fails, no program gets an errno: "
+    "Where root mounts (native backend, Linux 6.9), when the daemon is killed or fails, no program gets an errno: "
     "opens, reads, writes, mappings, stats and directory streams wait, and go on with the next daemon. Changes of "
     "names are made once. A file that is being written has all that was written, and a close or fsync that was not "
     "answered is made again.": (
@@ -405,11 +405,12 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/test_shared_memory.py::test_a_kill_loses_no_row",
         "tests/upload/test_outliving.py::test_killed_at_each_request_and_each_commit_of_the_journal",
         "tests/mount/test_restart.py::test_who_reads_what_waits_for_its_upload_goes_on",
+        "tests/mount/test_restart.py::test_a_plain_mount_outlives_its_daemon",
         "tests/mount/test_restart.py::test_no_reader_notices_that_the_daemon_was_killed",
         "tests/mount/test_restart.py::test_a_read_that_waits_for_the_origin_is_answered_by_the_next_daemon",
         "tests/mount/test_restart.py::test_a_failure_in_the_daemon_is_a_death_like_any_other",
     ),
-    "`cachefs upgrade` has the version that is installed now go on with a mount that was made with `--restart`: "
+    "`cachefs upgrade` has the version that is installed now go on with such a mount: "
     "no program gets an errno, also none that writes, and what is cached stays, in memory too. If that version does "
     "not start, or cannot go on with what is open, nothing changes.": (
         "tests/mount/test_restart.py::test_no_writer_notices",
@@ -418,7 +419,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_restart.py::test_an_upgrade_runs_what_is_installed_now_or_changes_nothing",
         "tests/mount/test_restart.py::test_a_mount_that_ends_with_its_daemon_is_not_upgraded",
     ),
-    "With `--restart`, after ten daemons in a row that each lived for less than ten seconds none is started again, and "
+    "After ten daemons in a row that each lived for less than ten seconds none is started again, and "
     "the mount stays dead; a stop or an unmount also ends the process that would start it.": (
         "tests/mount/test_restart.py::test_a_crash_loop_ends_with_a_dead_mount",
         "tests/mount/test_restart.py::test_everything_ends_with_the_mount",
@@ -522,7 +523,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_passed_descriptor.py::TestRefusals",
     ),
     "Across a restart or crash of the daemon, programs continue to read files open in passthrough; other "
-    "handles get ENOTCONN, unless the mount was made with `--restart` and the daemon crashed or was upgraded.": (
+    "handles get ENOTCONN, unless the daemon of a mount that outlives it crashed or was upgraded.": (
         "tests/mount/test_upgrade.py::test_what_programs_see_of_a_restart",
     ),
     "Counters are consistent with each other and with what the origin saw; the output of `cachefs doctor`"

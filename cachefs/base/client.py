@@ -100,17 +100,19 @@ def ask(mountpoint: Path, verb: str, /, timeout_s: float = 5.0, **arguments: Any
     mount = mount_at(mountpoint)
     # The kernel names the user that mounted it: root asks that user's daemon, and no other's.
     owners = {mount.owner} if mount is not None and mount.is_cachefs and mount.owner is not None else ()
-    for place in sockets(mountpoint):
-        try:
-            return request(place, verb, timeout_s, owners=owners, **arguments)
-        except NotRunning:
-            continue
-    if mount is None or not mount.is_cachefs:
-        raise MountError(f"{mountpoint} is not a cachefs mount: cachefs status lists those there are")
-    if is_dead(probe(mountpoint)):
-        raise MountError(
-            f"the daemon of {mountpoint} has died: cachefs umount {mountpoint}, then mount it again"
-        )
+    for _ in range(2):
+        for place in sockets(mountpoint):
+            try:
+                return request(place, verb, timeout_s, owners=owners, **arguments)
+            except NotRunning:
+                continue
+        if mount is None or not mount.is_cachefs:
+            raise MountError(f"{mountpoint} is not a cachefs mount: cachefs status lists those there are")
+        # Between two daemons of a mount the kernel keeps this waiting for the next one, which listens by then.
+        if is_dead(probe(mountpoint)):
+            raise MountError(
+                f"the daemon of {mountpoint} has died: cachefs umount {mountpoint}, then mount it again"
+            )
     raise MountError(
         f"the daemon of {mountpoint} does not answer this user: ask as the one who mounted it, or as root"
     )

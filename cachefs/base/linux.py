@@ -29,6 +29,12 @@ _OPENAT2, _AT_FDCWD, _RESOLVE_CACHED = 437, -100, 0x20
 _LOOK = (ctypes.c_uint64 * 3)(os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, 0, _RESOLVE_CACHED)
 
 
+def release(text: str = "") -> tuple[int, ...]:
+    """The numbers of the running kernel's version, two at most; or of that one ("6.18.44-…")."""
+    numbers = (text or os.uname().release).split("-")[0].split(".")[:2]
+    return tuple(int(number) for number in numbers if number.isdigit())
+
+
 def cached_lstat(path: str) -> os.stat_result | None:
     """`os.lstat`; None where the kernel would have to read the disk for it, and before Linux 5.12."""
     fd: int = libc.syscall(_OPENAT2, _AT_FDCWD, os.fsencode(path), ctypes.byref(_LOOK), ctypes.sizeof(_LOOK))

@@ -212,7 +212,7 @@ def mount(ctx: click.Context, /, places: tuple[str, ...], o: tuple[str, ...], **
     Defaults are in [brackets].
     """
     from cachefs.daemon import background
-    from cachefs.fuse.held import Held
+    from cachefs.fuse.held import Held, why_not
 
     held = Held.from_environment()
     ready = background.Ready()
@@ -226,7 +226,7 @@ def mount(ctx: click.Context, /, places: tuple[str, ...], o: tuple[str, ...], **
             click.echo(layers.dump(config), nl=False)
             return 0
         if config.foreground or ready.in_background:
-            if config.restart and held is None:
+            if held is None and not why_not(config):
                 command = background.holding(background.command_of(ctx.meta["arguments"]))
                 # Under the same process id: the caller waits for it and sends it signals.
                 os.execv(command[0], command)

@@ -74,7 +74,7 @@ def refresh(path: Path) -> None:
 @click.argument("mountpoint", type=Place())
 @as_json("The two versions, and how long programs waited.")
 def upgrade(mountpoint: Path, as_json: bool) -> None:
-    """Have the version that is installed now go on with MOUNTPOINT, which was mounted with --restart.
+    """Have the version that is installed now go on with MOUNTPOINT, unless it ends with its daemon (--no-restart).
 
     Programs keep what they have open: they wait for a moment and get no error. If the installed version does not start, or
     cannot go on with what this one has open, it says so, and nothing changes.

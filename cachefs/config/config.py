@@ -286,9 +286,9 @@ class Config:
         value=False,
     )
     restart: bool = SWITCH(
-        "Start the daemon again when it dies, so that programs only wait, also those that write. Needs "
-        "--fuse native or auto, and Linux 6.9.",
-        value=False,
+        "Start the daemon again when it dies, so that programs only wait, also those that write; where this cannot be "
+        "(pyfuse3, before Linux 6.9), the mount ends with its daemon.",
+        value=True,
     )
     nonempty: bool = SWITCH("Mount over a directory that is not empty.", value=False)
     mount_timeout: float = DURATION("How long to wait for the mount to answer before giving up.", value=30.0)

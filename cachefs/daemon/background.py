@@ -24,6 +24,7 @@ from cachefs.base.linux import mount_at, probe
 from cachefs.config.config import LOG_NAME, Config
 from cachefs.daemon.mounting import detach
 from cachefs.fuse import holder
+from cachefs.fuse.held import why_not
 
 READY_FD = "CACHEFS_READY_FD"
 STOP_DEADLINE_S = 5.0
@@ -100,7 +101,7 @@ def start(arguments: Sequence[str], config: Config, *, over_dead: bool = False) 
     read_fd, write_fd = os.pipe()
     try:
         child = subprocess.Popen(
-            holding(command_of(arguments)) if config.restart else command_of(arguments),
+            command_of(arguments) if why_not(config) else holding(command_of(arguments)),
             stdin=subprocess.DEVNULL,
             stdout=log_fd,
             stderr=log_fd,

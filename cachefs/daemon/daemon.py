@@ -49,7 +49,7 @@ from cachefs.fetch.upstream import Upstream
 from cachefs.fs import FileSystem, Options, Ttls, Volume
 from cachefs.fuse import backends
 from cachefs.fuse.connection import tune
-from cachefs.fuse.held import Held
+from cachefs.fuse.held import TOO_OLD, Held, why_not
 from cachefs.fuse.holder import HANDED_OVER
 from cachefs.fuse.notices import Notices
 from cachefs.observe import Endpoint, Pauses, Watch, open_endpoint
@@ -521,8 +521,11 @@ class Daemon:
                     self._store.refuse(tier, "files of the cache directory do not tell who writes them")
         if config.zero_open and backend.name != "native":
             self._warn(f"--zero-open has no effect: {self._backend.why}")
-        if config.restart and (why := self._not_held()):
-            self._warn(f"--restart has no effect: {why}")
+        if why := self._not_held():
+            if config.restart and "restart" in config.origins:
+                self._warn(f"--restart has no effect: {why}")
+            else:
+                log.info("the mount ends with its daemon: %s", why)
         return backend
 
     def _clear(self) -> None:
@@ -542,13 +545,11 @@ class Daemon:
         """Why this mount would not outlive its daemon; "" if it would."""
         if self._held is not None and self._held.holds:
             return ""
-        if self._config.descriptor is not None:
-            return "another process has mounted it"
-        if self._config.zero_open:
-            return "with --zero-open the kernel does not say which files are open"
+        if why := why_not(self._config):
+            return why
         if self._backend.backend.name != "native":
             return f"the FUSE backend is {self._backend.backend.name} ({self._backend.why})"
-        return "this kernel cannot repeat requests (Linux 6.9 can)"
+        return TOO_OLD
 
     def _register_backing(self, backing: Backing) -> bool:
         try:
@@ -657,7 +658,7 @@ class Daemon:
     async def _upgrade(self) -> str:
         """Have what is installed now go on with this mount: its version. Raises `MountError` if it cannot; then nothing has
         changed."""
-        why = self._not_held() if self._config.restart else "it was not made with --restart"
+        why = self._not_held()
         if why or self._held is None:
             raise MountError(f"this mount ends with its daemon ({why}): umount, and mount again")
         if self._reread is not None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from cachefs.base import linux
 from cachefs.base.errors import MountError
 from cachefs.base.metrics import Metrics
 from cachefs.config.config import Config
@@ -159,7 +159,7 @@ def _native(
         device,
         agreed,
         zero_open=config.zero_open,
-        keep_listings=keeps_listings(platform.release()),
+        keep_listings=linux.release() >= LISTINGS_KEPT_SINCE,
         writable=writable,
         direct_writers=not config.writeback,
         records=None if held is None else Records(fs, held, fs.origins),
@@ -235,12 +235,6 @@ def _try_passthrough(device: Device, agreed: Negotiated, places: Sequence[Path])
 
 def _reason(exc: Exception) -> str:
     return (exc.strerror or str(exc)) if isinstance(exc, OSError) else str(exc)
-
-
-def keeps_listings(release: str) -> bool:
-    """Whether a kernel ("6.18.44-…") drops the listings that it keeps when it should."""
-    numbers = [int(part) for part in release.split("-")[0].split(".")[:2] if part.isdigit()]
-    return tuple(numbers) >= LISTINGS_KEPT_SINCE
 
 
 def _plain(name: str) -> str:

@@ -20,10 +20,11 @@ import time
 from collections import deque
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
+from cachefs.base import linux
 from cachefs.base.errors import MountError
 from cachefs.base.shared_memory import SharedMemory
 from cachefs.fuse.holder import (
@@ -36,6 +37,9 @@ from cachefs.fuse.holder import (
     STANDBY_AT,
 )
 
+if TYPE_CHECKING:
+    from cachefs.config import Config
+
 log = logging.getLogger(__name__)
 
 FORMAT = 3
@@ -45,6 +49,9 @@ _CONNECTION_AT, _CONNECTION = 24, struct.Struct("=IIQd32s")
 """format, minor, flags, longest pause, device number"""
 
 _TABLE_AT = 2 * mmap.PAGESIZE
+
+RESENDS_SINCE = (6, 9)
+TOO_OLD = "this kernel cannot repeat requests (Linux 6.9 can)"
 
 LOOK_S = 0.05
 """How often is looked for what another process writes here."""
@@ -72,6 +79,23 @@ _LENGTH = _FILES_AT + MOST_HANDLES * DESCRIPTION_BYTES
 
 _SHARED_AT = mmap.PAGESIZE * -(-(_TABLE_AT + _LENGTH) // mmap.PAGESIZE)
 """What files that are being written need (`SharedMemory`)."""
+
+
+def why_not(config: Config) -> str:
+    """Why no mount with this configuration can outlive its daemon here; "" if one may."""
+    if not config.restart:
+        return "it was made with --no-restart"
+    if config.descriptor is not None:
+        return "another process has mounted it"
+    if config.zero_open:
+        return "with --zero-open the kernel does not say which files are open"
+    if config.fuse == "pyfuse3":
+        return "the FUSE backend is pyfuse3 (as asked)"
+    if os.geteuid():
+        return "only root may speak to the kernel without help"
+    if linux.release() < RESENDS_SINCE:
+        return TOO_OLD
+    return ""
 
 
 class Held:

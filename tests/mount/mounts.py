@@ -40,6 +40,10 @@ NOISE = re.compile(
 Completed = subprocess.CompletedProcess[str]
 
 
+RESTART = os.environ.get("CACHEFS_RESTART", "no")
+"""Most tests watch one daemon, and end it. Where they are to have a holder, they say so (`restart=True`)."""
+
+
 def plain_environment() -> dict[str, str]:
     """This process's environment without whatever leads to a store, a cache or a proxy."""
     led = ("AWS_", "AZURE_", "GOOGLE_", "CACHEFS_", "STORAGE_EMULATOR")
@@ -126,7 +130,7 @@ class Mount:
         self.path = place / "mnt"
         self.cache = Path(options.get("cache_dir", place / "cache"))
         self.log_file = place / "daemon.log"
-        self.env = {**plain_environment(), **env}
+        self.env = {"CACHEFS_RESTART": RESTART, **plain_environment(), **env}
         self.source = source
         self.options: dict[str, Any] = {
             "cache_dir": self.cache,

@@ -330,6 +330,36 @@ def test_status_and_metrics_show_restarts_and_the_holder_is_small(mounted: Mount
     assert private < 10 * KIB, pages  # in KiB; the interpreter's own pages are shared with the daemon
 
 
+def test_a_plain_mount_outlives_its_daemon(mounted: Mounted, bucket: Bucket) -> None:
+    """Without any option. A command that comes while there is no daemon waits for the next one."""
+    bucket.put("file", b"1")
+    mount = mounted(bucket, start=False)
+    del mount.env["CACHEFS_RESTART"]
+    mount.allowed += ["the daemon has died", "was left by process"]
+    mount.start()
+    assert held(mount)["restarts"] == 0
+    mount.killed = True
+    os.kill(mount.pid, signal.SIGKILL)
+    eventually(lambda: not alive(mount.pid), "the daemon has ended")
+    status = mount.status()
+    assert status["holder"]["restarts"] == 1
+    mount.pids.append(status["pid"])
+    assert (mount.path / "file").read_bytes() == b"1"
+
+
+def test_a_plain_mount_that_ends_with_its_daemon_says_so_in_its_log_alone(
+    mounted: Mounted, bucket: Bucket
+) -> None:
+    mount = mounted(bucket, start=False, fuse="pyfuse3")
+    del mount.env["CACHEFS_RESTART"]
+    mount.start()
+    status = mount.ask("status")
+    assert status["holder"] is None
+    assert not [line for line in status["warnings"] if "restart" in line]
+    assert "the mount ends with its daemon: the FUSE backend is pyfuse3" in mount.log()
+    assert len(processes_with(str(mount.cache))) == 1, "a holder that holds nothing"
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -555,7 +585,7 @@ def test_a_mount_that_ends_with_its_daemon_is_not_upgraded(mounted: Mounted, buc
     bucket.put("file", b"1")
     mount = mounted(bucket)
     done = mount.cli("upgrade", mount.path)
-    assert done.returncode == 1 and "it was not made with --restart" in done.stderr
+    assert done.returncode == 1 and "it was made with --no-restart" in done.stderr
     assert (mount.path / "file").read_bytes() == b"1"
 
 
