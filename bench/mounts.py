@@ -192,9 +192,13 @@ class Cachefs(Mount):
             if self._holder is not None:  # it would start the daemon again
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self._holder, signal.SIGKILL)
-                os.close(self._holder)
-                self._holder = None
             super().crash()
+
+    def _gone(self) -> None:
+        super()._gone()
+        if self._holder is not None:
+            os.close(self._holder)
+            self._holder = None
 
     def stop(self) -> None:
         """A clean unmount: what is cached is saved."""
