@@ -99,7 +99,7 @@ def restart_million(work: Workspace, rounds: int) -> Result:
         start(few)
         mount.stop()
         begun = time.perf_counter()
-        _crowd(mount, work.scale.blocks)
+        crowd(mount, work.scale.blocks)
         result.note(f"the index was filled in {time.perf_counter() - begun:.1f} s")
         many: list[float] = []
         mounting.clear()
@@ -121,7 +121,7 @@ def restart_million(work: Workspace, rounds: int) -> Result:
     return result
 
 
-def _crowd(mount: Cachefs, count: int) -> None:
+def crowd(mount: Cachefs, count: int) -> None:
     """Put rows of that many one-block versions into the index of a stopped daemon: the most rows that blocks can have."""
     from cachefs.store.catalog import Copy, Index, Saved, pack_copy
     from cachefs.store.tier import SSD, allocated

@@ -154,6 +154,34 @@ def test_rows_survive_a_kill_but_it_is_not_clean(tmp_path: Path, fsync: str) -> 
     db.close()
 
 
+@pytest.mark.parametrize("fsync", ["fsync", "no"])
+def test_what_a_killed_process_left_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: str
+) -> None:
+    """Where it is known that nothing else ended it. After a reboot that knowledge is worth nothing."""
+    rewritten: list[Path] = []
+
+    def rewrite(path: Path, *rest: object) -> str | None:
+        rewritten.append(path)
+        return real(path, *rest)
+
+    real = database._rewrite
+    monkeypatch.setattr(database, "_rewrite", rewrite)
+    path = tmp_path / "db"
+    assert child(KILLED, str(path), fsync).returncode == -9
+    synced = fsync == "fsync"
+    db = Database(path, TABLES, version="v1", fsync=synced, killed=True)
+    assert (db.was_clean, db.dropped, db.count("a"), rewritten) == (False, None, 50, [])
+    db.write([("a", b"k", b"v")])
+    db.close()
+
+    assert child(KILLED, str(path), fsync).returncode == -9
+    monkeypatch.setattr(database, "_boot_id", lambda: "another boot")
+    db = Database(path, TABLES, version="v1", fsync=synced, killed=True)
+    assert (db.dropped is None, rewritten) == (synced, [path] if synced else [])
+    db.close()
+
+
 def test_after_a_kill_no_page_of_the_old_file_is_written_to(tmp_path: Path) -> None:
     """A page may be damaged where no reader looks: here, each says that its free space lies where its rows are."""
     path = tmp_path / "db"

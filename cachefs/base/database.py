@@ -8,7 +8,8 @@ How damage is noticed, without scanning a healthy database at start: beside the 
 format of the rows and a state. `closed HASH` is the xxh3 of the file, so the next open compares one hash (a gigabyte a
 second and more). `open BOOT_ID` is there before LMDB changes anything, and until a clean close has written out all else; a
 mark that is missing or cannot be read says the same. Each mark is on the disk before what follows it, so a power cut at any
-moment leaves a state that opens. What was not closed is rewritten: a process of its own writes every row into a fresh file,
+moment leaves a state that opens. What was not closed is rewritten, unless
+it is known that its process was killed: a process of its own writes every row into a fresh file,
 which takes the old one's place. Whatever a damaged page makes LMDB do (raise, SIGBUS, SIGSEGV, loop), it does to that
 process, and no such page is ever written to. That is half a second for a million rows. `fsync=False` gives up the ordering
 of writes on power loss, so such a database is dropped when it was not closed and the machine has been rebooted since.
@@ -100,14 +101,17 @@ class Database:
         fsync: bool,
         refuge: Path | None = None,
         precious: bool = False,
+        killed: bool = False,
     ) -> None:
         """Open or create. Raises `CacheInUse` if another process has it open, `CacheUnusable` if it cannot be created.
 
         `version` names the format of the rows; a database of another version is dropped. When a write fails and there is
         a `refuge` (a directory that must not exist yet), the database goes on there until it is closed. A `precious` one is
-        never dropped: `CacheUnusable` then, and nothing is changed."""
+        never dropped: `CacheUnusable` then, and nothing is changed. With `killed`, the process that had it open has ended by
+        SIGKILL, so not by a damaged page: then it is not rewritten, unless the machine has been rebooted since."""
         self.path = path
         self._precious = precious
+        self._killed = killed
         self._refuge = refuge
         self.tables = tuple(tables)
         self.dropped: str | None = None
@@ -184,6 +188,8 @@ class Database:
             return None
         if not self._fsync and state != f"open {_boot_id()}":
             return "the machine stopped before it was written out"
+        if self._killed and state == f"open {_boot_id()}":
+            return None  # the page cache has each write that LMDB had made, and LMDB is right after each
         return _rewrite(self.path, self.tables)
 
     def _drop(self, reason: str) -> None:

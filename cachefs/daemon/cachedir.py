@@ -32,7 +32,7 @@ def _disk_of(config: Config) -> tuple[int, int]:
         return 0, 0
 
 
-def open_cache(config: Config, metrics: Metrics) -> Opened:
+def open_cache(config: Config, metrics: Metrics, *, killed: bool = False) -> Opened:
     """Raises `CacheInUse`, `CacheUnusable`; the latter, with nothing changed, if the directory is another user's, or if
     another version of cachefs has noted uploads here that this one cannot read."""
     with suppress(OSError):  # what cannot be made or written costs the SSD tier, not the mount
@@ -51,6 +51,7 @@ def open_cache(config: Config, metrics: Metrics) -> Opened:
         config.verify,
         metrics,
         config.eviction,
+        killed=killed,
     )
 
 
@@ -70,7 +71,8 @@ def open_names(opened: Opened, row_log: RowLog | None = None) -> WriteBehind:
     opened.temporary.append(refuge)
     try:
         names = opened.state_dir / "names"
-        return WriteBehind(Database(names, TABLES, version=FORMAT, fsync=False, refuge=refuge), row_log)
+        database = Database(names, TABLES, version=FORMAT, fsync=False, refuge=refuge, killed=opened.killed)
+        return WriteBehind(database, row_log)
     except CacheUnusable as exc:
         opened.warnings.append(f"{exc}; keeping names in {refuge} until the mount ends")
         return WriteBehind(Database(refuge, TABLES, version=FORMAT, fsync=False), row_log)

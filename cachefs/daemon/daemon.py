@@ -116,7 +116,7 @@ def run(
     stopping = Stopping()
     with ExitStack() as made:  # whatever fails from here on, nothing stays in memory
         made.callback(stopping.done)
-        opened = cachedir.open_cache(config, metrics)
+        opened = cachedir.open_cache(config, metrics, killed=held is not None and held.killed)
         made.callback(opened.close)
         memory = _outlives(config, held)
         names = cachedir.open_names(opened, None if memory is None else memory.rows)
@@ -339,6 +339,7 @@ class Daemon:
             self._metrics,
             lasting,
             _outlives(self._config, self._held),
+            self._opened.killed,
         )
         self._uploading = uploading
         await uploading.recover(

@@ -70,6 +70,7 @@ class Uploading:
         metrics: Metrics,
         nursery: trio.Nursery,
         memory: SharedMemory | None = None,
+        killed: bool = False,
     ) -> None:
         if config.writeback and state_dir != config.cache_dir:
             raise CacheUnusable(
@@ -94,6 +95,7 @@ class Uploading:
             on_conflict=config.on_conflict,
             keep_free_bytes=keep_free_bytes,
             memory=memory,
+            killed=killed,
         )
 
     async def recover(self, open_inos: Container[int] = frozenset()) -> None:

@@ -108,6 +108,7 @@ class Held:
         self.open: list[tuple[int, HandleRecord]] = []  # its handles, and where in the table they are
         self.holds = False  # whether the connection outlives this daemon
         self.restarts, self._died_at, self.handed_over = 0, 0.0, 0
+        self.killed = False
         self.pause_s = 0.0  # before this daemon went on
         self._holder = os.getppid()
         self._socket = socket.socket(fileno=socket_fd)

@@ -144,8 +144,10 @@ def unpack_copy(key: CopyKey, row: bytes) -> Copy | None:
 class Index:
     """Typed access to the three tables. Reads are microseconds and happen on the spot; `write` belongs in a thread."""
 
-    def __init__(self, path: Path, block_size: int) -> None:
-        self._db = Database(path, ["copies", "order", "meta"], version=f"blocks-2-{block_size}", fsync=True)
+    def __init__(self, path: Path, block_size: int, *, killed: bool = False) -> None:
+        """For `killed` see `Database`."""
+        tables = ["copies", "order", "meta"]
+        self._db = Database(path, tables, version=f"blocks-2-{block_size}", fsync=True, killed=killed)
         self.dropped = self._db.dropped is not None
         self.was_clean = self._db.was_clean
         # Never checking checksums is safe only if no daemon since the cache was empty may have left doubtful bytes.

@@ -34,13 +34,14 @@ log = logging.getLogger(__name__)
 @dataclass
 class Opened:
     """`state_dir` is where small databases can live: the cache directory, or what replaced it. `temporary` ones go on
-    close."""
+    close. `killed`: the daemon before had ended by SIGKILL (see `Database`)."""
 
     store: Store
     state_dir: Path
     warnings: list[str] = field(default_factory=list)
     temporary: list[Path] = field(default_factory=list)
     claims: list[int] = field(default_factory=list)
+    killed: bool = False
 
     def close(self) -> None:
         """After `Store.aclose`, or instead of it when the daemon could not begin: nothing is left in memory. Blocking."""
@@ -58,6 +59,8 @@ def open_store(
     verify: str,
     metrics: Metrics,
     eviction: Policy = "auto",
+    *,
+    killed: bool = False,
 ) -> Opened:
     """Raises `CacheInUse` when another daemon has the directory, `CacheUnusable` when nothing at all can be written."""
     with ExitStack() as undo:  # of what was made, if it fails later
@@ -67,7 +70,7 @@ def open_store(
         undo.callback(_remove_all, temporary)
         undo.callback(_close_all, claims)
         own, shared = ram.own_directory(cache_dir), ram.shared_directory(cache_dir)
-        index, state_dir = _open_index(cache_dir, shared, block_size, warnings, temporary)
+        index, state_dir = _open_index(cache_dir, shared, block_size, warnings, temporary, killed)
         undo.callback(index.close, whole=False)
         places = [path for path in (cache_dir, own, shared) if _ours(path)]
         if index.dropped:
@@ -107,7 +110,7 @@ def open_store(
             warnings.append("no tier at all: nothing is cached but what the kernel keeps")
         store = Store(index, tiers, block_size, verify, metrics, time.monotonic, eviction)
         undo.pop_all()
-    return Opened(store, state_dir, warnings, temporary, claims)
+    return Opened(store, state_dir, warnings, temporary, claims, killed)
 
 
 def _on_disk(path: Path, keep_free_bytes: int) -> ram.Place:
@@ -127,7 +130,7 @@ def _ours(path: Path) -> bool:
 
 
 def _open_index(
-    cache_dir: Path, shared: Path, block_size: int, warnings: list[str], temporary: list[Path]
+    cache_dir: Path, shared: Path, block_size: int, warnings: list[str], temporary: list[Path], killed: bool
 ) -> tuple[Index, Path]:
     first: CacheUnusable | None = None
     for place in (cache_dir, shared, None):
@@ -135,7 +138,7 @@ def _open_index(
             place = Path(tempfile.mkdtemp(prefix="cachefs-"))
         try:
             ownership.claim(place, whole=place != cache_dir)
-            index = Index(place / "index", block_size)
+            index = Index(place / "index", block_size, killed=killed)
         except CacheInUse:
             raise
         except (CacheUnusable, OSError) as exc:

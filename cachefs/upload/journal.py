@@ -80,13 +80,20 @@ class _Batch:
 class Journal:
     """Rows are JSON objects. What `write` has returned for is on the disk."""
 
-    def __init__(self, directory: Path, before: Callable[[], None] = lambda: None) -> None:
-        """`before` is called in a worker thread before rows are written, for what they rely on.
+    def __init__(
+        self, directory: Path, before: Callable[[], None] = lambda: None, *, killed: bool = False
+    ) -> None:
+        """`before` is called in a worker thread before rows are written, for what they rely on. For `killed` see `Database`.
 
         Raises `CacheUnusable` when it cannot be read as a whole, and then changes nothing. Blocking."""
         try:
             self._database = Database(
-                directory, (DIRTY_FILES, ORPHANS, NOTES), version=FORMAT, fsync=True, precious=True
+                directory,
+                (DIRTY_FILES, ORPHANS, NOTES),
+                version=FORMAT,
+                fsync=True,
+                precious=True,
+                killed=killed,
             )
         except CacheInUse:
             raise

@@ -90,7 +90,7 @@ class Uploads:
     would cost a request). `on_settling` is asked before a dirty file is settled, which waits while it says False.
     `on_settled` is told that a dirty file's content is the cache's or the store's alone: until then it can be opened.
     `on_changed` is told that one in passthrough was written. With `memory`, which outlives this process, files that are
-    being written do so, too.
+    being written do so, too. For `killed` see `Database`.
 
     Opens the journal, which blocks: make it before the mount is. Raises `CacheUnusable`."""
 
@@ -110,6 +110,7 @@ class Uploads:
         keep_free_bytes: int = 0,
         now_ns: Callable[[], int] = time.time_ns,
         memory: SharedMemory | None = None,
+        killed: bool = False,
     ) -> None:
         self.on_committed: Callable[[DirtyFile, ObjectInfo], None] = lambda dirty_file, info: None
         self.on_settling: Callable[[DirtyFile], bool] = lambda dirty_file: True
@@ -121,7 +122,7 @@ class Uploads:
         self._now_ns = now_ns
         self._disk = StagingDisk(staging_dir, shared=memory)
         orphans.without_journal(staging_dir, state_dir / "journal")
-        self.journal = Journal(state_dir / "journal", partial(sync_names, staging_dir))
+        self.journal = Journal(state_dir / "journal", partial(sync_names, staging_dir), killed=killed)
         self.journal.hangs_elsewhere = self._hangs
         self._records = Records(self.journal, list(origins))
         self._room = StagingRoom(staging_dir, keep_free_bytes, store, self._hopeful)
