@@ -1,0 +1,232 @@
+"""A scripted kernel and holder, and whole daemons between them that are killed.
+
+The kernel's end of the connection is a socket. Each daemon is a fork of this process: it runs `cachefs.daemon.daemon.run`,
+over a directory as its origin, and goes on with the connection and the memory of the one before, as behind
+`cachefs.fuse.holder`. A daemon kills itself (SIGKILL) either when it has read a request that the test names, before it does
+anything else, or when it is about to write the reply to it. That reply is kept aside, for a comparison."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import select
+import shutil
+import signal
+import socket
+import struct
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from cachefs.base import database, durable, logs
+from cachefs.config import layers
+from cachefs.daemon import daemon, mounting
+from cachefs.fuse import held, holder, native_backend, protocol
+from cachefs.fuse.native_backend import WANTED_TO_WRITE, Device
+from cachefs.fuse.protocol import RESENT, Init, Op
+from tests.fuse.kernel import ROOT, SEND_BUFFER, Reply, socket_pair
+
+READ, CARRIED_OUT = 1, 2
+"""The moments of a death: a request was read and nothing else; it was carried out, and its reply is lost."""
+
+DEATHS = {"read": READ, "carried out": CARRIED_OUT}
+
+ANSWERS_S = 30.0
+"""How long a daemon may take on a machine that does other things. Guessed."""
+
+_ARMED = struct.Struct("=QQ")
+"""The request (`unique`) at which a daemon kills itself, and when (`READ`, `CARRIED_OUT`)."""
+
+
+class Deaths:
+    """One mount. `options` are those of the command, in Python's spelling."""
+
+    def __init__(self, place: Path, **options: Any) -> None:
+        self.place, self.origin = place, place / "origin"
+        for name in ("origin", "mnt", "cache"):
+            (place / name).mkdir()
+        self._options = {
+            "source": f"file://{self.origin}",
+            "mountpoint": place / "mnt",
+            "cache_dir": place / "cache",
+            "cache_size": "64M",
+            "keep_free": "0",
+            "ram": "0",
+            "restart": True,
+            "log_file": place / "daemon.log",
+            **options,
+        }
+        self._armed = mmap.mmap(-1, mmap.PAGESIZE)
+        self._lost, self._loses = socket_pair()  # replies that the kernel never got
+        self._near, self._far = socket_pair()
+        self.state = os.memfd_create("held")
+        os.ftruncate(self.state, held._TABLE_AT)
+        flags = int(WANTED_TO_WRITE & ~Init.PASSTHROUGH)
+        agreed = held._CONNECTION.pack(held.FORMAT, protocol.MINOR, flags, 0.0, b"0:4711")
+        os.pwrite(self.state, agreed, held._CONNECTION_AT)
+        self.deaths = 1  # the one that made the connection
+        self._unique = 1 << 20
+        self._pid = 0
+        daemon.load(mounting.located(layers.load(self._options, (), {})))
+        self._start()
+
+    # -- daemons -----------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        os.pwrite(self.state, holder.DEATHS.pack(self.deaths, time.monotonic(), 0), 0)
+        gc.freeze()
+        self._pid = os.fork()
+        if not self._pid:
+            ours.close()
+            self._be_a_daemon(theirs)
+        gc.unfreeze()
+        theirs.close()
+        socket.send_fds(ours, [b"begin"], [self._far.fileno()])
+        ours.close()
+
+    def _be_a_daemon(self, theirs: socket.socket) -> NoReturn:
+        code = 1
+        try:
+            os.environ[holder.DESCRIPTORS] = f"{os.dup(self.state)},{os.dup(theirs.fileno())}"
+            config = mounting.located(layers.load(self._options, (), {}))
+            logs.setup("info", "text", config.log_file)
+            kept = held.Held.from_environment()
+            assert kept is not None
+            kept.wait()
+            self._lie_in_wait()
+            database._rewrite = _rewrite_here  # type: ignore[assignment]
+            code = daemon.run(config, lambda: None, None, kept)
+        except BaseException:
+            with (self.place / "daemon.log").open("a") as file:
+                traceback.print_exc(file=file)
+        finally:
+            os._exit(code)
+
+    def _lie_in_wait(self) -> None:
+        """Have this process kill itself at the moment that the test names."""
+        armed, loses, read, write = self._armed, self._loses, Device.read, Device.write
+
+        def reading(device: Device) -> memoryview | None:
+            request = read(device)
+            if request:
+                _, _, unique = protocol.OUT_HEADER.unpack_from(request)
+                if _ARMED.unpack_from(armed) == (unique, READ):
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return request
+
+        def writing(device: Device, *parts: Any) -> bool:
+            _, _, unique = protocol.OUT_HEADER.unpack_from(parts[0])
+            if _ARMED.unpack_from(armed) == (unique, CARRIED_OUT):
+                loses.send(b"".join(parts))
+                os.kill(os.getpid(), signal.SIGKILL)
+            return write(device, *parts)
+
+        Device.read, Device.write = reading, writing  # type: ignore[method-assign]
+
+    def next_daemon(self) -> None:
+        """The daemon has died, or is about to: another one goes on."""
+        _, status = os.waitpid(self._pid, 0)
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, self.log()
+        self.deaths += 1
+        self._start()
+
+    def kill(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+        self.next_daemon()
+
+    def close(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+        for end in (self._near, self._far, self._lost, self._loses):
+            end.close()
+        os.close(self.state)
+
+    def log(self) -> str:
+        return (self.place / "daemon.log").read_text()
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def send(self, op: int, ino: int, body: bytes, unique: int = 0) -> int:
+        if not unique:
+            self._unique += 2
+            unique = self._unique
+        size = protocol.IN_HEADER.size + len(body)
+        self._near.send(protocol.IN_HEADER.pack(size, op, unique, ino, 0, 0, os.getpid(), 0, 0) + body)
+        return unique
+
+    def reply(self, unique: int) -> Reply:
+        return self._take(self._near, unique)
+
+    def _take(self, end: socket.socket, unique: int) -> Reply:
+        until = time.monotonic() + ANSWERS_S
+        while True:
+            ready, _, _ = select.select([end], [], [], max(0.0, until - time.monotonic()))
+            assert ready, f"no reply\n{self.log()}"
+            record = end.recv(SEND_BUFFER)
+            length, error, number = protocol.OUT_HEADER.unpack_from(record)
+            assert length == len(record)
+            if number:  # else it is a notification
+                assert number == unique, "a reply to another request, or a second one"
+                return Reply(length, -error, number, record[protocol.OUT_HEADER.size :])
+
+    def ask(self, op: int, ino: int = ROOT, body: bytes = b"") -> Reply:
+        return self.reply(self.send(op, ino, body))
+
+    def ask_across_a_death(self, moment: int, op: int, ino: int, body: bytes) -> tuple[Reply | None, Reply]:
+        """A request whose daemon dies at that moment; the kernel repeats it to the next one. Returns the reply that was
+        lost, if there was one, and the one that the program gets."""
+        unique = self._unique + 2
+        _ARMED.pack_into(self._armed, 0, unique, moment)
+        self.send(op, ino, body)
+        self.next_daemon()
+        lost = self._take(self._lost, unique) if moment == CARRIED_OUT else None
+        return lost, self.reply(self.send(op, ino, body, unique | RESENT))
+
+    def tell_across_a_death(self, moment: int, op: int, ino: int, body: bytes) -> None:
+        """The same for a request that has no reply: the kernel does not repeat it."""
+        if moment == READ:
+            _ARMED.pack_into(self._armed, 0, self._unique + 2, READ)
+            self.send(op, ino, body)
+            self.next_daemon()
+        else:
+            self.send(op, ino, body)
+            assert not self.ask(Op.STATFS).error  # requests are handled in their order
+            self.kill()
+
+    # -- what programs see ---------------------------------------------------------------------------
+
+    def handles(self) -> set[int]:
+        """Those that there is a record of."""
+        at = held._TABLE_AT
+        used, _ = held._USED.unpack(os.pread(self.state, held._USED.size, at))
+        table = os.pread(self.state, used * held.RECORD_BYTES, at + held._RECORDS_AT)
+        return {held._HANDLE.unpack_from(table, at)[1] for at in range(0, len(table), held.RECORD_BYTES)} - {
+            0
+        }
+
+
+def _rewrite_here(path: Path, tables: Sequence[str]) -> None:
+    """In place of the process that survives a damaged database: here, one is only ever left by a kill, and a new interpreter
+    takes as long as all the rest of a start."""
+    fresh = path / "fresh"
+    fresh.mkdir()
+    database._copy_rows(path, fresh, tables)
+    durable.put(fresh / "data.mdb", path / "data.mdb")
+    shutil.rmtree(fresh)
+
+
+def handlers() -> set[int]:
+    """The opcodes that the backend has a handler for."""
+    nothing: Any = None
+    device = Device(os.open("/dev/null", os.O_RDONLY))
+    try:
+        backend = native_backend.NativeBackend(
+            nothing, daemon.Metrics(), 1.0, device, native_backend.Negotiated(protocol.MINOR, Init(0))
+        )
+        return set(backend._handlers)
+    finally:
+        os.close(device.fd)
