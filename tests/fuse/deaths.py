@@ -1,9 +1,10 @@
-"""A scripted kernel and holder, and whole daemons between them that are killed.
+"""Whole daemons that are killed, and a test that plays their holder, and the kernel if it wants to.
 
-The kernel's end of the connection is a socket. Each daemon is a fork of this process: it runs `cachefs.daemon.daemon.run`,
-over a directory as its origin, and goes on with the connection and the memory of the one before, as behind
-`cachefs.fuse.holder`. A daemon kills itself (SIGKILL) either when it has read a request that the test names, before it does
-anything else, or when it is about to write the reply to it. That reply is kept aside, for a comparison."""
+Each daemon is a fork of this process: it runs `cachefs.daemon.daemon.run`, over a directory as its origin, and goes on with
+the connection and the memory of the one before, as behind `cachefs.fuse.holder`. A daemon kills itself (SIGKILL) either
+when it has read a request with the opcode that the test names, before it does anything else, or when it is about to write
+the reply to it. That reply is kept aside, for a comparison. The kernel is the real one (`Daemons`), or a socket (`Deaths`).
+"""
 
 from __future__ import annotations
 
@@ -38,11 +39,11 @@ ANSWERS_S = 30.0
 """How long a daemon may take on a machine that does other things. Guessed."""
 
 _ARMED = struct.Struct("=QQ")
-"""The request (`unique`) at which a daemon kills itself, and when (`READ`, `CARRIED_OUT`)."""
+"""The opcode of the request at which a daemon kills itself, and when (`READ`, `CARRIED_OUT`, 0: never)."""
 
 
-class Deaths:
-    """One mount. `options` are those of the command, in Python's spelling."""
+class Daemons:
+    """One mount, at `place / "mnt"`. `options` are those of the command, in Python's spelling."""
 
     def __init__(self, place: Path, **options: Any) -> None:
         self.place, self.origin = place, place / "origin"
@@ -61,37 +62,33 @@ class Deaths:
         }
         self._armed = mmap.mmap(-1, mmap.PAGESIZE)
         self._lost, self._loses = socket_pair()  # replies that the kernel never got
-        self._near, self._far = socket_pair()
         self.state = os.memfd_create("held")
-        os.ftruncate(self.state, held._TABLE_AT)
-        flags = int(WANTED_TO_WRITE & ~Init.PASSTHROUGH)
-        agreed = held._CONNECTION.pack(held.FORMAT, protocol.MINOR, flags, 0.0, b"0:4711")
-        os.pwrite(self.state, agreed, held._CONNECTION_AT)
-        self.deaths = 1  # the one that made the connection
-        self._unique = 1 << 20
-        self._pid = 0
+        self.deaths = 0
+        self.pid = 0
+        self._fuse = -1
         daemon.load(mounting.located(layers.load(self._options, (), {})))
-        self._start()
 
-    # -- daemons -----------------------------------------------------------------------------------
-
-    def _start(self) -> None:
+    def start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         os.pwrite(self.state, holder.DEATHS.pack(self.deaths, time.monotonic(), 0), 0)
         gc.freeze()
-        self._pid = os.fork()
-        if not self._pid:
+        self.pid = os.fork()
+        if not self.pid:
             ours.close()
             self._be_a_daemon(theirs)
         gc.unfreeze()
         theirs.close()
-        socket.send_fds(ours, [b"begin"], [self._far.fileno()])
+        socket.send_fds(ours, [b"begin"], [self._fuse] if self._fuse >= 0 else [])
+        if self._fuse < 0:
+            ours.settimeout(ANSWERS_S)
+            _, (self._fuse,), _, _ = socket.recv_fds(ours, 16, 1)
         ours.close()
 
     def _be_a_daemon(self, theirs: socket.socket) -> NoReturn:
         code = 1
         try:
             os.environ[holder.DESCRIPTORS] = f"{os.dup(self.state)},{os.dup(theirs.fileno())}"
+            theirs.close()
             config = mounting.located(layers.load(self._options, (), {}))
             logs.setup("info", "text", config.log_file)
             kept = held.Held.from_environment()
@@ -109,44 +106,93 @@ class Deaths:
     def _lie_in_wait(self) -> None:
         """Have this process kill itself at the moment that the test names."""
         armed, loses, read, write = self._armed, self._loses, Device.read, Device.write
+        expected = [0]
+
+        def die() -> None:
+            _ARMED.pack_into(armed, 0, 0, 0)
+            os.kill(os.getpid(), signal.SIGKILL)
 
         def reading(device: Device) -> memoryview | None:
             request = read(device)
             if request:
-                _, _, unique = protocol.OUT_HEADER.unpack_from(request)
-                if _ARMED.unpack_from(armed) == (unique, READ):
-                    os.kill(os.getpid(), signal.SIGKILL)
+                op, moment = _ARMED.unpack_from(armed)
+                _, opcode, unique, *_ = protocol.IN_HEADER.unpack_from(request)
+                if moment and opcode == op:
+                    if moment == READ:
+                        die()
+                    expected[0] = unique
             return request
 
         def writing(device: Device, *parts: Any) -> bool:
             _, _, unique = protocol.OUT_HEADER.unpack_from(parts[0])
-            if _ARMED.unpack_from(armed) == (unique, CARRIED_OUT):
+            if unique and unique == expected[0]:
                 loses.send(b"".join(parts))
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
             return write(device, *parts)
 
         Device.read, Device.write = reading, writing  # type: ignore[method-assign]
 
+    def arm(self, op: int, moment: int) -> None:
+        """The daemon is to die of the next request with this opcode."""
+        _ARMED.pack_into(self._armed, 0, op, moment)
+
     def next_daemon(self) -> None:
         """The daemon has died, or is about to: another one goes on."""
-        _, status = os.waitpid(self._pid, 0)
+        until = time.monotonic() + ANSWERS_S
+        pid = status = 0
+        while not pid:
+            assert time.monotonic() < until, f"the daemon does not die\n{self.log()}"
+            time.sleep(0.002)
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+        self.pid = 0
         assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, self.log()
         self.deaths += 1
-        self._start()
+        self.start()
 
     def kill(self) -> None:
-        os.kill(self._pid, signal.SIGKILL)
+        os.kill(self.pid, signal.SIGKILL)
         self.next_daemon()
 
     def close(self) -> None:
-        os.kill(self._pid, signal.SIGKILL)
-        os.waitpid(self._pid, 0)
-        for end in (self._near, self._far, self._lost, self._loses):
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        for end in (self._lost, self._loses):
             end.close()
-        os.close(self.state)
+        for fd in (self.state, self._fuse):
+            if fd >= 0:
+                os.close(fd)
 
     def log(self) -> str:
         return (self.place / "daemon.log").read_text()
+
+    def handles(self) -> set[int]:
+        """Those that there is a record of."""
+        at = held._TABLE_AT
+        used, _ = held._USED.unpack(os.pread(self.state, held._USED.size, at))
+        table = os.pread(self.state, used * held.RECORD_BYTES, at + held._RECORDS_AT)
+        found = {held._HANDLE.unpack_from(table, at)[1] for at in range(0, len(table), held.RECORD_BYTES)}
+        return found - {0}
+
+
+class Deaths(Daemons):
+    """The same where the kernel is this process. The daemon that has made the connection has died already."""
+
+    def __init__(self, place: Path, **options: Any) -> None:
+        super().__init__(place, **options)
+        self._near, far = socket_pair()
+        self._fuse = far.detach()
+        self.deaths = 1
+        self._unique = 1 << 20
+        os.ftruncate(self.state, held._TABLE_AT)
+        flags = int(WANTED_TO_WRITE & ~Init.PASSTHROUGH)
+        agreed = held._CONNECTION.pack(held.FORMAT, protocol.MINOR, flags, 0.0, b"0:4711")
+        os.pwrite(self.state, agreed, held._CONNECTION_AT)
+        self.start()
+
+    def close(self) -> None:
+        super().close()
+        self._near.close()
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -180,7 +226,7 @@ class Deaths:
         """A request whose daemon dies at that moment; the kernel repeats it to the next one. Returns the reply that was
         lost, if there was one, and the one that the program gets."""
         unique = self._unique + 2
-        _ARMED.pack_into(self._armed, 0, unique, moment)
+        self.arm(op, moment)
         self.send(op, ino, body)
         self.next_daemon()
         lost = self._take(self._lost, unique) if moment == CARRIED_OUT else None
@@ -189,24 +235,13 @@ class Deaths:
     def tell_across_a_death(self, moment: int, op: int, ino: int, body: bytes) -> None:
         """The same for a request that has no reply: the kernel does not repeat it."""
         if moment == READ:
-            _ARMED.pack_into(self._armed, 0, self._unique + 2, READ)
+            self.arm(op, READ)
             self.send(op, ino, body)
             self.next_daemon()
         else:
             self.send(op, ino, body)
             assert not self.ask(Op.STATFS).error  # requests are handled in their order
             self.kill()
-
-    # -- what programs see ---------------------------------------------------------------------------
-
-    def handles(self) -> set[int]:
-        """Those that there is a record of."""
-        at = held._TABLE_AT
-        used, _ = held._USED.unpack(os.pread(self.state, held._USED.size, at))
-        table = os.pread(self.state, used * held.RECORD_BYTES, at + held._RECORDS_AT)
-        return {held._HANDLE.unpack_from(table, at)[1] for at in range(0, len(table), held.RECORD_BYTES)} - {
-            0
-        }
 
 
 def _rewrite_here(path: Path, tables: Sequence[str]) -> None:
