@@ -22,12 +22,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cachefs.base import database, durable, logs
+from cachefs.base import database, durable, logs, shared_memory
 from cachefs.config import layers
 from cachefs.daemon import daemon, mounting
 from cachefs.fuse import held, holder, native_backend, protocol
 from cachefs.fuse.native_backend import WANTED_TO_WRITE, Device
 from cachefs.fuse.protocol import RESENT, Init, Op
+from cachefs.upload.staging import StagingFile
 from tests.fuse.kernel import ROOT, SEND_BUFFER, Reply, socket_pair
 
 READ, CARRIED_OUT = 1, 2
@@ -40,6 +41,33 @@ ANSWERS_S = 30.0
 
 _ARMED = struct.Struct("=QQ")
 """The opcode of the request at which a daemon kills itself, and when (`READ`, `CARRIED_OUT`, 0: never)."""
+
+_STEPS_AT, _STEPS = 64, struct.Struct("=QQ")
+"""At which step of its taking over a daemon kills itself (0: at none), and how many it has made."""
+
+STEPS: list[tuple[Any, str]] = [
+    (daemon.cachedir, "open_cache"),
+    (daemon.cachedir, "open_names"),
+    (database.Database, "write"),
+    (shared_memory.RowLog, "clear"),
+    (shared_memory.RowLog, "_empty"),
+    (shared_memory.FileRecords, "put"),
+    (shared_memory.FileRecords, "drop"),
+    (shared_memory.FileRecords, "_forget"),
+    (shared_memory.Tail, "release"),
+    (StagingFile, "land"),
+    (daemon.Uploading, "recover"),
+    (daemon.FileSystem, "recover"),
+    (daemon.FileSystem, "follow"),
+    (daemon.FileSystem, "restore_file"),
+    (daemon.FileSystem, "restore_written"),
+    (held.HandleTable, "drop"),
+    (held.HandleTable, "unregistered"),
+    (Device, "unregister"),
+    (Device, "notify"),
+    (held.Held, "answering"),
+]
+"""What a daemon calls while it takes over, up to its first answer. It may die before any of these calls."""
 
 
 class Daemons:
@@ -65,6 +93,7 @@ class Daemons:
         self.state = os.memfd_create("held")
         self.deaths = 0
         self.pid = 0
+        self._answered = 0
         self._fuse = -1
         daemon.load(mounting.located(layers.load(self._options, (), {})))
 
@@ -95,6 +124,8 @@ class Daemons:
             assert kept is not None
             kept.wait()
             self._lie_in_wait()
+            if kept.taking_over:
+                self._count_steps()
             database._rewrite = _rewrite_here  # type: ignore[assignment]
             code = daemon.run(config, lambda: None, None, kept)
         except BaseException:
@@ -132,6 +163,26 @@ class Daemons:
 
         Device.read, Device.write = reading, writing  # type: ignore[method-assign]
 
+    def _count_steps(self) -> None:
+        """Have this process kill itself at the step that the test names."""
+        armed, answering = self._armed, [False]
+
+        def counting(name: str, function: Any) -> Any:
+            def step(*arguments: Any, **named: Any) -> Any:
+                last, made = _STEPS.unpack_from(armed, _STEPS_AT)
+                if not answering[0]:
+                    _STEPS.pack_into(armed, _STEPS_AT, last, made + 1)
+                    if made + 1 == last:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                answering[0] |= name == "answering"
+                return function(*arguments, **named)
+
+            return step
+
+        _STEPS.pack_into(armed, _STEPS_AT, _STEPS.unpack_from(armed, _STEPS_AT)[0], 0)
+        for owner, name in STEPS:
+            setattr(owner, name, counting(name, getattr(owner, name)))
+
     def arm(self, op: int, moment: int) -> None:
         """The daemon is to die of the next request with this opcode."""
         _ARMED.pack_into(self._armed, 0, op, moment)
@@ -144,10 +195,26 @@ class Daemons:
             assert time.monotonic() < until, f"the daemon does not die\n{self.log()}"
             time.sleep(0.002)
             pid, status = os.waitpid(self.pid, os.WNOHANG)
-        self.pid = 0
+        self.pid, self._answered = 0, self.log().count("the kernel is answered again")
         assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, self.log()
         self.deaths += 1
         self.start()
+
+    def die_while_taking_over(self) -> int:
+        """The daemon has died, or is about to. The next one dies at its first step of taking over, the one after that at its
+        second, and so on, until one makes no further step. Returns how many died."""
+        count = 0
+        while True:
+            count += 1
+            _STEPS.pack_into(self._armed, _STEPS_AT, count, 0)
+            self.next_daemon()
+            until = time.monotonic() + ANSWERS_S
+            while os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                assert time.monotonic() < until, self.log()
+                if self.log().count("the kernel is answered again") == self._answered + 1:
+                    _STEPS.pack_into(self._armed, _STEPS_AT, 0, 0)
+                    return count - 1
+                time.sleep(0.002)
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)

@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -246,11 +246,8 @@ CALLS = {
 
 
 class World:
-    def __init__(self, place: Path) -> None:
-        self.daemons = Daemons(place)
-        for name in CALLS:
-            for moment in MOMENTS:
-                (self.daemons.origin / f"stored {name} {moment}").write_bytes(b"0123456789")
+    def __init__(self, place: Path, **options: Any) -> None:
+        self.daemons = Daemons(place, **options)
         self.path = place / "mnt"
         self._program: Any = None
 
@@ -302,9 +299,26 @@ class World:
         self.said()
 
 
+@pytest.fixture
+def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def make(**options: Any) -> World:
+        made.append(World(tmp_path, **options))
+        made[-1].start()
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.close()
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     found = World(tmp_path_factory.mktemp("repeated"))
+    for name in CALLS:
+        for moment in MOMENTS:
+            (found.daemons.origin / f"stored {name} {moment}").write_bytes(b"0123456789")
     try:
         found.start()
         yield found
@@ -324,3 +338,68 @@ def test_no_program_notices(world: World, name: str, moment: str) -> None:
     world.across_a_death(MOMENTS[moment], op, call)
     world.done(after)
     eventually(lambda: not world.daemons.handles(), "no handle is left")
+
+
+IN_USE = """
+def made(number):
+    return bytes([number]) * 300_000 + b"end in memory"
+reader, passed = (os.open(name, os.O_RDONLY) for name in ("stored a", "stored b"))
+assert os.read(reader, 5) == b"01234"
+written, log, table = (write(name, made(number)) for number, name in enumerate(("written", "log", "table")))
+os.fsync(table)
+os.pwrite(table, b"more", 100)
+gone = write("gone", made(7))
+os.unlink("gone")
+small = write("small", b"small")
+old = os.open("stored c", os.O_RDWR)
+os.mkdir("d")
+for number in range(40):
+    save(f"d/{number:02}", b"")
+stream = os.scandir("d")
+listed = [next(stream).name for _ in range(3)]
+save("renamed")
+os.rename("renamed", "new")
+os.chmod("new", 0o600)
+"""
+
+STILL_IN_USE = """
+assert count == 4
+assert os.pread(written, 1_000_000, 0) == made(0) + b"more"
+assert os.read(reader, 99) == b"56789" and os.pread(passed, 99, 0) == b"0123456789"
+os.lseek(log, 0, os.SEEK_END); os.write(log, b"line")
+assert os.pread(log, 1_000_000, 0) == made(1) + b"line"
+expected = made(2); assert os.pread(table, 1_000_000, 0) == expected[:100] + b"more" + expected[104:]
+assert os.pread(gone, 1_000_000, 0) == made(7) and os.fstat(gone).st_nlink == 0
+assert os.pread(small, 99, 0) == b"small"
+os.pwrite(old, b"X", 0)
+assert sorted(listed + [entry.name for entry in stream]) == [f"{number:02}" for number in range(40)]
+assert read("new") == b"content" and os.stat("new").st_mode == stat.S_IFREG | 0o600
+for fd in (written, log, table, gone, small, old, reader, passed):
+    os.close(fd)
+assert sorted(os.listdir()) == ["d", "log", "new", "small", "stored a", "stored b", "stored c", "table", "written"]
+"""
+
+
+@pytest.mark.parametrize("writeback", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_killed_at_each_step_of_taking_over(make_world: Callable[..., World], writeback: bool) -> None:
+    """One daemon after the other dies while it takes over, each one step later; also between the notices that have the
+    kernel forget names and repeat requests. A call that was not answered waits for the first that does not."""
+    world = make_world(**({"writeback": True, "upload_delay": "1h"} if writeback else {}))
+    daemons = world.daemons
+    for name in "abc":
+        (daemons.origin / f"stored {name}").write_bytes(b"0123456789")
+    world.done(f"os.chdir({str(world.path)!r})\n{IN_USE}")
+    daemons.arm(Op.FSYNC, READ)
+    world.tell("os.lseek(written, 0, os.SEEK_END); count = os.write(written, b'more'); os.fsync(written)")
+    assert daemons.die_while_taking_over() > 30
+    world.said()
+    world.done(STILL_IN_USE)
+    eventually(lambda: not daemons.handles(), "no handle is left")
+    if not writeback:
+        expected = {
+            "written": bytes(300_000) + b"end in memorymore",
+            "small": b"small",
+            "stored c": b"X123456789",
+        }
+        for name, data in expected.items():
+            eventually(lambda name=name, data=data: (daemons.origin / name).read_bytes() == data, name)  # type: ignore[misc]
