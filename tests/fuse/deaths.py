@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from cachefs.base import database, durable, logs, shared_memory
+from cachefs.base.client import control_path
 from cachefs.config import layers
 from cachefs.daemon import daemon, mounting
 from cachefs.fuse import held, holder, native_backend, protocol
 from cachefs.fuse.native_backend import WANTED_TO_WRITE, Device
 from cachefs.fuse.protocol import RESENT, Init, Op
+from cachefs.store.ram import remove_ram
 from cachefs.upload.staging import StagingFile
 from tests.fuse.kernel import ROOT, SEND_BUFFER, Reply, socket_pair
 
@@ -229,6 +231,8 @@ class Daemons:
         for fd in (self.state, self._fuse):
             if fd >= 0:
                 os.close(fd)
+        control_path(self.place / "mnt").unlink(missing_ok=True)
+        remove_ram(self.place / "cache")
 
     def log(self) -> str:
         return (self.place / "daemon.log").read_text()
