@@ -397,6 +397,10 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "opens, reads, writes, mappings, stats and directory streams wait, and go on with the next daemon. Changes of "
     "names are made once. A file that is being written has all that was written, and a close or fsync that was not "
     "answered is made again.": (
+        "tests/fuse/test_repeated.py::test_a_request_that_was_not_answered_is_answered_by_the_next_daemon",
+        "tests/mount/test_repeated.py::test_no_program_notices",
+        "tests/mount/test_repeated.py::test_killed_at_each_step_of_taking_over",
+        "tests/mount/test_restart.py::test_two_kills_at_once",
         "tests/mount/test_restart.py::test_no_writer_notices",
         "tests/mount/test_restart.py::test_a_file_that_is_being_written_goes_on",
         "tests/mount/test_restart.py::test_a_call_that_waits_for_the_upload_is_answered_by_the_next_daemon",
@@ -413,6 +417,8 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "`cachefs upgrade` has the version that is installed now go on with such a mount: "
     "no program gets an errno, also none that writes, and what is cached stays, in memory too. If that version does "
     "not start, or cannot go on with what is open, nothing changes.": (
+        "tests/fuse/test_state.py::test_what_a_version_has_left_is_read_or_refused_by_its_number",
+        "tests/mount/test_restart.py::test_an_upgrade_that_meets_a_kill_goes_on_or_says_why_not",
         "tests/mount/test_restart.py::test_no_writer_notices",
         "tests/mount/test_restart.py::test_what_the_next_daemon_would_not_find_is_not_handed_over",
         "tests/mount/test_restart.py::test_no_reader_notices_an_upgrade_and_what_is_in_memory_stays",

@@ -267,9 +267,30 @@ def test_a_full_log_keeps_what_it_has(fd: int, monkeypatch: pytest.MonkeyPatch) 
     rows.append({b"\0c": b"3"})  # would be found without the one before
     assert set(dict(again(fd).rows.found())) == {b"\0a"}
     rows.swap()
-    rows.append({b"\0d": b"4"})
+    rows.append({b"\0d": b"4"})  # the same, until the commit is made
     rows.committed()
-    assert set(dict(again(fd).rows.found())) == {b"\0d"}
+    rows.append({b"\0e": b"5"})  # would be found without d
+    assert list(again(fd).rows.found()) == []
+    rows.swap()
+    rows.committed()
+    rows.append({b"\0f": b"6"})
+    assert set(dict(again(fd).rows.found())) == {b"\0f"}
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_no_row_of_a_full_log_undoes_its_own_commit(
+    fd: int, monkeypatch: pytest.MonkeyPatch, failed: bool
+) -> None:
+    """The process dies right behind the commit of rows that had no room here; `failed`: of the second try."""
+    monkeypatch.setattr(shared_memory, "LOG_BYTES", 100)
+    rows = again(fd).rows
+    rows.append({b"\0key": b"older"})
+    if failed:
+        rows.swap()
+        rows.append({b"\0key": b"old"})
+    rows.append({b"\0key": b"new" * 30})
+    rows.swap()  # and all of it is committed
+    assert list(again(fd).rows.found()) == []
 
 
 def test_the_log_of_a_database_that_was_dropped_is_dropped(fd: int, tmp_path: Path) -> None:

@@ -78,15 +78,15 @@ def _give_back(memory: mmap.mmap, at: int, length: int) -> None:
 
 class RowLog:
     """Rows that were written and are not committed: one half takes new ones while the other one is being committed. A group
-    that is appended is read as a whole or not at all. A full half takes no more until it is empty: the rows behind are those
-    of the present commit period, which a kill then undoes, as without this log."""
+    that is appended is read as a whole or not at all. A full half takes no more: the rows behind are those of the present
+    commit period, which a kill then undoes, as without this log. Rows are taken again once all of those are committed."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
         numbers = [self._head(half)[0] for half in (0, 1)]
         self._active = int(numbers[1] > numbers[0])
         self._length = self._head(self._active)[1]
-        self._full = False
+        self._full = self._missing = False  # `_missing`: rows that were not taken are in no commit yet
 
     def _head(self, half: int) -> tuple[int, int]:
         number, length = _HALF.unpack_from(self._memory, half * _HALF.size)
@@ -127,6 +127,7 @@ class RowLog:
         end = self._length + len(data)
         self._full |= end > LOG_BYTES
         if self._full:
+            self._missing = True
             return
         at = _HALVES_AT + self._active * LOG_BYTES
         self._memory[at + self._length : at + end] = data
@@ -137,15 +138,22 @@ class RowLog:
         """What was appended is being committed. While rows of a commit that failed are in the other half, this one goes on:
         a row may be found there after its commit, and writing it again changes nothing."""
         other = 1 - self._active
+        if self._full:
+            # The commit has newer rows than these, which would be undone if the process died behind it.
+            self._empty(self._active)  # the newer half first: rows are never found without those before
+            self._empty(other)
+            self._length, self._missing = 0, False
+            return
         if self._head(other)[1]:
             return
         number, _ = self._head(self._active)
-        self._active, self._length, self._full = other, 0, False
+        self._active, self._length = other, 0
         _WORD.pack_into(self._memory, other * _HALF.size, number + 1)
 
     def committed(self) -> None:
         """What was swapped is on the disk."""
         self._empty(1 - self._active)
+        self._full = self._missing
 
 
 class FileRecords:

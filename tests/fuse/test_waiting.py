@@ -13,7 +13,7 @@ from cachefs.base.errors import CachefsError, OriginFailed
 from cachefs.fuse import protocol
 from cachefs.fuse.errno_table import GRACE_S
 from cachefs.fuse.operations import REQUEST_BYTES, Admission
-from cachefs.fuse.protocol import Op, Opened
+from cachefs.fuse.protocol import RESENT, Op, Opened
 from cachefs.origin.protocol import ObjectInfo
 from tests.fs.bucket import Bucket
 from tests.fuse.kernel import DEADLINE_S, OPEN_READ, ROOT, Kernel, kernel, opened, read_in, release_in
@@ -23,11 +23,13 @@ def interrupt(asking: Kernel, unique: int) -> None:
     asking.send(Op.INTERRUPT, 0, protocol.INTERRUPT_IN.pack(unique), unique=unique | 1)
 
 
-async def test_an_interrupted_read_ends_at_once_and_the_others_go_on() -> None:
+@pytest.mark.parametrize("repeated", [0, RESENT])
+async def test_an_interrupted_read_ends_at_once_and_the_others_go_on(repeated: int) -> None:
+    """Also one that the kernel repeats after another daemon died: it has this number in its reply and its interrupt."""
     async with kernel(Bucket(["f"])) as asking:
         fh = await asking.open(ino := await asking.ino("f"))
         release = asking.cache.hold("f")
-        readers = [asking.send(Op.READ, ino, read_in(fh)) for _ in range(3)]
+        readers = [asking.send(Op.READ, ino, read_in(fh), unique=number | repeated) for number in (2, 4, 6)]
         await asking.idle()
         assert asking.cache.reading == 3
         before = trio.current_time()

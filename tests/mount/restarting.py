@@ -6,10 +6,12 @@ made of. No call may fail. Afterwards the origin has what was written, and the d
 from __future__ import annotations
 
 import argparse
+import itertools
 import mmap
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -44,6 +46,10 @@ ALLOWED = [
     "not at the origin",
     "fails its checksum",  # the index does not know of the last second's evictions
 ]
+
+READERS = ("loader, forked", "loader, spawned", "mapping", "tar", "find")
+
+HERE = Path(__file__).parents[2]
 
 ANSWERS_S = 60.0
 """How long the next daemon may take on a machine that does other things. Guessed."""
@@ -231,11 +237,67 @@ def next_daemon(mount: Mount, before: int, seconds: float) -> float:
     return pause[-1]
 
 
-def end(mount: Mount, *, upgrade: bool) -> float:
-    """Kill the daemon or upgrade it; how long programs waited, in seconds."""
+class Versions:
+    """What is installed for a mount, one of `trees` at a time: directories that have a `cachefs`. The first is the version
+    that the mount is made with."""
+
+    def __init__(self, place: Path, trees: Sequence[Path]) -> None:
+        self._trees = list(trees)
+        self.place = place / "installed"
+        self.place.mkdir()
+        self._install()
+
+    def _install(self) -> None:
+        fresh = self.place / "fresh"
+        fresh.symlink_to(self._trees[0] / "cachefs")
+        os.replace(fresh, self.place / "cachefs")
+
+    def change(self) -> bool:
+        """Install the other version. Returns whether it can go on with what the present one leaves: with the same FORMAT."""
+        self._trees.reverse()
+        self._install()
+        return len({format_of(tree) for tree in self._trees}) == 1
+
+    def start(self, mount: Mount) -> subprocess.Popen[bytes]:
+        """The mount's holder, which is not this process's code, either."""
+        mount.env["PYTHONPATH"] = str(self.place)
+        command = [sys.executable, "-P", "-m", "cachefs", *mount.arguments(foreground=True)]
+        process = subprocess.Popen(command, env=mount.env, cwd="/", stderr=subprocess.DEVNULL)
+        mount.pids.append(process.pid)
+
+        def answers() -> bool:
+            try:
+                mount.pids.append(mount.ask("status")["pid"])
+            except Exception:
+                assert process.poll() is None, mount.log()
+                return False
+            return True
+
+        eventually(answers, "the mount", ANSWERS_S)
+        return process
+
+
+def format_of(tree: Path) -> str:
+    """The number of the state that this version leaves to the next daemon (`cachefs.fuse.held.FORMAT`)."""
+    found = re.search(r"^FORMAT = (\d+)$", (tree / "cachefs/fuse/held.py").read_text(), re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def end(mount: Mount, *, upgrade: bool, versions: Versions | None = None) -> float:
+    """Kill the daemon or upgrade it; how long programs waited, in seconds. With `versions`, the other one goes on; if it
+    cannot, it says so in one line, and programs did not wait."""
     before = mount.ask("status")["holder"]["restarts"]
     if upgrade:
+        can = versions is None or versions.change()
         done = mount.cli("upgrade", mount.path)
+        if not can:
+            assert versions is not None
+            assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+            assert "cannot go on with this mount's state" in done.stderr, done.stderr
+            assert mount.ask("status")["pid"] == mount.pid, "the daemon before goes on"
+            versions.change()
+            return 0.0
         assert done.returncode == 0, done.stderr
     else:
         mount.killed = True
@@ -244,9 +306,17 @@ def end(mount: Mount, *, upgrade: bool) -> float:
 
 
 def series(
-    mode: str, kills: int, upgrades: int, seed: int, place: Path, programs: Sequence[str] = tuple(PROGRAMS)
+    mode: str,
+    kills: int,
+    upgrades: int,
+    seed: int,
+    place: Path,
+    programs: Sequence[str] = tuple(PROGRAMS),
+    *,
+    trees: Sequence[Path] = (),
+    read_only: bool = False,
 ) -> tuple[dict[str, int], list[float], list[str]]:
-    """(rounds of each program, pauses in seconds, what is wrong)."""
+    """(rounds of each program, pauses in seconds, what is wrong). With `trees`, two versions (`Versions`) take turns."""
     place.mkdir()
     chance = random.Random(seed)
     ends = [False] * kills + [True] * upgrades
@@ -259,10 +329,17 @@ def series(
     with LabStore(place / "objects") as store:
         store.bucket("restarts")
         fill(store, place)
-        options = {"read_only": None, "restart": True, "ram": "16M", "cache_size": "64M", "keep_free": "16M"}
-        mount = Mount(place, "s3://restarts", dict(store.env), {**options, "timeout": 20, **MODES[mode]})
+        options = {"restart": True, "ram": "16M", "cache_size": "64M", "keep_free": "16M", "timeout": 20}
+        options |= {"read_only": True} if read_only else {"read_only": None, **MODES[mode]}
+        mount = Mount(place, "s3://restarts", dict(store.env), options)
         mount.allowed += ALLOWED
-        mount.start()
+        versions, foreground = None, None
+        if trees:
+            mount.allowed.append("cannot go on with a mount of state")
+            versions = Versions(place, trees)
+            foreground = versions.start(mount)
+        else:
+            mount.start()
         processes = [
             multiprocessing.get_context(PROGRAMS[name][0]).Process(
                 target=live, args=(name, PROGRAMS[name][1], mount.path, place, seed, stop, said), daemon=True
@@ -279,7 +356,7 @@ def series(
                 if short == holder.MOST_SHORT - 1 and not upgrade:
                     time.sleep(holder.LONG_S)  # else this is a crash loop, and ends the mount
                     short = 0
-                pauses.append(end(mount, upgrade=upgrade))
+                pauses.append(end(mount, upgrade=upgrade, versions=versions))
                 short = 0 if upgrade else short + 1
             time.sleep(1)
             stop.set()
@@ -306,6 +383,8 @@ def series(
             for pid in mount.pids:
                 if alive(pid):
                     os.kill(pid, signal.SIGKILL)
+            if foreground is not None:
+                foreground.wait(30)
     return rounds, pauses, wrong
 
 
@@ -327,25 +406,60 @@ def differences(store: LabStore, rounds: dict[str, int], table: bytes) -> list[s
     return wrong
 
 
+def extract(revision: str, to: Path) -> None:
+    """The code of an earlier revision, from git."""
+    to.mkdir()
+    archive = subprocess.run(
+        ["git", "archive", revision, "cachefs"], cwd=HERE, capture_output=True, check=True
+    )
+    subprocess.run(["tar", "-x", "-C", to], input=archive.stdout, check=True)
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="scripts/restarts", description=__doc__)
     parser.add_argument("--mode", nargs="+", choices=sorted(MODES), default=list(MODES))
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--upgrades", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--read-only", action="store_true", help="only programs that read")
+    parser.add_argument(
+        "--from",
+        dest="revision",
+        help="each upgrade is one from this git revision to the present code, or back; with another FORMAT, each is refused",
+    )
     chosen = parser.parse_args(arguments)
     programs = [name for name in PROGRAMS if name != "fio" or shutil.which("fio")]
+    if chosen.read_only:
+        programs = [name for name in programs if name in READERS]
     failed = False
     with tempfile.TemporaryDirectory(prefix="restarts-") as place:
         os.environ["XDG_RUNTIME_DIR"] = os.environ["XDG_CACHE_HOME"] = place
-        for mode in chosen.mode:
+        orders: list[list[Path]] = [[]]
+        if chosen.revision:
+            earlier = Path(place) / "earlier"
+            extract(chosen.revision, earlier)
+            orders = [[earlier, HERE]]
+            if (formats := (format_of(earlier), format_of(HERE)))[0] != formats[1]:
+                orders.append([HERE, earlier])
+            print(f"{chosen.revision} has FORMAT {formats[0]}, the present code {formats[1]}", flush=True)
+        for number, (mode, trees) in enumerate(itertools.product(chosen.mode, orders)):
             rounds, pauses, wrong = series(
-                mode, chosen.kills, chosen.upgrades, chosen.seed, Path(place) / mode, programs
+                mode,
+                chosen.kills,
+                chosen.upgrades,
+                chosen.seed,
+                Path(place) / f"{mode}{number}",
+                programs,
+                trees=trees,
+                read_only=chosen.read_only,
             )
             failed |= bool(wrong)
             ordered = sorted(pauses) or [0.0]
+            made_with = (
+                f", made with {'the present code' if trees[0] == HERE else chosen.revision}" if trees else ""
+            )
             print(
-                f"{mode}: {chosen.kills} kills, {chosen.upgrades} upgrades, {len(wrong)} wrong; pauses: median "
+                f"{mode}{made_with}: {chosen.kills} kills, {chosen.upgrades} upgrades, {len(wrong)} wrong; pauses: median "
                 f"{ordered[len(ordered) // 2]:.2f} s, worst {ordered[-1]:.2f} s",
                 flush=True,
             )

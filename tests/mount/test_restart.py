@@ -581,6 +581,63 @@ def test_an_upgrade_runs_what_is_installed_now_or_changes_nothing(mounted: Mount
             process.communicate()
 
 
+def _next_one(mount: Mount, *others: int) -> int:
+    """The daemon that stands by, which is none of `others`."""
+    found: set[int] = set()
+
+    def there() -> bool:
+        nonlocal found
+        found = set(processes_with(str(mount.cache))) - {mount.pid, held(mount)["pid"], *others}
+        return len(found) == 1
+
+    eventually(there, "the daemon that stands by", 60)
+    return found.pop()
+
+
+@pytest.mark.parametrize("first", ["the daemon", "the next one"])
+def test_two_kills_at_once(mounted: Mounted, bucket: Bucket, first: str) -> None:
+    """Of the daemon and the one that stands by: it dies before the other one does, or while it takes over."""
+    data = bucket.put("file", MIB)
+    mount = held_mount(mounted, bucket, read_only=None)
+    with open(mount.path / "file", "rb", 0) as reader, open(mount.path / "new", "w+b", 0) as writer:
+        assert reader.read(1000) == data[:1000]
+        writer.write(b"before ")
+        pids = [mount.pid, _next_one(mount)]
+        mount.killed = True
+        for pid in pids if first == "the daemon" else reversed(pids):
+            os.kill(pid, signal.SIGKILL)
+        writer.write(b"after")
+        os.posix_fadvise(reader.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        assert os.pread(reader.fileno(), MIB, 0) == data
+        assert os.pread(writer.fileno(), 100, 0) == b"before after"
+    mount.pids.append(mount.ask("status")["pid"])
+    assert mount.pid not in pids and 1 <= held(mount)["restarts"] <= 2
+    assert (mount.path / "new").read_bytes() == b"before after" == stored(bucket, "new")
+
+
+def test_an_upgrade_that_meets_a_kill_goes_on_or_says_why_not(mounted: Mounted, bucket: Bucket) -> None:
+    data = bucket.put("file", MIB)
+    mount = held_mount(mounted, bucket, read_only=None)
+    before = _next_one(mount)
+    with open(mount.path / "file", "rb", 0) as reader, open(mount.path / "new", "w+b", 0) as writer:
+        writer.write(b"before ")
+        command = [sys.executable, "-m", "cachefs", "upgrade", mount.path]
+        with subprocess.Popen(command, env=mount.env, stderr=subprocess.PIPE, text=True) as upgrade:
+            daemon = mount.pid
+            eventually(lambda: not alive(before), "another one is loaded")
+            mount.killed = True
+            os.kill(daemon, signal.SIGKILL)
+            writer.write(b"after")
+            assert reader.read(MIB) == data
+            _, said = upgrade.communicate(timeout=60)
+        assert upgrade.returncode in (0, 1) and len(said.splitlines()) == 1, said
+        assert os.pread(writer.fileno(), 100, 0) == b"before after"
+    mount.pids.append(mount.ask("status")["pid"])
+    assert mount.pid != daemon and held(mount)["restarts"] == 1
+    assert stored(bucket, "new") == b"before after"
+    assert upgraded(mount).returncode == 0
+
+
 def test_a_mount_that_ends_with_its_daemon_is_not_upgraded(mounted: Mounted, bucket: Bucket) -> None:
     bucket.put("file", b"1")
     mount = mounted(bucket)

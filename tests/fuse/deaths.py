@@ -1,0 +1,338 @@
+"""Whole daemons that are killed, and a test that plays their holder, and the kernel if it wants to.
+
+Each daemon is a fork of this process: it runs `cachefs.daemon.daemon.run`, over a directory as its origin, and goes on with
+the connection and the memory of the one before, as behind `cachefs.fuse.holder`. A daemon kills itself (SIGKILL) either
+when it has read a request with the opcode that the test names, before it does anything else, or when it is about to write
+the reply to it. That reply is kept aside, for a comparison. The kernel is the real one (`Daemons`), or a socket (`Deaths`).
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import select
+import shutil
+import signal
+import socket
+import struct
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from cachefs.base import database, durable, logs, shared_memory
+from cachefs.base.client import control_path
+from cachefs.config import layers
+from cachefs.daemon import daemon, mounting
+from cachefs.fuse import held, holder, native_backend, protocol
+from cachefs.fuse.native_backend import WANTED_TO_WRITE, Device
+from cachefs.fuse.protocol import RESENT, Init, Op
+from cachefs.store.ram import remove_ram
+from cachefs.upload.staging import StagingFile
+from tests.fuse.kernel import ROOT, SEND_BUFFER, Reply, socket_pair
+
+READ, CARRIED_OUT = 1, 2
+"""The moments of a death: a request was read and nothing else; it was carried out, and its reply is lost."""
+
+DEATHS = {"read": READ, "carried out": CARRIED_OUT}
+
+ANSWERS_S = 30.0
+"""How long a daemon may take on a machine that does other things. Guessed."""
+
+_ARMED = struct.Struct("=QQ")
+"""The opcode of the request at which a daemon kills itself, and when (`READ`, `CARRIED_OUT`, 0: never)."""
+
+_STEPS_AT, _STEPS = 64, struct.Struct("=QQ")
+"""At which step of its taking over a daemon kills itself (0: at none), and how many it has made."""
+
+STEPS: list[tuple[Any, str]] = [
+    (daemon.cachedir, "open_cache"),
+    (daemon.cachedir, "open_names"),
+    (database.Database, "write"),
+    (shared_memory.RowLog, "clear"),
+    (shared_memory.RowLog, "_empty"),
+    (shared_memory.FileRecords, "put"),
+    (shared_memory.FileRecords, "drop"),
+    (shared_memory.FileRecords, "_forget"),
+    (shared_memory.Tail, "release"),
+    (StagingFile, "land"),
+    (daemon.Uploading, "recover"),
+    (daemon.FileSystem, "recover"),
+    (daemon.FileSystem, "follow"),
+    (daemon.FileSystem, "restore_file"),
+    (daemon.FileSystem, "restore_written"),
+    (held.HandleTable, "drop"),
+    (held.HandleTable, "unregistered"),
+    (Device, "unregister"),
+    (Device, "notify"),
+    (held.Held, "answering"),
+]
+"""What a daemon calls while it takes over, up to its first answer. It may die before any of these calls."""
+
+
+class Daemons:
+    """One mount, at `place / "mnt"`. `options` are those of the command, in Python's spelling."""
+
+    def __init__(self, place: Path, **options: Any) -> None:
+        self.place, self.origin = place, place / "origin"
+        for name in ("origin", "mnt", "cache"):
+            (place / name).mkdir()
+        self._options = {
+            "source": f"file://{self.origin}",
+            "mountpoint": place / "mnt",
+            "cache_dir": place / "cache",
+            "cache_size": "64M",
+            "keep_free": "0",
+            "ram": "0",
+            "restart": True,
+            "log_file": place / "daemon.log",
+            **options,
+        }
+        self._armed = mmap.mmap(-1, mmap.PAGESIZE)
+        self._lost, self._loses = socket_pair()  # replies that the kernel never got
+        self.state = os.memfd_create("held")
+        self.deaths = 0
+        self.pid = 0
+        self._answered = 0
+        self._fuse = -1
+        daemon.load(mounting.located(layers.load(self._options, (), {})))
+
+    def start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        os.pwrite(self.state, holder.DEATHS.pack(self.deaths, time.monotonic(), 0), 0)
+        gc.freeze()
+        self.pid = os.fork()
+        if not self.pid:
+            ours.close()
+            self._be_a_daemon(theirs)
+        gc.unfreeze()
+        theirs.close()
+        socket.send_fds(ours, [b"begin"], [self._fuse] if self._fuse >= 0 else [])
+        if self._fuse < 0:
+            ours.settimeout(ANSWERS_S)
+            _, (self._fuse,), _, _ = socket.recv_fds(ours, 16, 1)
+        ours.close()
+
+    def _be_a_daemon(self, theirs: socket.socket) -> NoReturn:
+        code = 1
+        try:
+            os.environ[holder.DESCRIPTORS] = f"{os.dup(self.state)},{os.dup(theirs.fileno())}"
+            theirs.close()
+            config = mounting.located(layers.load(self._options, (), {}))
+            logs.setup("info", "text", config.log_file)
+            kept = held.Held.from_environment()
+            assert kept is not None
+            kept.wait()
+            self._lie_in_wait()
+            if kept.taking_over:
+                self._count_steps()
+            database._rewrite = _rewrite_here  # type: ignore[assignment]
+            code = daemon.run(config, lambda: None, None, kept)
+        except BaseException:
+            with (self.place / "daemon.log").open("a") as file:
+                traceback.print_exc(file=file)
+        finally:
+            os._exit(code)
+
+    def _lie_in_wait(self) -> None:
+        """Have this process kill itself at the moment that the test names."""
+        armed, loses, read, write = self._armed, self._loses, Device.read, Device.write
+        expected = [0]
+
+        def die() -> None:
+            _ARMED.pack_into(armed, 0, 0, 0)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def reading(device: Device) -> memoryview | None:
+            request = read(device)
+            if request:
+                op, moment = _ARMED.unpack_from(armed)
+                _, opcode, unique, *_ = protocol.IN_HEADER.unpack_from(request)
+                if moment and opcode == op:
+                    if moment == READ:
+                        die()
+                    expected[0] = unique
+            return request
+
+        def writing(device: Device, *parts: Any) -> bool:
+            _, _, unique = protocol.OUT_HEADER.unpack_from(parts[0])
+            if unique and unique == expected[0]:
+                loses.send(b"".join(parts))
+                die()
+            return write(device, *parts)
+
+        Device.read, Device.write = reading, writing  # type: ignore[method-assign]
+
+    def _count_steps(self) -> None:
+        """Have this process kill itself at the step that the test names."""
+        armed, answering = self._armed, [False]
+
+        def counting(name: str, function: Any) -> Any:
+            def step(*arguments: Any, **named: Any) -> Any:
+                last, made = _STEPS.unpack_from(armed, _STEPS_AT)
+                if not answering[0]:
+                    _STEPS.pack_into(armed, _STEPS_AT, last, made + 1)
+                    if made + 1 == last:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                answering[0] |= name == "answering"
+                return function(*arguments, **named)
+
+            return step
+
+        _STEPS.pack_into(armed, _STEPS_AT, _STEPS.unpack_from(armed, _STEPS_AT)[0], 0)
+        for owner, name in STEPS:
+            setattr(owner, name, counting(name, getattr(owner, name)))
+
+    def arm(self, op: int, moment: int) -> None:
+        """The daemon is to die of the next request with this opcode."""
+        _ARMED.pack_into(self._armed, 0, op, moment)
+
+    def next_daemon(self) -> None:
+        """The daemon has died, or is about to: another one goes on."""
+        until = time.monotonic() + ANSWERS_S
+        pid = status = 0
+        while not pid:
+            assert time.monotonic() < until, f"the daemon does not die\n{self.log()}"
+            time.sleep(0.002)
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+        self.pid, self._answered = 0, self.log().count("the kernel is answered again")
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, self.log()
+        self.deaths += 1
+        self.start()
+
+    def die_while_taking_over(self) -> int:
+        """The daemon has died, or is about to. The next one dies at its first step of taking over, the one after that at its
+        second, and so on, until one makes no further step. Returns how many died."""
+        count = 0
+        while True:
+            count += 1
+            _STEPS.pack_into(self._armed, _STEPS_AT, count, 0)
+            self.next_daemon()
+            until = time.monotonic() + ANSWERS_S
+            while os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                assert time.monotonic() < until, self.log()
+                if self.log().count("the kernel is answered again") == self._answered + 1:
+                    _STEPS.pack_into(self._armed, _STEPS_AT, 0, 0)
+                    return count - 1
+                time.sleep(0.002)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        self.next_daemon()
+
+    def close(self) -> None:
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        for end in (self._lost, self._loses):
+            end.close()
+        for fd in (self.state, self._fuse):
+            if fd >= 0:
+                os.close(fd)
+        control_path(self.place / "mnt").unlink(missing_ok=True)
+        remove_ram(self.place / "cache")
+
+    def log(self) -> str:
+        return (self.place / "daemon.log").read_text()
+
+    def handles(self) -> set[int]:
+        """Those that there is a record of."""
+        at = held._TABLE_AT
+        used, _ = held._USED.unpack(os.pread(self.state, held._USED.size, at))
+        table = os.pread(self.state, used * held.RECORD_BYTES, at + held._RECORDS_AT)
+        found = {held._HANDLE.unpack_from(table, at)[1] for at in range(0, len(table), held.RECORD_BYTES)}
+        return found - {0}
+
+
+class Deaths(Daemons):
+    """The same where the kernel is this process. The daemon that has made the connection has died already."""
+
+    def __init__(self, place: Path, **options: Any) -> None:
+        super().__init__(place, **options)
+        self._near, far = socket_pair()
+        self._fuse = far.detach()
+        self.deaths = 1
+        self._unique = 1 << 20
+        os.ftruncate(self.state, held._TABLE_AT)
+        flags = int(WANTED_TO_WRITE & ~Init.PASSTHROUGH)
+        agreed = held._CONNECTION.pack(held.FORMAT, protocol.MINOR, flags, 0.0, b"0:4711")
+        os.pwrite(self.state, agreed, held._CONNECTION_AT)
+        self.start()
+
+    def close(self) -> None:
+        super().close()
+        self._near.close()
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def send(self, op: int, ino: int, body: bytes, unique: int = 0) -> int:
+        if not unique:
+            self._unique += 2
+            unique = self._unique
+        size = protocol.IN_HEADER.size + len(body)
+        self._near.send(protocol.IN_HEADER.pack(size, op, unique, ino, 0, 0, os.getpid(), 0, 0) + body)
+        return unique
+
+    def reply(self, unique: int) -> Reply:
+        return self._take(self._near, unique)
+
+    def _take(self, end: socket.socket, unique: int) -> Reply:
+        until = time.monotonic() + ANSWERS_S
+        while True:
+            ready, _, _ = select.select([end], [], [], max(0.0, until - time.monotonic()))
+            assert ready, f"no reply\n{self.log()}"
+            record = end.recv(SEND_BUFFER)
+            length, error, number = protocol.OUT_HEADER.unpack_from(record)
+            assert length == len(record)
+            if number:  # else it is a notification
+                assert number == unique, "a reply to another request, or a second one"
+                return Reply(length, -error, number, record[protocol.OUT_HEADER.size :])
+
+    def ask(self, op: int, ino: int = ROOT, body: bytes = b"") -> Reply:
+        return self.reply(self.send(op, ino, body))
+
+    def ask_across_a_death(self, moment: int, op: int, ino: int, body: bytes) -> tuple[Reply | None, Reply]:
+        """A request whose daemon dies at that moment; the kernel repeats it to the next one. Returns the reply that was
+        lost, if there was one, and the one that the program gets."""
+        unique = self._unique + 2
+        self.arm(op, moment)
+        self.send(op, ino, body)
+        self.next_daemon()
+        lost = self._take(self._lost, unique) if moment == CARRIED_OUT else None
+        return lost, self.reply(self.send(op, ino, body, unique | RESENT))
+
+    def tell_across_a_death(self, moment: int, op: int, ino: int, body: bytes) -> None:
+        """The same for a request that has no reply: the kernel does not repeat it."""
+        if moment == READ:
+            self.arm(op, READ)
+            self.send(op, ino, body)
+            self.next_daemon()
+        else:
+            self.send(op, ino, body)
+            assert not self.ask(Op.STATFS).error  # requests are handled in their order
+            self.kill()
+
+
+def _rewrite_here(path: Path, tables: Sequence[str]) -> None:
+    """In place of the process that survives a damaged database: here, one is only ever left by a kill, and a new interpreter
+    takes as long as all the rest of a start."""
+    fresh = path / "fresh"
+    fresh.mkdir()
+    database._copy_rows(path, fresh, tables)
+    durable.put(fresh / "data.mdb", path / "data.mdb")
+    shutil.rmtree(fresh)
+
+
+def handlers() -> set[int]:
+    """The opcodes that the backend has a handler for."""
+    nothing: Any = None
+    device = Device(os.open("/dev/null", os.O_RDONLY))
+    try:
+        backend = native_backend.NativeBackend(
+            nothing, daemon.Metrics(), 1.0, device, native_backend.Negotiated(protocol.MINOR, Init(0))
+        )
+        return set(backend._handlers)
+    finally:
+        os.close(device.fd)
