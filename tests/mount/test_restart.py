@@ -1054,6 +1054,23 @@ def test_a_crash_loop_of_holders_ends_and_nothing_is_kept(mounted: Mounted, buck
             os.listdir(mount.path)
 
 
+def test_a_service_manager_hears_of_a_stop_only_when_the_mount_ends(mounted: Mounted, bucket: Bucket) -> None:
+    """Else it ends the unit some time after an upgrade."""
+    bucket.put("file", b"1")
+    mount = held_mount(mounted, bucket, start=False)
+    with managed(mount) as manager:
+        manager.start()
+        assert upgraded(mount).returncode == 0
+        manager.hear("READY=1")
+        manager.heard.clear()
+        assert upgraded(mount).returncode == 0
+        manager.hear("READY=1")
+        assert not any("STOPPING=1" in said for said in manager.heard), manager.heard
+        os.kill(manager.pid, signal.SIGTERM)
+        manager.hear("STOPPING=1")
+        assert manager.wait() == 0
+
+
 def test_what_hangs_is_ended_by_the_service_manager_and_gone_on_with(
     mounted: Mounted, bucket: Bucket
 ) -> None:

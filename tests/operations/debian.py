@@ -241,6 +241,19 @@ class Machine:
         seen = parse(Path(f"/proc/{self._leader}/mountinfo").read_text())
         return sum(mount.path == mountpoint and mount.is_cachefs for mount in seen)
 
+    def has(self, pid: int) -> bool:
+        """Whether the process `pid` (of this machine's number) runs on that one."""
+        try:
+            mine = os.stat(f"/proc/{pid}/ns/pid")
+        except OSError:
+            return False
+        return mine.st_ino == os.stat(f"/proc/{self._leader}/ns/pid").st_ino
+
+    def wakeups(self) -> int:
+        """How often its process 1 has been woken."""
+        lines = Path(f"/proc/{self._leader}/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("voluntary_ctxt_switches")).split()[1])
+
     def power_off(self) -> float:
         """Seconds it took."""
         assert self._process is not None
