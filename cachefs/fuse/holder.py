@@ -237,6 +237,7 @@ class Holder:
         with suppress(OSError):
             _, passed, _, _ = socket.recv_fds(self._socket, 16, 1)
             for fd in passed:
+                os.set_inheritable(fd, False)
                 self._fuse = fd
                 _store(_STORED_MEMORY, self._state)
                 _store(_STORED_FUSE, fd)  # last: alone the other one is of no use, and is thrown away

@@ -264,6 +264,16 @@ def test_a_daemon_that_stands_by_ends_with_its_holder(mounted: Mounted, bucket: 
     assert held(mount)["pid"] == 0
 
 
+def test_the_next_daemon_has_the_connection_once(mounted: Mounted, bucket: Bucket) -> None:
+    """A copy that it does not know of would keep the connection."""
+    bucket.put("file", b"1")
+    mount = held_mount(mounted, bucket)
+    for number in range(3):
+        descriptors = Path(f"/proc/{mount.pid}/fd").iterdir()
+        assert sum(os.readlink(path) == "/dev/fuse" for path in descriptors) == 1, number
+        kill(mount)
+
+
 def test_sighup_reaches_the_daemon(mounted: Mounted, bucket: Bucket) -> None:
     bucket.put("file", b"1")
     mount = held_mount(mounted, bucket)
