@@ -18,15 +18,19 @@ import tarfile
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.lab.client import LabStore
 from cachefs.fuse import holder
 from tests.mount.mounts import Mount, alive, eventually
+
+if TYPE_CHECKING:
+    from tests.operations.unit_mount import UnitMount
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -214,7 +218,7 @@ def fill(store: LabStore, place: Path) -> None:
                 path.unlink()
 
 
-def next_daemon(mount: Mount, before: int, seconds: float) -> float:
+def next_daemon(mount: Mount | UnitMount, before: int, seconds: float) -> float:
     """Wait until a daemon answers that was started after `before` restarts; how long programs waited, in seconds."""
     pause: list[float] = []
 
@@ -231,36 +235,63 @@ def next_daemon(mount: Mount, before: int, seconds: float) -> float:
     return pause[-1]
 
 
-def end(mount: Mount, *, upgrade: bool) -> float:
-    """Kill the daemon or upgrade it; how long programs waited, in seconds."""
+DAEMON, HOLDER, UPGRADE = "daemon", "holder", "upgrade"
+
+
+def end(mount: Mount | UnitMount, what: str) -> float:
+    """Kill the daemon or its holder, or upgrade it; how long programs waited, in seconds."""
     before = mount.ask("status")["holder"]["restarts"]
-    if upgrade:
+    if what == UPGRADE:
         done = mount.cli("upgrade", mount.path)
         assert done.returncode == 0, done.stderr
+    elif what == HOLDER:
+        assert not isinstance(mount, Mount), "only a service manager starts another holder"
+        mount.kill_holder()
     else:
         mount.killed = True
-        os.kill(mount.pid, signal.SIGKILL)
+        mount.kill_daemon()
     return next_daemon(mount, before, ANSWERS_S)
 
 
+@contextmanager
+def made(place: Path, store: LabStore, options: dict[str, Any], systemd: bool) -> Iterator[Mount | UnitMount]:
+    """A mount that is not started yet."""
+    options = {"ram": "16M", "cache_size": "64M", "keep_free": "16M", "timeout": 20, **options}
+    if not systemd:
+        yield Mount(place, "s3://restarts", dict(store.env), {"read_only": None, "restart": True, **options})
+        return
+    from tests.operations.unit_mount import unit_mount  # which builds a Debian
+
+    with unit_mount(place / "machine", store, "s3://restarts", options) as mount:
+        yield mount
+
+
 def series(
-    mode: str, kills: int, upgrades: int, seed: int, place: Path, programs: Sequence[str] = tuple(PROGRAMS)
+    mode: str,
+    kills: int,
+    upgrades: int,
+    seed: int,
+    place: Path,
+    programs: Sequence[str] = tuple(PROGRAMS),
+    *,
+    holders: int = 0,
+    systemd: bool = False,
 ) -> tuple[dict[str, int], list[float], list[str]]:
-    """(rounds of each program, pauses in seconds, what is wrong)."""
+    """(rounds of each program, pauses in seconds, what is wrong). `kills` daemons are killed and `holders` holders."""
     place.mkdir()
     chance = random.Random(seed)
-    ends = [False] * kills + [True] * upgrades
+    ends = [DAEMON] * kills + [UPGRADE] * upgrades + [HOLDER] * holders
     chance.shuffle(ends)
     rounds: dict[str, int] = {}
     pauses: list[float] = []
     wrong: list[str] = []
     stop = multiprocessing.get_context("spawn").Event()
     said: Queue[Any] = multiprocessing.get_context("spawn").Queue()
-    with LabStore(place / "objects") as store:
+    with ExitStack() as stack:
+        store = stack.enter_context(LabStore(place / "objects"))
         store.bucket("restarts")
         fill(store, place)
-        options = {"read_only": None, "restart": True, "ram": "16M", "cache_size": "64M", "keep_free": "16M"}
-        mount = Mount(place, "s3://restarts", dict(store.env), {**options, "timeout": 20, **MODES[mode]})
+        mount = stack.enter_context(made(place, store, MODES[mode], systemd))
         mount.allowed += ALLOWED
         mount.start()
         processes = [
@@ -274,13 +305,13 @@ def series(
                 process.start()
             time.sleep(2)
             short = 0  # lives, one after the other
-            for upgrade in ends:
+            for what in ends:
                 time.sleep(chance.uniform(0.1, 2.0))
-                if short == holder.MOST_SHORT - 1 and not upgrade:
+                if short == holder.MOST_SHORT - 1 and what != UPGRADE:
                     time.sleep(holder.LONG_S)  # else this is a crash loop, and ends the mount
                     short = 0
-                pauses.append(end(mount, upgrade=upgrade))
-                short = 0 if upgrade else short + 1
+                pauses.append(end(mount, what))
+                short = 0 if what == UPGRADE else short + 1
             time.sleep(1)
             stop.set()
             table = b""
@@ -332,20 +363,37 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--mode", nargs="+", choices=sorted(MODES), default=list(MODES))
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--upgrades", type=int, default=3)
+    parser.add_argument(
+        "--systemd", action="store_true", help="a unit of a machine with a systemd of its own"
+    )
+    parser.add_argument("--holders", type=int, default=0, help="holders that are killed; only with --systemd")
     parser.add_argument("--seed", type=int, default=1)
     chosen = parser.parse_args(arguments)
     programs = [name for name in PROGRAMS if name != "fio" or shutil.which("fio")]
     failed = False
+    if chosen.systemd:
+        from tests.operations.debian import PLACE, Rootfs
+
+        PLACE.mkdir(parents=True, exist_ok=True)
+        Rootfs(PLACE).build()
     with tempfile.TemporaryDirectory(prefix="restarts-") as place:
         os.environ["XDG_RUNTIME_DIR"] = os.environ["XDG_CACHE_HOME"] = place
         for mode in chosen.mode:
             rounds, pauses, wrong = series(
-                mode, chosen.kills, chosen.upgrades, chosen.seed, Path(place) / mode, programs
+                mode,
+                chosen.kills,
+                chosen.upgrades,
+                chosen.seed,
+                Path(place) / mode,
+                programs,
+                holders=chosen.holders,
+                systemd=chosen.systemd,
             )
             failed |= bool(wrong)
             ordered = sorted(pauses) or [0.0]
             print(
-                f"{mode}: {chosen.kills} kills, {chosen.upgrades} upgrades, {len(wrong)} wrong; pauses: median "
+                f"{mode}: {chosen.kills} kills, {chosen.holders} of the holder, {chosen.upgrades} upgrades, "
+                f"{len(wrong)} wrong; pauses: median "
                 f"{ordered[len(ordered) // 2]:.2f} s, worst {ordered[-1]:.2f} s",
                 flush=True,
             )

@@ -224,8 +224,12 @@ class Machine:
     def succeed(self, *command: object, timeout: float = 60) -> str:
         return succeed(*self._inside(command), timeout=timeout)
 
+    def outside(self, path: str) -> Path:
+        """The name that a file of the machine has outside of it."""
+        return Path(f"/proc/{self._leader}/root") / path.lstrip("/")
+
     def write(self, path: str, text: str) -> None:
-        target = Path(f"/proc/{self._leader}/root") / path.lstrip("/")
+        target = self.outside(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from bench.lab.client import LabStore
 from cachefs.fuse import holder
 from tests.mount.mounts import eventually
 from tests.operations.debian import Machine, Rootfs
-from tests.operations.jobs import DIGESTS, FILES, begin, fill
+from tests.operations.jobs import fill, no_job_notices
 from tests.operations.test_systemd import machine_files
 
 pytestmark = pytest.mark.operations
@@ -29,11 +28,7 @@ BACK_S = 60.0
 
 @pytest.fixture(scope="module")
 def store(lab: LabStore) -> LabStore:
-    fill(lab)
-    lab.bucket("held")
-    for name, data in FILES.items():
-        lab.put("held", name, data)
-    return lab
+    return fill(lab)
 
 
 @pytest.fixture(scope="module")
@@ -94,23 +89,15 @@ def next_daemon(machine: Machine, restarts: int) -> dict[str, Any]:
     return found[-1]
 
 
-@contextmanager
-def no_job_notices(machine: Machine) -> Iterator[None]:
-    """A job reads and writes meanwhile, and no call of it fails."""
-    job: subprocess.Popen[str] = begin(machine.popen("python3", "/opt/worker.py", PATH))
-    yield
-    out, err = job.communicate(timeout=60)
-    assert job.returncode == 0, err
-    said = json.loads(out.splitlines()[-1])
-    print(said)
-    assert said["errors"] == []
-    assert all(said["rounds"].values())
+def working(machine: Machine) -> AbstractContextManager[None]:
+    """A job, in which no call fails."""
+    return no_job_notices(machine.popen("python3", "/opt/worker.py", PATH))
 
 
 class TestDying:
     def test_a_daemon(self, machine: Machine) -> None:
         main, before = main_pid(machine), systemd_restarts(machine)
-        with no_job_notices(machine):
+        with working(machine):
             for number in (1, 2, 3):
                 send(machine, "KILL", status(machine)["pid"])
                 next_daemon(machine, number)
@@ -123,7 +110,7 @@ class TestDying:
         """`all`: as a control group is killed as a whole."""
         main, before = main_pid(machine), systemd_restarts(machine)
         eventually(lambda: stored(machine) == 2, "what is stored")
-        with no_job_notices(machine):
+        with working(machine):
             for number in (1, 2):
                 machine.succeed("systemctl", "kill", f"--kill-whom={whom}", "--signal=KILL", UNIT)
                 eventually(lambda wanted=before + number: systemd_restarts(machine) == wanted, "a restart")  # type: ignore[misc]
@@ -138,7 +125,7 @@ class TestDying:
     def test_a_daemon_that_has_no_memory_left(self, machine: Machine) -> None:
         """A control group outside of the machine, whose own are read-only: the kernel kills what is in it."""
         main = main_pid(machine)
-        with no_job_notices(machine), memory_limit(4 << 20, machine, status(machine)["pid"]) as kills:
+        with working(machine), memory_limit(4 << 20, machine, status(machine)["pid"]) as kills:
             machine.run("sh", "-c", f"cat {PATH}/file-* >/dev/null")
             eventually(lambda: kills() == 1, "the kernel has killed it", BACK_S)
             next_daemon(machine, 1)
@@ -150,7 +137,7 @@ class TestDying:
         machine.succeed("systemctl", "restart", UNIT, timeout=180)
         before = systemd_restarts(machine)
         eventually(lambda: stored(machine) == 2, "what is stored")
-        with no_job_notices(machine):
+        with working(machine):
             send(machine, "STOP", status(machine)["pid"])
             eventually(lambda: systemd_restarts(machine) == before + 1, "the watchdog bit", BACK_S)
             machine.succeed("rm", f"/run/systemd/system/{UNIT}.d/soon.conf")
@@ -203,7 +190,7 @@ def nspid(path: Path) -> str:
 class TestOnPurpose:
     def test_an_upgrade(self, machine: Machine) -> None:
         main, before = main_pid(machine), systemd_restarts(machine)
-        with no_job_notices(machine):
+        with working(machine):
             for number in (1, 2):
                 machine.succeed("cachefs", "upgrade", PATH)
                 assert next_daemon(machine, number)["holder"]["handed_over"] == number
@@ -214,7 +201,7 @@ class TestOnPurpose:
     def test_a_reload(self, machine: Machine, verb: str) -> None:
         """Reads the configuration again; no other daemon begins."""
         pid = status(machine)["pid"]
-        with no_job_notices(machine):
+        with working(machine):
             machine.succeed("systemctl", verb, UNIT)
             eventually(lambda: "SIGHUP: changed nothing" in machine.journal(UNIT), "the answer")
         assert status(machine)["pid"] == pid
