@@ -159,6 +159,20 @@ class TestDying:
         assert machine.layers(PATH) == 1
         eventually(lambda: stored(machine) == 2, "what is stored of the new mount")
 
+    def test_what_cannot_start_again_is_a_dead_mount_and_no_program_hangs(self, machine: Machine) -> None:
+        """systemd keeps nothing of a unit that has failed for good."""
+        eventually(lambda: stored(machine) == 2, "what is stored")
+        config = machine.succeed("cat", "/etc/cachefs/mnt-held.toml")
+        machine.write("/etc/cachefs/mnt-held.toml", f'{config}\ncache_sise = "1G"\n')
+        try:
+            machine.succeed("systemctl", "kill", "--kill-whom=all", "--signal=KILL", UNIT)
+            eventually(lambda: machine.show(UNIT, "ActiveState") == "failed", "it is not tried again", BACK_S)
+            eventually(lambda: stored(machine) == 0, "nothing is kept")
+            done = machine.run("ls", PATH)
+            assert "not connected" in done.stderr or "connection abort" in done.stderr
+        finally:
+            machine.write("/etc/cachefs/mnt-held.toml", config)
+
 
 @contextmanager
 def memory_limit(size: int, machine: Machine, pid: int) -> Iterator[Any]:
