@@ -1064,6 +1064,27 @@ def test_a_crash_loop_of_holders_ends_and_nothing_is_kept(mounted: Mounted, buck
             os.listdir(mount.path)
 
 
+def test_a_version_that_cannot_go_on_with_what_is_kept_gives_it_up(mounted: Mounted, bucket: Bucket) -> None:
+    """It was installed before the holder died. The service manager then has it mount anew."""
+    data = bucket.put("file", MIB)
+    mount = held_mount(mounted, bucket, start=False)
+    mount.allowed += ["this version cannot go on", "took away a dead mount"]
+    with managed(mount) as manager:
+        manager.start()
+        manager.hear("FDSTORE=1\nFDPOLL=0\nFDNAME=cachefs-fuse")
+        os.pwrite(manager.stored["cachefs-memory"], b"\x63\0\0\0", 24)  # the format of what a daemon leaves
+        manager.kill()
+        with pytest.raises(AssertionError, match="it has ended"):
+            manager.start()
+        assert manager.wait() == 1
+        manager.keeps_nothing()
+        assert "cannot go on with a mount of state 99" in mount.log()
+        manager.start()
+        assert (mount.path / "file").read_bytes() == data
+        mount.stop()
+        assert manager.wait() == 0
+
+
 def test_a_service_manager_hears_of_a_stop_only_when_the_mount_ends(mounted: Mounted, bucket: Bucket) -> None:
     """Else it ends the unit some time after an upgrade."""
     bucket.put("file", b"1")

@@ -24,7 +24,7 @@ from tests.mount.mounts import Completed, eventually, run
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACE = ROOT / ".venv" / "operations"
-SUITE = "bookworm"
+SUITE = os.environ.get("CACHEFS_SUITE", "bookworm")
 PACKAGES = (
     "systemd",
     "systemd-sysv",
