@@ -1072,7 +1072,10 @@ def test_a_version_that_cannot_go_on_with_what_is_kept_gives_it_up(mounted: Moun
     with managed(mount) as manager:
         manager.start()
         manager.hear("FDSTORE=1\nFDPOLL=0\nFDNAME=cachefs-fuse")
-        os.pwrite(manager.stored["cachefs-memory"], b"\x63\0\0\0", 24)  # the format of what a daemon leaves
+        memory = manager.stored["cachefs-memory"]
+        os.pwrite(memory, b"\x63\0\0\0", 24)  # the format of what a daemon leaves
+        two_more = holder.LIVES.pack(holder.MOST_SHORT - 2, time.monotonic() + 60)  # the kill is one of them
+        os.pwrite(memory, two_more, holder.LIVES_AT)
         manager.kill()
         with pytest.raises(AssertionError, match="it has ended"):
             manager.start()
