@@ -431,6 +431,14 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_restart.py::test_everything_ends_with_the_mount",
         "tests/mount/test_restart.py::test_a_holder_without_its_daemon_unmounts_when_it_is_told_to_stop",
     ),
+    "Under the systemd unit, with `--restart`, no program gets an errno either when the holder or all processes of the "
+    "unit are killed, or when the watchdog ends a daemon that hangs; a stop leaves no descriptor with systemd.": (
+        "tests/mount/test_restart.py::test_a_service_manager_keeps_the_connection_of_a_holder_that_is_killed",
+        "tests/mount/test_restart.py::test_what_hangs_is_ended_by_the_service_manager_and_gone_on_with",
+        "tests/mount/test_restart.py::test_under_a_service_manager_no_daemon_outlives_its_holder",
+        "tests/mount/test_restart.py::test_what_a_service_manager_keeps_of_a_mount_that_has_gone_is_not_gone_on_with",
+        "tests/mount/test_restart.py::test_a_crash_loop_of_holders_ends_and_nothing_is_kept",
+    ),
     "Staging files that are in no journal are kept aside and reported, and `cachefs recover` copies them "
     "back.": (
         "tests/upload/test_orphans.py::test_without_a_journal_all_files_are_kept_aside",

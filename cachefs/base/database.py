@@ -54,6 +54,7 @@ import xxhash
 
 from cachefs.base import durable, ownership
 from cachefs.base.errors import CacheInUse, CacheUnusable, NoRoom
+from cachefs.base.linux import end_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,6 @@ LOCK = "lock.pid"
 MARK = "version"
 _MARK = re.compile(r"([ -~]+)\n((?:open|closed) [!-~]+)\n")
 
-_PR_SET_PDEATHSIG = 1
 _NO_ROOM = 2  # the exit status of a rewrite
 
 _libc = ctypes.CDLL(None)
@@ -639,7 +639,7 @@ def _rewrite(path: Path, tables: Sequence[str]) -> str | None:
 
 def _main(parent: str, path: str, *tables: str) -> None:
     """The process of `_rewrite`. Its exit status says how it went; it ends with its parent."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != int(parent):
         sys.exit(1)
     try:

@@ -11,6 +11,7 @@ import errno
 import os
 import posixpath
 import re
+import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ CAP_SYS_ADMIN = 21
 MNT_DETACH = 2
 
 libc = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG = 1
 
 _OPENAT2, _AT_FDCWD, _RESOLVE_CACHED = 437, -100, 0x20
 _LOOK = (ctypes.c_uint64 * 3)(os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, 0, _RESOLVE_CACHED)
@@ -33,6 +35,11 @@ def release(text: str = "") -> tuple[int, ...]:
     """The numbers of the running kernel's version, two at most; or of that one ("6.18.44-…")."""
     numbers = (text or os.uname().release).split("-")[0].split(".")[:2]
     return tuple(int(number) for number in numbers if number.isdigit())
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the thread that has started it ends. The caller looks whether it has."""
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def cached_lstat(path: str) -> os.stat_result | None:

@@ -71,6 +71,11 @@ def holding(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", holder.__file__, os.getcwd(), *command]
 
 
+def kept() -> bool:
+    """Whether a service manager has kept the connection of a mount for this process."""
+    return bool(holder.stored())
+
+
 def open_log(config: Config) -> tuple[Path, int]:
     """(path, descriptor) of the log; beside the control socket when the cache directory cannot be written,
     since a mount without a cache is better than none."""

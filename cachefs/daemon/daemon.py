@@ -228,7 +228,8 @@ class Daemon:
                     lasting.cancel_scope.cancel()
             finally:
                 self._stopping.stage("saving memory to disk", SPILL_DEADLINE_S)
-                self._notifier.stopping("saving memory to disk")
+                if not self._goes_on:  # else the service manager would end all of it some time later
+                    self._notifier.stopping("saving memory to disk")
                 with trio.CancelScope(shield=True):
                     if self._goes_on and self._uploading is not None:
                         await self._uploading.uploads.hand_over()

@@ -26,6 +26,7 @@ import trio
 
 from cachefs.base import linux
 from cachefs.base.errors import MountError
+from cachefs.base.linux import end_with_parent
 from cachefs.base.shared_memory import SharedMemory
 from cachefs.fuse.holder import (
     DEATHS,
@@ -121,6 +122,8 @@ class Held:
     def from_environment(cls, environ: MutableMapping[str, str] = os.environ) -> Held | None:
         """None without a holder. No child inherits anything of it."""
         text = environ.pop(DESCRIPTORS, "")
+        if text and "NOTIFY_SOCKET" in environ:
+            end_with_parent()  # a service manager starts another holder, whose daemon goes on with the same connection
         try:
             state_fd, socket_fd = map(int, text.split(","))
             return cls(state_fd, socket_fd)

@@ -10,10 +10,15 @@ it (`RENEW`), another one, as it is installed now, takes the place of the one th
 
 Without /dev/fuse there is nothing to hold: then it ends as the daemon did. It also ends when the daemon ended as it was
 asked to, when the mount is gone, and when the daemon dies too often; the dead mount stays then, as without a holder.
+
+Under systemd a copy of /dev/fuse and of the memory file lies in the unit's file descriptor store. A holder that is killed
+leaves them there, and systemd starts another one, which finds them and goes on. A holder that ends by itself takes them out:
+while a copy is left, programs would wait for a daemon that never comes.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
@@ -43,6 +48,13 @@ understands (0: it has ended without a word), its version."""
 MOUNTPOINT_AT, MOUNTPOINT_BYTES = 128, 4096
 """Where in the memory file the daemon writes its mountpoint, ended by a zero byte."""
 
+LIVES_AT, LIVES = MOUNTPOINT_AT + MOUNTPOINT_BYTES, struct.Struct("=Qd")
+"""Where in the memory file the holder counts: how many daemons in a row were short-lived, and when the present one began
+(CLOCK_MONOTONIC, seconds)."""
+
+_STORED_FUSE, _STORED_MEMORY = "cachefs-fuse", "cachefs-memory"
+"""What the descriptors are called in the service manager's store."""
+
 LONG_S, MOST_SHORT = 10.0, 10
 """So many daemons, one after the other, that each lived for less than the first are a crash loop. Guessed."""
 
@@ -54,7 +66,9 @@ LONGEST_WAIT_S = 60.0
 stays broken until a person mends it."""
 
 _FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT}
-_WAITED_FOR = _FORWARDED | {signal.SIGCHLD, RENEW}
+_WAITED_FOR = _FORWARDED | {signal.SIGCHLD, signal.SIGIO, RENEW}
+_FIRST_STORED = 3
+"""SD_LISTEN_FDS_START."""
 _FROM_TERMINAL = 0x80
 """SI_KERNEL: a terminal has sent it to the daemon, too."""
 
@@ -63,52 +77,77 @@ class Holder:
     def __init__(self, directory: str, command: list[str]) -> None:
         self._directory = directory
         self._command = command
-        self._state = os.memfd_create("cachefs-held", 0)
         os.environ.pop("WATCHDOG_PID", None)  # it names this process, and the daemon is meant
-        self._fuse = -1
+        self._fuse, self._state = _found() or (-1, os.memfd_create("cachefs-held", 0))
         self._usual = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
-        self._child, self._socket = self._load()
+        self._child = 0
+        self._socket: socket.socket
         self._standby: tuple[int, socket.socket] | None = None
         self._wait_s, self._load_at = STAND_BY_S, 0.0  # for the one that stands by
-        self._restarts = self._handed_over = self._short = 0
         self._stopping = self._aborting = False
 
     def run(self) -> int:
         """Returns the exit code of the last daemon."""
+        # The holder before was killed, and its daemon with it.
+        if self._fuse >= 0 and not self._count("with the process that started it"):
+            return self._end(1)
+        self._child, self._socket = self._load()
         while True:
-            began = time.monotonic()
-            with suppress(OSError):  # it has died
-                socket.send_fds(self._socket, [b"begin"], [self._fuse] if self._fuse >= 0 else [])
+            self._begin()
             code = self._wait()
-            died = time.monotonic()
             self._take()
-            if self._fuse < 0 or code == 0 or self._aborting or self._is_over():
-                return code
+            if self._fuse < 0 or code == 0 or _has_ended(self._fuse):
+                return self._end(code)
+            if self._aborting:
+                return code  # a service manager starts another holder; without one the mount is dead
             if self._stopping:
                 return self._take_away(code)
-            handed_over = code == HANDED_OVER
-            self._short = self._short + 1 if died - began < LONG_S and not handed_over else 0
-            if self._short >= MOST_SHORT:
-                _say(
-                    f"the daemon has died {MOST_SHORT} times within {LONG_S:g} s: it is not started again, and its "
-                    "mount stays dead"
-                )
-                return code
-            self._restarts += 1
-            self._handed_over += handed_over
-            os.pwrite(self._state, DEATHS.pack(self._restarts, died, self._handed_over), 0)
-            if not handed_over:
-                _say(f"the daemon has died ({_how(code)}): starting it again")
+            if not self._count("" if code == HANDED_OVER else _how(code)):
+                return self._end(code)
             self._wait_s, self._load_at = STAND_BY_S, 0.0
             self._socket.close()
             (self._child, self._socket), self._standby = self._standby or self._load(), None
+
+    def _begin(self) -> None:
+        """Have the child go on, or mount."""
+        short = LIVES.unpack(self._read(LIVES_AT, LIVES.size))[0]
+        os.pwrite(self._state, LIVES.pack(short, time.monotonic()), LIVES_AT)
+        with suppress(OSError):  # it has died
+            socket.send_fds(self._socket, [b"begin"], [self._fuse] if self._fuse >= 0 else [])
+
+    def _count(self, how: str) -> bool:
+        """A daemon has died ("": it has handed over). False: no other is started."""
+        died = time.monotonic()
+        short, began = LIVES.unpack(self._read(LIVES_AT, LIVES.size))
+        short = short + 1 if died - began < LONG_S and how else 0
+        if short >= MOST_SHORT:
+            _say(
+                f"the daemon has died {MOST_SHORT} times within {LONG_S:g} s: it is not started again, and its "
+                "mount stays dead"
+            )
+            return False
+        restarts, _, handed_over = DEATHS.unpack(self._read(0, DEATHS.size))
+        os.pwrite(self._state, LIVES.pack(short, began), LIVES_AT)
+        os.pwrite(self._state, DEATHS.pack(restarts + 1, died, handed_over + (not how)), 0)
+        if how:
+            _say(f"the daemon has died ({how}): starting it again")
+        return True
+
+    def _read(self, at: int, size: int) -> bytes:
+        return os.pread(self._state, size, at).ljust(size, b"\0")
+
+    def _end(self, code: int) -> int:
+        """This mount is not gone on with."""
+        _forget_stored()
+        return code
 
     # -- the daemon --------------------------------------------------------------------------------
 
     def _load(self) -> tuple[int, socket.socket]:
         """A daemon that waits, and the socket on which it does."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
+        fcntl.fcntl(ours, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(ours, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)  # SIGIO: the connection is passed
         os.environ[DESCRIPTORS] = f"{self._state},{theirs.fileno()}"
         pid = os.fork()
         if not pid:
@@ -139,6 +178,10 @@ class Holder:
                 self._forget(pid, status)
             elif (found := signal.sigtimedwait(_WAITED_FOR, STAND_BY_S)) is not None:
                 self._heed(found)
+            elif self._aborting:
+                os.kill(
+                    self._child, signal.SIGKILL
+                )  # it had time to say where it hangs; a stopped process says nothing
             elif self._standby is None and not self._stopping and time.monotonic() >= self._load_at:
                 self._stand_by()
 
@@ -163,9 +206,12 @@ class Holder:
     def _heed(self, found: signal.struct_siginfo) -> None:
         if found.si_signo == signal.SIGCHLD:
             return
+        if found.si_signo == signal.SIGIO:
+            self._take()
+            return
         if found.si_signo == RENEW:
             if found.si_pid == self._child:
-                self.end()
+                self.end_standby()
                 self._stand_by()
             return
         if found.si_signo in (signal.SIGABRT, signal.SIGQUIT):
@@ -177,8 +223,7 @@ class Holder:
         if self._child and found.si_code != _FROM_TERMINAL:
             os.kill(self._child, found.si_signo)
 
-    def end(self) -> None:
-        """Nothing is started any more."""
+    def end_standby(self) -> None:
         if self._standby is not None:
             os.kill(self._standby[0], signal.SIGKILL)
             os.waitpid(self._standby[0], 0)
@@ -192,16 +237,14 @@ class Holder:
         with suppress(OSError):
             _, passed, _, _ = socket.recv_fds(self._socket, 16, 1)
             for fd in passed:
+                os.set_inheritable(fd, False)
                 self._fuse = fd
-
-    def _is_over(self) -> bool:
-        """Whether the kernel has ended the connection: its mount is gone."""
-        asked = select.poll()
-        asked.register(self._fuse, 0)
-        return bool(asked.poll(0))
+                _store(_STORED_MEMORY, self._state)
+                _store(_STORED_FUSE, fd)  # last: alone the other one is of no use, and is thrown away
 
     def _take_away(self, code: int) -> int:
         """Unmount what a daemon that was asked to stop has left, by dying of it."""
+        self._end(code)
         os.close(self._fuse)
         path = os.pread(self._state, MOUNTPOINT_BYTES, MOUNTPOINT_AT).partition(b"\0")[0]
         command = [
@@ -213,6 +256,60 @@ class Holder:
         pid = os.posix_spawn(command[0], command, os.environ, setsigmask=[])
         os.waitpid(pid, 0)
         return code
+
+
+# -- the service manager's store -------------------------------------------------------------------
+
+
+def stored() -> dict[str, int]:
+    """What a service manager has kept of a holder before, if it means this process: descriptors by name."""
+    if os.environ.get("LISTEN_PID") != str(os.getpid()):
+        return {}
+    names = enumerate(os.environ.get("LISTEN_FDNAMES", "").split(":"), _FIRST_STORED)
+    return {name: fd for fd, name in names if name in (_STORED_FUSE, _STORED_MEMORY)}
+
+
+def _found() -> tuple[int, int] | None:
+    """/dev/fuse and the memory file of a holder that was killed; None if there is nothing to go on with."""
+    found = stored()
+    for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"):
+        os.environ.pop(name, None)
+    for fd in found.values():
+        os.set_inheritable(fd, False)
+    fuse, memory = found.get(_STORED_FUSE), found.get(_STORED_MEMORY)
+    if fuse is not None and memory is not None and not _has_ended(fuse):
+        return fuse, memory
+    _forget_stored()
+    for fd in found.values():
+        os.close(fd)
+    return None
+
+
+def _has_ended(fuse: int) -> bool:
+    """Whether the kernel has ended the connection: its mount is gone."""
+    asked = select.poll()
+    asked.register(fuse, 0)
+    return bool(asked.poll(0))
+
+
+def _store(name: str, fd: int) -> None:
+    # FDPOLL=0: systemd would wait for the end of the connection, and the kernel wakes it for each request then.
+    _notify(f"FDSTORE=1\nFDPOLL=0\nFDNAME={name}", fd)
+
+
+def _forget_stored() -> None:
+    for name in (_STORED_FUSE, _STORED_MEMORY):
+        _notify(f"FDSTOREREMOVE=1\nFDNAME={name}")
+
+
+def _notify(message: str, *fds: int) -> None:
+    """Tell the service manager, if there is one: sd_notify(3)."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address.startswith(("/", "@")):
+        return
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.connect("\0" + address[1:] if address[0] == "@" else address)
+        socket.send_fds(manager, [message.encode()], fds)
 
 
 def _how(code: int) -> str:
@@ -229,4 +326,4 @@ if __name__ == "__main__":
     try:
         sys.exit(holder.run())
     finally:
-        holder.end()
+        holder.end_standby()

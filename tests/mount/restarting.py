@@ -20,15 +20,19 @@ import tarfile
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.lab.client import LabStore
 from cachefs.fuse import holder
 from tests.mount.mounts import Mount, alive, eventually
+
+if TYPE_CHECKING:
+    from tests.operations.unit_mount import UnitMount
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -220,7 +224,7 @@ def fill(store: LabStore, place: Path) -> None:
                 path.unlink()
 
 
-def next_daemon(mount: Mount, before: int, seconds: float) -> float:
+def next_daemon(mount: Mount | UnitMount, before: int, seconds: float) -> float:
     """Wait until a daemon answers that was started after `before` restarts; how long programs waited, in seconds."""
     pause: list[float] = []
 
@@ -284,11 +288,14 @@ def format_of(tree: Path) -> str:
     return found[1]
 
 
-def end(mount: Mount, *, upgrade: bool, versions: Versions | None = None) -> float:
-    """Kill the daemon or upgrade it; how long programs waited, in seconds. With `versions`, the other one goes on; if it
-    cannot, it says so in one line, and programs did not wait."""
+DAEMON, HOLDER, UPGRADE = "daemon", "holder", "upgrade"
+
+
+def end(mount: Mount | UnitMount, what: str, versions: Versions | None = None) -> float:
+    """Kill the daemon or its holder, or upgrade it; how long programs waited, in seconds. With `versions`, an upgrade is to
+    the other one; if that cannot go on, it says so in one line, and programs did not wait."""
     before = mount.ask("status")["holder"]["restarts"]
-    if upgrade:
+    if what == UPGRADE:
         can = versions is None or versions.change()
         done = mount.cli("upgrade", mount.path)
         if not can:
@@ -299,10 +306,26 @@ def end(mount: Mount, *, upgrade: bool, versions: Versions | None = None) -> flo
             versions.change()
             return 0.0
         assert done.returncode == 0, done.stderr
+    elif what == HOLDER:
+        assert not isinstance(mount, Mount), "only a service manager starts another holder"
+        mount.kill_holder()
     else:
         mount.killed = True
-        os.kill(mount.pid, signal.SIGKILL)
+        mount.kill_daemon()
     return next_daemon(mount, before, ANSWERS_S)
+
+
+@contextmanager
+def made(place: Path, store: LabStore, options: dict[str, Any], systemd: bool) -> Iterator[Mount | UnitMount]:
+    """A mount that is not started yet."""
+    options = {"ram": "16M", "cache_size": "64M", "keep_free": "16M", "timeout": 20, **options}
+    if not systemd:
+        yield Mount(place, "s3://restarts", dict(store.env), {"read_only": None, "restart": True, **options})
+        return
+    from tests.operations.unit_mount import unit_mount  # which builds a Debian
+
+    with unit_mount(place / "machine", store, "s3://restarts", options) as mount:
+        yield mount
 
 
 def series(
@@ -313,29 +336,33 @@ def series(
     place: Path,
     programs: Sequence[str] = tuple(PROGRAMS),
     *,
+    holders: int = 0,
+    systemd: bool = False,
     trees: Sequence[Path] = (),
     read_only: bool = False,
 ) -> tuple[dict[str, int], list[float], list[str]]:
-    """(rounds of each program, pauses in seconds, what is wrong). With `trees`, two versions (`Versions`) take turns."""
+    """(rounds of each program, pauses in seconds, what is wrong). `kills` daemons are killed and `holders` holders. With
+    `trees`, two versions (`Versions`) take turns."""
     place.mkdir()
     chance = random.Random(seed)
-    ends = [False] * kills + [True] * upgrades
+    ends = [DAEMON] * kills + [UPGRADE] * upgrades + [HOLDER] * holders
     chance.shuffle(ends)
     rounds: dict[str, int] = {}
     pauses: list[float] = []
     wrong: list[str] = []
     stop = multiprocessing.get_context("spawn").Event()
     said: Queue[Any] = multiprocessing.get_context("spawn").Queue()
-    with LabStore(place / "objects") as store:
+    with ExitStack() as stack:
+        store = stack.enter_context(LabStore(place / "objects"))
         store.bucket("restarts")
         fill(store, place)
-        options = {"restart": True, "ram": "16M", "cache_size": "64M", "keep_free": "16M", "timeout": 20}
-        options |= {"read_only": True} if read_only else {"read_only": None, **MODES[mode]}
-        mount = Mount(place, "s3://restarts", dict(store.env), options)
+        mode_options: dict[str, Any] = {"read_only": True} if read_only else MODES[mode]
+        mount = stack.enter_context(made(place, store, mode_options, systemd))
         mount.allowed += ALLOWED
         versions, foreground = None, None
         if trees:
             mount.allowed.append("cannot go on with a mount of state")
+            assert isinstance(mount, Mount)
             versions = Versions(place, trees)
             foreground = versions.start(mount)
         else:
@@ -351,13 +378,13 @@ def series(
                 process.start()
             time.sleep(2)
             short = 0  # lives, one after the other
-            for upgrade in ends:
+            for what in ends:
                 time.sleep(chance.uniform(0.1, 2.0))
-                if short == holder.MOST_SHORT - 1 and not upgrade:
+                if short == holder.MOST_SHORT - 1 and what != UPGRADE:
                     time.sleep(holder.LONG_S)  # else this is a crash loop, and ends the mount
                     short = 0
-                pauses.append(end(mount, upgrade=upgrade, versions=versions))
-                short = 0 if upgrade else short + 1
+                pauses.append(end(mount, what, versions))
+                short = 0 if what == UPGRADE else short + 1
             time.sleep(1)
             stop.set()
             table = b""
@@ -420,6 +447,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--mode", nargs="+", choices=sorted(MODES), default=list(MODES))
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--upgrades", type=int, default=3)
+    parser.add_argument(
+        "--systemd", action="store_true", help="a unit of a machine with a systemd of its own"
+    )
+    parser.add_argument("--holders", type=int, default=0, help="holders that are killed; only with --systemd")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--read-only", action="store_true", help="only programs that read")
     parser.add_argument(
@@ -428,10 +459,17 @@ def main(arguments: Sequence[str]) -> int:
         help="each upgrade is one from this git revision to the present code, or back; with another FORMAT, each is refused",
     )
     chosen = parser.parse_args(arguments)
+    if chosen.systemd and chosen.revision:
+        parser.error("--from is for a mount without --systemd")
     programs = [name for name in PROGRAMS if name != "fio" or shutil.which("fio")]
     if chosen.read_only:
         programs = [name for name in programs if name in READERS]
     failed = False
+    if chosen.systemd:
+        from tests.operations.debian import PLACE, Rootfs
+
+        PLACE.mkdir(parents=True, exist_ok=True)
+        Rootfs(PLACE).build()
     with tempfile.TemporaryDirectory(prefix="restarts-") as place:
         os.environ["XDG_RUNTIME_DIR"] = os.environ["XDG_CACHE_HOME"] = place
         orders: list[list[Path]] = [[]]
@@ -450,6 +488,8 @@ def main(arguments: Sequence[str]) -> int:
                 chosen.seed,
                 Path(place) / f"{mode}{number}",
                 programs,
+                holders=chosen.holders,
+                systemd=chosen.systemd,
                 trees=trees,
                 read_only=chosen.read_only,
             )
@@ -459,7 +499,8 @@ def main(arguments: Sequence[str]) -> int:
                 f", made with {'the present code' if trees[0] == HERE else chosen.revision}" if trees else ""
             )
             print(
-                f"{mode}{made_with}: {chosen.kills} kills, {chosen.upgrades} upgrades, {len(wrong)} wrong; pauses: median "
+                f"{mode}{made_with}: {chosen.kills} kills, {chosen.holders} of the holder, {chosen.upgrades} upgrades, "
+                f"{len(wrong)} wrong; pauses: median "
                 f"{ordered[len(ordered) // 2]:.2f} s, worst {ordered[-1]:.2f} s",
                 flush=True,
             )

@@ -26,7 +26,7 @@ from cachefs.fuse import holder
 from cachefs.fuse.held import FORMAT
 from tests.mount import restarting
 from tests.mount.conftest import Bucket, Mounted, why_no_native_backend
-from tests.mount.mounts import Completed, Mount, alive, eventually, mounts_at, processes_with, run
+from tests.mount.mounts import Completed, Mount, alive, eventually, mounts_at, processes_with, run, state_of
 from tests.mount.written import stored
 
 pytestmark = [
@@ -263,6 +263,16 @@ def test_a_daemon_that_stands_by_ends_with_its_holder(mounted: Mounted, bucket: 
     eventually(lambda: set(processes_with(str(mount.cache))) == {mount.pid}, "only the daemon is left")
     assert (mount.path / "file").read_bytes() == b"1"
     assert held(mount)["pid"] == 0
+
+
+def test_the_next_daemon_has_the_connection_once(mounted: Mounted, bucket: Bucket) -> None:
+    """A copy that it does not know of would keep the connection."""
+    bucket.put("file", b"1")
+    mount = held_mount(mounted, bucket)
+    for number in range(3):
+        descriptors = Path(f"/proc/{mount.pid}/fd").iterdir()
+        assert sum(os.readlink(path) == "/dev/fuse" for path in descriptors) == 1, number
+        kill(mount)
 
 
 def test_sighup_reaches_the_daemon(mounted: Mounted, bucket: Bucket) -> None:
@@ -947,3 +957,278 @@ def test_an_upgrade_does_not_change_what_is_mounted(mounted: Mounted, bucket: Bu
     config.write_text(one)
     assert upgraded(mount).returncode == 0
     assert (mount.path / "one" / "file").read_bytes() == b"1"
+
+
+# -- under a service manager -------------------------------------------------------------------------
+
+
+LISTENS = """
+import os, sys
+os.environ["LISTEN_PID"] = str(os.getpid())
+for number in range(int(sys.argv[1])):
+    os.dup2(100 + number, 3 + number)
+    os.close(100 + number)
+os.execv(sys.executable, [sys.executable, "-m", "cachefs", *sys.argv[2:]])
+"""
+"""Descriptors from 100 on become those from 3 on, as sd_listen_fds(3) has them."""
+
+
+class Manager:
+    """What a service manager does for a unit: it hears what the processes say, keeps descriptors for them, and gives these
+    to the next main process."""
+
+    def __init__(self, mount: Mount, place: str) -> None:
+        self._mount, self._path = mount, f"{place}/notify"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._listener.bind(self._path)
+        self._listener.settimeout(0.1)
+        self._process: subprocess.Popen[bytes] | None = None
+        self.heard: list[str] = []
+        self.stored: dict[str, int] = {}
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self, *words: str) -> None:
+        """Start the main process, with what is stored; it is ready afterwards."""
+        mount, kept = self._mount, list(self.stored.items())
+        fds = [os.dup2(fd, 100 + index) for index, (_, fd) in enumerate(kept)]
+        listen = {"LISTEN_FDS": str(len(kept)), "LISTEN_FDNAMES": ":".join(name for name, _ in kept)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", LISTENS, str(len(kept)), *mount.arguments(foreground=True), *words],
+            env={**mount.env, "NOTIFY_SOCKET": self._path, **listen},
+            stderr=subprocess.DEVNULL,
+            pass_fds=fds,
+        )
+        for fd in fds:
+            os.close(fd)
+        self.heard.clear()
+        mount.pids.append(self.pid)
+        self.hear("READY=1")
+        mount.pids.append(mount.ask("status")["pid"])
+
+    def hear(self, wanted: str) -> None:
+        """Until one has said `wanted`."""
+        self._until(lambda: any(wanted in said for said in self.heard), wanted)
+
+    def keeps_nothing(self) -> None:
+        """Until all that was kept has been removed."""
+        self._until(lambda: not self.stored, "what is kept")
+
+    def _until(self, heard: Callable[[], bool], wanted: str) -> None:
+        until = time.monotonic() + 30
+        while not heard():
+            try:
+                data, fds, _, _ = socket.recv_fds(self._listener, 4096, 4)
+            except TimeoutError:
+                assert self._process is None or self._process.poll() is None, "it has ended"
+                assert time.monotonic() < until, f"nothing was said of {wanted}"
+                continue
+            said = data.decode()
+            name = said.rpartition("FDNAME=")[2]
+            if "FDSTORE=1" in said:
+                assert "FDPOLL=0" in said, "polling wakes the service manager for each request"
+                self.stored[name] = fds[0]
+            if "FDSTOREREMOVE=1" in said:
+                self._remove(name)
+            self.heard.append(said)
+
+    def _remove(self, name: str) -> None:
+        if name in self.stored:
+            os.close(self.stored.pop(name))
+
+    def kill(self) -> None:
+        """All processes, as a control group is killed."""
+        for pid in (self.pid, *processes_with(str(self._mount.cache))):
+            os.kill(pid, signal.SIGKILL)
+        self._mount.killed = True
+        self.wait()
+
+    def wait(self) -> int:
+        assert self._process is not None
+        return self._process.wait(30)
+
+    def close(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        for name in list(self.stored):
+            self._remove(name)
+        self._listener.close()
+
+
+@contextmanager
+def managed(mount: Mount) -> Iterator[Manager]:
+    with tempfile.TemporaryDirectory(prefix="cf-") as place:
+        manager = Manager(mount, place)
+        try:
+            yield manager
+        finally:
+            manager.close()
+
+
+def test_a_service_manager_keeps_the_connection_of_a_holder_that_is_killed(
+    mounted: Mounted, bucket: Bucket
+) -> None:
+    data = bucket.put("file", MIB)
+    mount = held_mount(mounted, bucket, start=False)
+    with managed(mount) as manager:
+        manager.start()
+        manager.hear("FDSTORE=1\nFDPOLL=0\nFDNAME=cachefs-fuse")
+        assert list(manager.stored) == ["cachefs-memory", "cachefs-fuse"]
+        with (mount.path / "file").open("rb") as file:
+            assert file.read(10) == data[:10]
+            for number in (1, 2):
+                pause = held(mount)["longest_pause_s"]
+                readers = Readers()
+
+                def names() -> bool:
+                    return os.listdir(mount.path) == ["file"]
+
+                readers.add(names)
+                with readers.running():
+                    manager.kill()
+                    # Where the configuration has no restart any more, it is gone on with all the same.
+                    manager.start(*(["--no-restart"] if number == 2 else []))
+                assert not readers.wrong and readers.rounds["names"]
+                file.seek(0)
+                assert file.read() == data
+                found = held(mount)
+                assert (found["pid"], found["restarts"]) == (manager.pid, number)
+                assert found["longest_pause_s"] >= max(pause, found["pause_s"]) > 0
+            kill(mount)
+            assert held(mount)["restarts"] == 3
+        os.kill(manager.pid, signal.SIGTERM)
+        assert manager.wait() == 0
+        manager.keeps_nothing()
+        assert not mounts_at(mount.path)
+
+
+def test_what_a_service_manager_keeps_of_a_mount_that_has_gone_is_not_gone_on_with(
+    mounted: Mounted, bucket: Bucket
+) -> None:
+    data = bucket.put("file", MIB)
+    mount = held_mount(mounted, bucket, start=False)
+    mount.allowed.append("took away a dead mount")
+    with managed(mount) as manager:
+        for gone in ("the mount", "the connection"):
+            manager.start()
+            manager.hear("FDSTORE=1\nFDPOLL=0\nFDNAME=cachefs-fuse")
+            manager.kill()
+            if gone == "the mount":
+                run(["umount", "-l", mount.path])
+            else:
+                os.close(manager.stored.pop("cachefs-fuse"))
+            manager.start()
+            manager.hear("FDSTORE=1\nFDPOLL=0\nFDNAME=cachefs-fuse")
+            assert held(mount)["restarts"] == 0 and len(manager.stored) == 2
+            assert (mount.path / "file").read_bytes() == data
+            mount.stop()
+            assert manager.wait() == 0
+            manager.keeps_nothing()
+
+
+def test_a_crash_loop_of_holders_ends_and_nothing_is_kept(mounted: Mounted, bucket: Bucket) -> None:
+    """As where a control group is killed as a whole, again and again."""
+    bucket.put("file", b"1")
+    mount = held_mount(mounted, bucket, start=False)
+    with managed(mount) as manager:
+        for short in (0, holder.MOST_SHORT - 1):
+            manager.start()
+            if not short:
+                manager.hear("FDSTORE=1\nFDPOLL=0\nFDNAME=cachefs-fuse")
+            memory = manager.stored["cachefs-memory"]
+            found, _ = holder.LIVES.unpack(os.pread(memory, holder.LIVES.size, holder.LIVES_AT))
+            assert found == bool(short)
+            os.pwrite(memory, holder.LIVES.pack(short, time.monotonic() + 60), holder.LIVES_AT)
+            manager.kill()
+        with pytest.raises(AssertionError, match="it has ended"):
+            manager.start()
+        assert manager.wait() == 1
+        manager.keeps_nothing()
+        with pytest.raises(OSError, match=r"not connected|connection abort"):
+            os.listdir(mount.path)
+
+
+def test_a_version_that_cannot_go_on_with_what_is_kept_gives_it_up(mounted: Mounted, bucket: Bucket) -> None:
+    """It was installed before the holder died. The service manager then has it mount anew."""
+    data = bucket.put("file", MIB)
+    mount = held_mount(mounted, bucket, start=False)
+    mount.allowed += ["this version cannot go on", "took away a dead mount"]
+    with managed(mount) as manager:
+        manager.start()
+        manager.hear("FDSTORE=1\nFDPOLL=0\nFDNAME=cachefs-fuse")
+        memory = manager.stored["cachefs-memory"]
+        os.pwrite(memory, b"\x63\0\0\0", 24)  # the format of what a daemon leaves
+        two_more = holder.LIVES.pack(holder.MOST_SHORT - 2, time.monotonic() + 60)  # the kill is one of them
+        os.pwrite(memory, two_more, holder.LIVES_AT)
+        manager.kill()
+        with pytest.raises(AssertionError, match="it has ended"):
+            manager.start()
+        assert manager.wait() == 1
+        manager.keeps_nothing()
+        assert "cannot go on with a mount of state 99" in mount.log()
+        manager.start()
+        assert (mount.path / "file").read_bytes() == data
+        mount.stop()
+        assert manager.wait() == 0
+
+
+def test_a_service_manager_hears_of_a_stop_only_when_the_mount_ends(mounted: Mounted, bucket: Bucket) -> None:
+    """Else it ends the unit some time after an upgrade."""
+    bucket.put("file", b"1")
+    mount = held_mount(mounted, bucket, start=False)
+    with managed(mount) as manager:
+        manager.start()
+        assert upgraded(mount).returncode == 0
+        manager.hear("READY=1")
+        manager.heard.clear()
+        assert upgraded(mount).returncode == 0
+        manager.hear("READY=1")
+        assert not any("STOPPING=1" in said for said in manager.heard), manager.heard
+        os.kill(manager.pid, signal.SIGTERM)
+        manager.hear("STOPPING=1")
+        assert manager.wait() == 0
+
+
+def test_what_hangs_is_ended_by_the_service_manager_and_gone_on_with(
+    mounted: Mounted, bucket: Bucket
+) -> None:
+    """A process that is stopped does not even end by SIGABRT, which a watchdog sends to the main process."""
+    data = bucket.put("file", MIB)
+    mount = held_mount(mounted, bucket, start=False)
+    with managed(mount) as manager:
+        manager.start()
+        manager.hear("FDSTORE=1\nFDPOLL=0\nFDNAME=cachefs-fuse")
+        with (mount.path / "file").open("rb") as file:
+            assert file.read(10) == data[:10]
+            os.kill(mount.pid, signal.SIGSTOP)
+            eventually(lambda: state_of(mount.pid) == "T", "it is stopped")
+            os.kill(manager.pid, signal.SIGABRT)
+            mount.killed = True
+            assert manager.wait() > 128
+            manager.start()
+            assert held(mount)["restarts"] == 1
+            file.seek(0)
+            assert file.read() == data
+        mount.stop()
+        assert manager.wait() == 0
+
+
+def test_under_a_service_manager_no_daemon_outlives_its_holder(mounted: Mounted, bucket: Bucket) -> None:
+    """Else it would serve the same connection as the next one."""
+    bucket.put("file", b"1")
+    mount = held_mount(mounted, bucket, start=False)
+    with managed(mount) as manager:
+        manager.start()
+        manager.hear("FDSTORE=1\nFDPOLL=0\nFDNAME=cachefs-fuse")
+        os.kill(manager.pid, signal.SIGKILL)
+        mount.killed = True
+        eventually(lambda: not processes_with(str(mount.cache)), "the daemon has ended")
+        manager.wait()
+        manager.start()
+        assert held(mount)["restarts"] == 1
+        mount.stop()
+        assert manager.wait() == 0

@@ -24,7 +24,7 @@ from tests.mount.mounts import Completed, eventually, run
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACE = ROOT / ".venv" / "operations"
-SUITE = "bookworm"
+SUITE = os.environ.get("CACHEFS_SUITE", "bookworm")
 PACKAGES = (
     "systemd",
     "systemd-sysv",
@@ -224,8 +224,12 @@ class Machine:
     def succeed(self, *command: object, timeout: float = 60) -> str:
         return succeed(*self._inside(command), timeout=timeout)
 
+    def outside(self, path: str) -> Path:
+        """The name that a file of the machine has outside of it."""
+        return Path(f"/proc/{self._leader}/root") / path.lstrip("/")
+
     def write(self, path: str, text: str) -> None:
-        target = Path(f"/proc/{self._leader}/root") / path.lstrip("/")
+        target = self.outside(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
 
@@ -240,6 +244,19 @@ class Machine:
         """How many cachefs mounts lie at `mountpoint`, one upon the other."""
         seen = parse(Path(f"/proc/{self._leader}/mountinfo").read_text())
         return sum(mount.path == mountpoint and mount.is_cachefs for mount in seen)
+
+    def has(self, pid: int) -> bool:
+        """Whether the process `pid` (of this machine's number) runs on that one."""
+        try:
+            mine = os.stat(f"/proc/{pid}/ns/pid")
+        except OSError:
+            return False
+        return mine.st_ino == os.stat(f"/proc/{self._leader}/ns/pid").st_ino
+
+    def wakeups(self) -> int:
+        """How often its process 1 has been woken."""
+        lines = Path(f"/proc/{self._leader}/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("voluntary_ctxt_switches")).split()[1])
 
     def power_off(self) -> float:
         """Seconds it took."""

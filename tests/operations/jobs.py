@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from bench.lab.client import LabStore
 from bench.lab.dataset import content
 
-BUCKET = "data"
+BUCKET, WORK = "data", "held"
+"""What `reader.py` reads, and what `worker.py` also writes to."""
+
 FILES = {f"file-{number}": content(f"operations/{number}", 300_000 + number) for number in range(8)}
 BIG = {"big": content("operations/big", 24 << 20)}
 DIGESTS = {name: hashlib.sha256(data).hexdigest() for name, data in FILES.items()}
@@ -21,9 +25,25 @@ OUTAGE_S = 3.0
 
 def fill(store: LabStore) -> LabStore:
     store.bucket(BUCKET)
+    store.bucket(WORK)
     for name, data in {**FILES, **BIG}.items():
         store.put(BUCKET, name, data)
+        if name in FILES:
+            store.put(WORK, name, data)
     return store
+
+
+@contextmanager
+def no_job_notices(process: subprocess.Popen[str]) -> Iterator[None]:
+    """A `worker.py` reads and writes meanwhile, and no call of it fails."""
+    begin(process)
+    yield
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    said = json.loads(out.splitlines()[-1])
+    print(said)
+    assert said["errors"] == []
+    assert all(said["rounds"].values())
 
 
 @dataclass

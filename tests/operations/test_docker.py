@@ -7,8 +7,9 @@ import json
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,8 @@ from bench.lab.client import LabStore
 from tests.conftest import ROOT
 from tests.mount.mounts import eventually, run
 from tests.operations.debian import PLACE
-from tests.operations.engine import Engine, answers, layers, shared_directory
-from tests.operations.jobs import BIG, DIGESTS, FILES, OUTAGE_S, begin, end, fill
+from tests.operations.engine import DOCKER, Engine, answers, layers, shared_directory
+from tests.operations.jobs import BIG, DIGESTS, FILES, OUTAGE_S, begin, end, fill, no_job_notices
 
 pytestmark = pytest.mark.operations
 
@@ -127,6 +128,80 @@ class TestSidecar:
             )
             [line] = [line for line in said.splitlines() if line.startswith("ram = ")]
             assert line.startswith('ram = "64M"')
+
+
+class TestNothingIsNoticed:
+    """With CACHEFS_RESTART, as the manifests have it: process 1 stays when the daemon dies."""
+
+    @pytest.fixture
+    def sidecar(self, engine: Engine, store: LabStore, share: Path) -> Iterator[str]:
+        words = [*TO_MOUNT, *to_the_store(store), "-e", "CACHEFS_RESTART=true", "--restart=on-failure"]
+        words += ["-v", f"{share}:/mnt/share:rshared"]
+        with engine.container(*words, "cachefs", "mount", "-f", "s3://held", "/mnt/share/data") as name:
+            answers(share / "data")
+            yield name
+
+    def job(self, engine: Engine, share: Path) -> AbstractContextManager[None]:
+        worker = Path(__file__).parent / "worker.py"
+        words = ["--rm", "-i", "--network=none"]
+        words += ["-v", f"{share}:/mnt/share:rslave", "-v", f"{worker}:/worker.py:ro"]
+        words += ["--entrypoint", "python3", "cachefs", "/worker.py", "/mnt/share/data"]
+        return no_job_notices(engine.popen("run", *words))
+
+    def status(self, engine: Engine, name: str) -> Any:
+        return json.loads(engine.succeed("exec", name, "cachefs", "status", "--json", "/mnt/share/data"))
+
+    def next_daemon(self, engine: Engine, name: str, restarts: int) -> Any:
+        def back() -> bool:
+            done = engine.run("exec", name, "cachefs", "status", "--json", "/mnt/share/data")
+            return done.returncode == 0 and json.loads(done.stdout)["holder"]["restarts"] == restarts
+
+        eventually(back, f"daemon {restarts}", 60)
+        return self.status(engine, name)
+
+    def test_of_a_daemon_that_was_killed(self, engine: Engine, share: Path, sidecar: str) -> None:
+        with self.job(engine, share):
+            for number in (1, 2, 3):
+                found = self.status(engine, sidecar)
+                assert found["holder"]["pid"] == 1
+                engine.succeed("exec", sidecar, "sh", "-c", f"kill -9 {found['pid']}")
+                self.next_daemon(engine, sidecar, number)
+        assert engine.state(sidecar)["RestartCount"] == 0
+        assert layers(share / "data") == 1
+
+    def test_of_an_upgrade_inside_of_the_container(self, engine: Engine, share: Path, sidecar: str) -> None:
+        """As docs/how-to/containers.md describes it: an image of another version is unpacked over the present one."""
+        module = "/opt/cachefs/lib/python3*/site-packages/cachefs/__init__.py"
+        another = f"""sed -i 's/^__version__ = .*/__version__ = "99.0"/' {module}"""
+        with self.job(engine, share):
+            image = engine.popen(
+                "run", "--rm", "--entrypoint", "sh", "cachefs", "-c", f"{another}; tar -C /opt -cf - cachefs"
+            )
+            done = subprocess.run(
+                [DOCKER, "exec", "-i", sidecar, "tar", "-C", "/opt", "-xf", "-"],
+                stdin=image.stdout,
+                env=engine.environ,
+                capture_output=True,
+            )
+            assert (image.wait(60), done.returncode) == (0, 0), done.stderr
+            said = engine.run("exec", sidecar, "cachefs", "upgrade", "/mnt/share/data")
+            assert said.returncode == 0, said.stderr
+            assert "→ 99.0" in said.stderr
+            found = self.next_daemon(engine, sidecar, 1)
+        assert (found["version"], found["holder"]["handed_over"]) == ("99.0", 1)
+        assert engine.state(sidecar)["RestartCount"] == 0
+
+    def test_of_the_end_of_process_1_all_is_noticed(self, engine: Engine, share: Path, sidecar: str) -> None:
+        """Its descriptors end with it, and so does the connection. The next container mounts anew."""
+        with (share / "data" / "file-1").open("rb") as kept:
+            engine.kill(sidecar)
+            eventually(lambda: engine.state(sidecar)["RestartCount"] == 1, "a restart")
+            answers(share / "data")
+            assert layers(share / "data") == 1
+            with pytest.raises(OSError, match=r"not connected|connection abort"):
+                kept.read()
+            assert (share / "data" / "file-1").read_bytes() == FILES["file-1"]
+        eventually(lambda: self.status(engine, sidecar)["holder"]["restarts"] == 0, "a holder of its own")
 
 
 class TestUsersWithoutRights:
