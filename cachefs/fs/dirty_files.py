@@ -73,14 +73,24 @@ class DirtyFiles:
 
     # -- opening -------------------------------------------------------------------------------------
 
-    async def create(self, directory: Directory, name: bytes, attrs: dict[str, Any]) -> Node:
-        """A new, empty file, where there is nothing. It reaches the store when it is closed."""
-        writable(directory)
-        check_name(directory, name)
+    async def create(
+        self, directory: Directory, name: bytes, attrs: dict[str, Any], pid: int
+    ) -> tuple[Node, Opened]:
+        """A new, empty file, where there is nothing, and a handle to write it. It reaches the store when it is closed."""
         node = Node(directory, name, 0, stored=False)
         node.attrs = attrs
         await self._hold(node, None)
-        return node
+        try:
+            opened = self._open_dirty_file(node, pid)
+            self._writes(opened, node)
+            try:
+                return node, await self._opened_in_passthrough(opened)
+            except BaseException:
+                self.release(opened[0])
+                raise
+        except BaseException:
+            await self._local_changes.take_back(node)
+            raise
 
     async def open(
         self, directory: Directory, name: bytes, obj: ObjectId, row: Row, flags: int, pid: int
@@ -164,16 +174,6 @@ class DirtyFiles:
         """A handle to read what is being written."""
         return self._open_dirty_file(node, pid)
 
-    async def open_writer(self, node: Node, pid: int) -> Opened:
-        """A handle to write a file that was just created."""
-        opened = self._open_dirty_file(node, pid)
-        self._writes(opened, node)
-        try:
-            return await self._opened_in_passthrough(opened)
-        except BaseException:
-            self.release(opened[0])
-            raise
-
     async def _opened_in_passthrough(self, opened: Opened) -> Opened:
         """The same handle, of the dirty file's own file, if all handles under its number can be: to be answered with at
         once."""
@@ -182,7 +182,10 @@ class DirtyFiles:
         node, handle.backing = handle.node, None
         if node is None or node.dirty_file is None:
             return fh, 0
-        own = await self._writer.open_backing(node.dirty_file)
+        try:
+            own = await self._writer.open_backing(node.dirty_file)
+        except CachefsError:  # it is written through the daemon: a failed open that has emptied the file would lose it
+            own = None
         others = [other for other in self._files.under(handle.ino) if other is not handle]
         backing = self._files.backing_of(others) if others else own
         if backing is None:
@@ -327,7 +330,11 @@ class DirtyFiles:
         if node.dirty_file is not None:
             return
         dirty_file = await self._begun(node, handle.object, upto)
-        self._local_changes.give_nameless(node, dirty_file)
+        try:
+            self._local_changes.give_nameless(node, dirty_file)
+        except BaseException:
+            await self._local_changes.abandon(node)
+            raise
         await self._writer.discard(dirty_file, replaced=True)
 
     def _check_alone(self, node: Node) -> None:
@@ -353,8 +360,7 @@ class DirtyFiles:
             await self._local_changes.hold(node)
         except BaseException:
             if begins:
-                with trio.CancelScope(shield=True):
-                    await self._local_changes.abandon(node)
+                await self._local_changes.abandon(node)
             raise
 
     async def _begun(self, node: Node, base: ObjectId | None, upto: int | None) -> DirtyFile:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from cachefs.base.errors import NotFound, ObjectChanged
+from cachefs.base.errors import CachefsError, NotFound, ObjectChanged
 from cachefs.base.names import ObjectId
 from cachefs.fs.files import DIRTY_FILE
 from cachefs.fs.inodes import inode_key
@@ -232,6 +232,8 @@ class LocalChanges:
         async with self.applying():
             if self._tree.known(node.directory.ino) is not node.directory:
                 raise ObjectChanged(f"{node.directory.prefix} was removed")
+            for handle in self._files.under(node.ino):  # first: it may fail, and then nothing has changed
+                self.attach(handle, node)
             etag, mtime_ns = DIRTY_FILE_ETAG + node.dirty_file.id, node.dirty_file.mtime_ns
             node.row, lost = pin(self._tree, node.directory, node.name, mtime_ns, etag, node.ino)
             node.ino = node.row.ino
@@ -240,8 +242,6 @@ class LocalChanges:
             self._held(node)
             self._files.forget_warm()
             self._files.turn(node.ino, self.version(node), node.dirty_file.mtime_ns)
-            for handle in self._files.under(node.ino):
-                self.attach(handle, node)
             self._writer.outlive(node.dirty_file, node.ino, named=True)
 
     def _held(self, node: Node) -> None:
@@ -276,7 +276,8 @@ class LocalChanges:
         return node if node is not None and not node.settled and self.version(node) == version else None
 
     def attach(self, handle: FileHandle, node: Node) -> None:
-        """A handle reads the dirty file from now on; when this raises, it does not."""
+        """A handle reads the dirty file from now on; when this raises, it does not. Only the first of a dirty file raises:
+        the others share its descriptor."""
         assert node.dirty_file is not None
         if handle.size != DIRTY_FILE:
             self._writer.open(node.dirty_file)
@@ -389,11 +390,21 @@ class LocalChanges:
             raise
 
     async def abandon(self, node: Node) -> None:
-        """It was never held: nothing of its dirty file is uploaded."""
-        node.removed = True
-        assert node.dirty_file is not None
-        await self._writer.discard(node.dirty_file, replaced=True)
+        """Its first change has failed: it is as if its dirty file had never been."""
+        dirty_file = node.dirty_file
+        assert dirty_file is not None
+        del self._by_dirty_file[dirty_file.id]
+        node.settled = True
         self._forget(node)
+        with trio.CancelScope(shield=True):
+            await self._writer.discard(dirty_file, replaced=True)
+
+    async def take_back(self, node: Node) -> None:
+        """What creates it has failed: its name goes, and nothing of it is uploaded."""
+        with trio.CancelScope(shield=True), suppress(CachefsError):
+            async with node.lock:
+                await self.remove(node, replaced=True)
+            await self.gone(node.directory, node.name)
 
     def moves(self, place: Place, to: Place, row: Row) -> None:
         """A file has another name, where `row` is what is known of it; while `applying`."""

@@ -258,16 +258,20 @@ class Writing:
                 raise IsADirectory(f"{directory.prefix}{name.decode()} is a directory")
             return found.ino, await self.open(directory, name, found, flags | os.O_RDWR, pid)
         attrs = self._attrs(directory, False, mode, uid, gid)
-        node = await self.dirty_files.create(directory, name, attrs)
-        opened = await self.dirty_files.open_writer(node, pid)
+        node, opened = await self.dirty_files.create(directory, name, attrs, pid)
         return node.ino, opened
 
     async def mknod(self, directory: Directory, name: bytes, mode: int, pid: int, uid: int, gid: int) -> int:
         if stat.S_IFMT(mode) not in (0, stat.S_IFREG):
             raise NotPermitted("an object store has no devices, sockets or pipes")
         ino, opened = await self.create(directory, name, os.O_EXCL, mode, pid, uid, gid)
+        node = self._files.handles[opened[0]].node
+        assert node is not None
         try:
             await self.dirty_files.flush(opened[0])
+        except BaseException:
+            await self._local_changes.take_back(node)
+            raise
         finally:
             self.dirty_files.release(opened[0])
         return ino
