@@ -86,6 +86,7 @@ class StagingDisk:
         """Makes the directory, readable by its owner alone. Raises `CacheUnusable`."""
         try:
             ownership.claim(directory, whole=True)
+            self._device = directory.stat().st_dev
         except OSError as exc:
             raise CacheUnusable(f"cannot keep what is written in {directory}: {exc.strerror}") from exc
         self.directory = directory
@@ -127,10 +128,20 @@ class StagingDisk:
             self._new[call] = time.monotonic()
             try:
                 return _written_file(path, data)
+            except FileNotFoundError:
+                self._make_again()
+                return _written_file(path, data)
             finally:
                 del self._new[call]
 
         return await self.run(timed)
+
+    def _make_again(self) -> None:
+        """In a thread: the directory was removed from outside. OSError where its disk is not there: what is below has no
+        reserve of ours."""
+        if existing(self.directory).stat().st_dev != self._device:
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+        ownership.claim(self.directory, whole=True)
 
     def later(self, call: Callable[[], object]) -> None:
         """Make a call that no caller waits for. Its OSError is logged."""
@@ -536,6 +547,11 @@ class StagingFile:
             if exc.errno == errno.ENOENT and self._made and not self._removed:
                 raise Lost(f"{self.path} was removed from outside: what was written to it is lost") from exc
             raise translated(exc, self.path.parent) from exc
+
+
+def existing(directory: Path) -> Path:
+    """A directory, or what is left above it."""
+    return next(place for place in (directory, *directory.parents) if place.exists())
 
 
 def sync_names(directory: Path) -> None:

@@ -37,7 +37,7 @@ from cachefs.store.backing import BackingFile
 from cachefs.upload import orphans
 from cachefs.upload.content import Row, Stored
 from cachefs.upload.dirty_file import DirtyFile, Way
-from cachefs.upload.journal import NOTES, Journal, Records, look
+from cachefs.upload.journal import NOTES, Journal, JournalRemoved, Records, look
 from cachefs.upload.passthrough import Passthrough
 from cachefs.upload.queue import Queue, in_vain
 from cachefs.upload.room import UNASKED, Cache, StagingRoom
@@ -274,8 +274,8 @@ class Uploads:
     async def open_backing(self, dirty_file: DirtyFile) -> BackingFile | None:
         """Its backing file for one passthrough writer, until `returned`; None: no passthrough. The same one until
         the last user has gone. Nothing of it is sent meanwhile; an upload that a caller waits for is waited for."""
-        if dirty_file.backing is None and self._room.free_bytes() < UNASKED:
-            return None
+        if dirty_file.backing is None and (self._room.free_bytes() < UNASKED or self.journal.removed):
+            return None  # without a journal a commit is an upload, which waits for no passthrough writer
         return await self._passthrough.open_backing(dirty_file)
 
     def returned(self, dirty_file: DirtyFile) -> None:
@@ -314,7 +314,8 @@ class Uploads:
         self._queue.plan(dirty_file, self._queue.delay_s if self._writeback else 0.0)
 
     async def commit(self, dirty_file: DirtyFile) -> None:
-        """Durable: what it holds now is in the store. Writeback: on this disk, and will be in the store. Raises what failed:
+        """Durable: what it holds now is in the store. Writeback: on this disk, and will be in the store;
+        or in the store, where the journal was removed. Raises what failed:
         the dirty file stays pending then, and is tried again by itself. With writeback, the failure of an upload since the
         last commit is raised, once."""
         dirty_file.look()
@@ -324,7 +325,14 @@ class Uploads:
             await self._queue.upload(dirty_file)
             return
         dirty_file.within_limits(dirty_file.size)
-        await self._records.acknowledge(dirty_file)
+        wanted = dirty_file.content.generation
+        try:
+            await self._records.acknowledge(dirty_file)
+        except JournalRemoved:  # nothing can be promised here any more, until the next mount
+            await self._queue.upload(dirty_file)
+            if not dirty_file.has(wanted):
+                raise
+            return
         if dirty_file.trying.overdue and not dirty_file.kernel.writers:
             await self._queue.begin(dirty_file)
         elif not dirty_file.kernel.writers:
