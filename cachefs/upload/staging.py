@@ -409,10 +409,13 @@ class StagingFile:
     async def read(self, offset: int, size: int) -> bytes:
         if self._held is not None and offset >= self._start:
             return self._in_memory(offset, size)
+        end = b""
+        if self._held is not None and offset + size > self._start:
+            # It does not land first: a full disk keeps no reader from it.
+            end = self._in_memory(self._start, offset + size - self._start)
+            size = self._start - offset
         with self.used(), self._translated():
-            if self._held is not None and offset + size > self._start:
-                await self.land()
-            return await self._disk.run(lambda: os.pread(self._fd, size, offset))
+            return await self._disk.run(lambda: os.pread(self._fd, size, offset)) + end
 
     def _in_memory(self, offset: int, size: int) -> bytes:
         assert self._held is not None
