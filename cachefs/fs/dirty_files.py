@@ -184,8 +184,8 @@ class DirtyFiles:
             return fh, 0
         try:
             own = await self._writer.open_backing(node.dirty_file)
-        except CachefsError:  # it is written through the daemon: a failed open that has emptied the file would lose it
-            own = None
+        except CachefsError:
+            own = None  # it is written through the daemon: an open that fails must not have emptied the file
         others = [other for other in self._files.under(handle.ino) if other is not handle]
         backing = self._files.backing_of(others) if others else own
         if backing is None:
