@@ -20,13 +20,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from bench.lab.client import LabStore
+from cachefs.fuse import holder
 from tests.mount.mounts import Mount, alive, eventually
+from tests.mount.restarting import ALLOWED, end
 
 MODES = {"durable": {}, "writeback": {"writeback": True, "upload_delay": "50ms"}}
 
@@ -218,6 +221,19 @@ def race(
     return {kind: dict(counts) for kind, counts in sorted(total.items())}
 
 
+def kill(mount: Mount, kills: int, seconds: float, wrong: list[str]) -> None:
+    """Kill the daemon so often while the actors are at it; each time another one goes on."""
+    chance = random.Random(kills)
+    try:
+        for number in range(kills):
+            time.sleep(chance.uniform(0.5, 1.5) * seconds / (kills + 1))
+            if number and not number % (holder.MOST_SHORT - 1):
+                time.sleep(holder.LONG_S)  # else this is a crash loop, and ends the mount
+            end(mount, upgrade=False)
+    except Exception as exc:
+        wrong.append(f"the next daemon: {type(exc).__name__}: {exc}")
+
+
 def unexpected(result: Result) -> list[str]:
     return [
         f"{kind}: {what} x {count}"
@@ -313,13 +329,24 @@ def series(
     result: Result = {}
     with origin(source, place) as (url, env, held):
         mount = Mount(
-            place, url, env, {"read_only": None, "ram": "16M", "fuse": fuse, "timeout": 20, **MODES[mode]}
+            place,
+            url,
+            env,
+            {
+                "read_only": None,
+                "ram": "16M",
+                "fuse": fuse,
+                "timeout": 20,
+                "restart": chosen.kills > 0,
+                **MODES[mode],
+            },
         )
         mount.start()
-        pid = mount.pid
         root = mount.path / "race"
         try:
             root.mkdir()
+            killer = threading.Thread(target=kill, args=(mount, chosen.kills, chosen.seconds, wrong))
+            killer.start()
             result = race(
                 root,
                 chosen.seconds,
@@ -329,8 +356,9 @@ def series(
                 chosen.directories,
                 chosen.harsh,
             )
+            killer.join()
             wrong += unexpected(result)
-            assert alive(pid), "the daemon has ended"
+            assert alive(mount.pid), "the daemon has ended"
             if mode == "writeback" or chosen.harsh:  # the upload of a process that was killed goes on
                 mount.cli("flush", mount.path, timeout=120)
             here = tree(mount.path)
@@ -339,9 +367,12 @@ def series(
             mount.start()
             wrong += differences(here, tree(mount.path), "before / after a restart")
             wrong += unusable(root, chosen.names)
-            wrong += [line for line in mount.log().splitlines() if "Traceback" in line or " ERROR " in line][
-                :5
-            ]
+            wrong += [
+                line
+                for line in mount.log().splitlines()
+                if "Traceback" in line
+                or (" ERROR " in line and not (chosen.kills and any(said in line for said in ALLOWED)))
+            ][:5]
             mount.stop()
         except (OSError, AssertionError, subprocess.SubprocessError) as exc:
             wrong.append(f"{type(exc).__name__}: {exc}")
@@ -369,6 +400,9 @@ def main(arguments: Sequence[str]) -> int:
         "--directories", action="store_true", help="directories come, go and are renamed, too"
     )
     parser.add_argument("--harsh", action="store_true", help="processes are killed, names are refreshed, too")
+    parser.add_argument(
+        "--kills", type=int, default=0, help="mounts with --restart, whose daemon is killed so often (native)"
+    )
     parser.add_argument("--log", help="keep each daemon's log under this name")
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args(arguments)
@@ -377,7 +411,7 @@ def main(arguments: Sequence[str]) -> int:
         os.environ["XDG_RUNTIME_DIR"] = os.environ["XDG_CACHE_HOME"] = place
         for source in chosen.source:
             for mode in chosen.mode:
-                for fuse in chosen.fuse:
+                for fuse in ["native"] if chosen.kills else chosen.fuse:
                     result, wrong = series(
                         chosen, source, mode, fuse, Path(place) / f"{source}-{mode}-{fuse}"
                     )
