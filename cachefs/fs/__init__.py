@@ -10,7 +10,7 @@ thread; only transactions run in workers.
 """
 
 from cachefs.fs.attributes import Attributes, Entry, Options, Space, Ttls
-from cachefs.fs.files import EVERY_FILE, LARGE, OpenHook
+from cachefs.fs.files import EVERY_FILE, LARGE, Former, OpenHook
 from cachefs.fs.filesystem import FileSystem
 from cachefs.fs.reader import Backing, Reader
 from cachefs.fs.tree import FORMAT, TABLES, Volume
@@ -28,6 +28,7 @@ __all__ = [
     "Backing",
     "Entry",
     "FileSystem",
+    "Former",
     "NoAttribute",
     "OpenHook",
     "Options",

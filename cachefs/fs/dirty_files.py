@@ -35,7 +35,7 @@ from cachefs.fs.tree import Directory
 
 if TYPE_CHECKING:
     from cachefs.base.names import ObjectId
-    from cachefs.fs.files import FileHandle, OpenFiles
+    from cachefs.fs.files import FileHandle, Former, OpenFiles
     from cachefs.fs.overrides import Overrides
     from cachefs.fs.rows import Row
     from cachefs.fs.writer import DirtyFile, Writer
@@ -423,47 +423,34 @@ class DirtyFiles:
             if dirty_file.ino:
                 self._resumed[dirty_file.ino] = node
 
-    def resume(
-        self,
-        fh: int,
-        ino: int,
-        origin: Origin,
-        version: ObjectId,
-        mtime_ns: int,
-        backing_id: int,
-        *,
-        writes: bool,
-    ) -> bool:
-        """A handle that the daemon before has opened, if its inode is being written; False: it is not. `version` is what it
-        was opened of."""
-        node = self._resumed.get(ino)
+    def resume(self, was: Former) -> bool:
+        """A handle that the daemon before has opened, if its inode is being written; False: it is not."""
+        node = self._resumed.get(was.ino)
         if node is not None:
             number, _ = self._open_dirty_file(node, 0)
-        elif writes and not version.etag.startswith(DIRTY_FILE_ETAG):
-            node, number = self._resume_unchanged(ino, origin, version, mtime_ns)
+        elif was.writes and not was.object.etag.startswith(DIRTY_FILE_ETAG):
+            node, number = self._resume_unchanged(was)
         else:
             return False
-        self._files.renumber(number, fh)
+        self._files.renumber(number, was.fh)
         if node.removed:
-            self._files.lose_name(ino, removed=True)
-        if writes:
-            self._writes((fh, 0), node)
-        if backing_id and node.dirty_file is not None:
-            backing = self._writer.resume_backing(node.dirty_file, backing_id, writes=writes)
-            self._files.handles[fh].backing = backing
+            self._files.lose_name(was.ino, removed=True)
+        if was.writes:
+            self._writes((was.fh, 0), node)
+        if was.backing_id and node.dirty_file is not None:
+            backing = self._writer.resume_backing(node.dirty_file, was.backing_id, writes=was.writes)
+            self._files.handles[was.fh].backing = backing
         return True
 
-    def _resume_unchanged(
-        self, ino: int, origin: Origin, version: ObjectId, mtime_ns: int
-    ) -> tuple[Node, int]:
+    def _resume_unchanged(self, was: Former) -> tuple[Node, int]:
         """A handle to write a file that was not changed yet. Raises `ObjectChanged`, `NotFound` if no name leads to it."""
-        node = self._local_changes.nodes.get(ino)
+        node = self._local_changes.nodes.get(was.ino)
         if node is None:
-            directory, name = self._local_changes.place_of(ino)
-            node = Node(directory, name, ino, stored=True)
-            node.attrs = self._kept.get(ino)
-        obj = replace(version, key=node.key)  # it may have been renamed since
-        number, _ = self._files.open(ino, origin, obj, mtime_ns, 0, writes=True)
+            directory, name = self._local_changes.place_of(was.ino)
+            node = Node(directory, name, was.ino, stored=True)
+            node.attrs = self._kept.get(was.ino)
+        obj = replace(was.object, key=node.key)  # it may have been renamed since
+        number, _ = self._files.open(was.ino, was.origin, obj, was.mtime_ns, 0, writes=True)
         self._local_changes.add(node)
         return node, number
 

@@ -35,7 +35,7 @@ from cachefs.base.names import ObjectId
 from cachefs.fs import xattrs
 from cachefs.fs.attributes import DIRECTORY_SIZE, FOREVER, FREE_NAMES, Attributes, Entry, Options, Space
 from cachefs.fs.directories import DirectoryHandle, DirectoryReader
-from cachefs.fs.files import DIRTY_FILE, FileHandle, OpenFiles, OpenHook, PassthroughHook
+from cachefs.fs.files import DIRTY_FILE, FileHandle, Former, OpenFiles, OpenHook, PassthroughHook
 from cachefs.fs.freshness import Freshness
 from cachefs.fs.inodes import ROOT
 from cachefs.fs.keys import MAX_NAME, name_in
@@ -160,69 +160,42 @@ class FileSystem:
     def open_file(self, fh: int) -> FileHandle:
         return self._files.handles[fh]
 
-    def restore_file(
-        self,
-        fh: int,
-        ino: int,
-        origin: Origin,
-        key: str,
-        etag: str,
-        size: int,
-        mtime_ns: int,
-        backing_id: int,
-    ) -> None:
-        """A handle that an earlier daemon has opened to read this version."""
-        version = ObjectId(origin.source, key, etag, size)
-        if self._writing is not None:
-            resume = self._writing.dirty_files.resume
-            if resume(fh, ino, origin, version, mtime_ns, backing_id, writes=False):
-                return
-            # Pages of what was written, and is lost, must not be read with those of the version that is there.
-            self.on_invalidate(ino, 0, b"")
-            if not backing_id and self._restore_present(fh, ino):
-                return
-        self._files.restore(fh, ino, origin, version, mtime_ns, backing_id)
+    def restore(self, was: Former) -> bool:
+        """Go on with a handle that an earlier daemon has opened; False: it wrote, or read what was written, and what was not
+        synced of that is lost, so it fails."""
+        try:
+            if self._writing is not None:
+                if self._writing.dirty_files.resume(was):
+                    return True
+                if not was.unsaved:
+                    # Pages of what was written, and is lost, must not be read with those of the version that is there.
+                    self.on_invalidate(was.ino, 0, b"")
+                if not (was.writes or (was.backing_id and not was.unsaved)) and self._restore_present(was):
+                    return True
+        except (ObjectChanged, NotFound):
+            if not was.unsaved:
+                raise
+        if was.unsaved:
+            self._files.handles.unsaved[was.fh] = was.object.key
+            return False
+        self._files.restore(was)
+        return True
 
-    def restore_written(
-        self,
-        fh: int,
-        ino: int,
-        origin: Origin,
-        key: str,
-        etag: str,
-        size: int,
-        mtime_ns: int,
-        backing_id: int,
-        *,
-        writes: bool,
-    ) -> bool:
-        """A handle that an earlier daemon has opened to write this file, or to read what was written; False: what was not
-        synced is lost, and the handle fails."""
-        version = ObjectId(origin.source, key, etag, size)
-        with suppress(ObjectChanged, NotFound):
-            resume = self._write.dirty_files.resume
-            if resume(fh, ino, origin, version, mtime_ns, backing_id, writes=writes):
-                return True
-            if not writes and self._restore_present(fh, ino):
-                return True
-        self._files.handles.unsaved[fh] = key
-        return False
-
-    def _restore_present(self, fh: int, ino: int) -> bool:
+    def _restore_present(self, was: Former) -> bool:
         """A handle that reads what its inode is now, which may be what was written here; False if that is not known."""
         try:
-            directory, mark = self._locate(ino)
+            directory, mark = self._locate(was.ino)
         except (NotFound, ObjectChanged):
             return False
         row = self._tree.row(directory, mark)
-        if row is None or row.ino != ino:
+        if row is None or row.ino != was.ino:
             return False
         opened = self._write.open_reader(directory, mark, row, 0)
         if opened is not None:
-            self._files.renumber(opened[0], fh)
+            self._files.renumber(opened[0], was.fh)
         elif row.known and directory.origin is not None:
             version = object_of(directory, mark, row)
-            self._files.restore(fh, ino, directory.origin, version, row.mtime_ns, 0)
+            self._files.restore(was._replace(object=version, mtime_ns=row.mtime_ns, backing_id=0))
         else:
             return False
         return True

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cachefs.base.names import ObjectId
+from cachefs.fs import Former
 from cachefs.fuse import held
 from cachefs.fuse.callers import Writers
 from cachefs.fuse.held import HandleRecord, HandleTable, described
@@ -85,11 +86,15 @@ def test_backing_ids(memory: int) -> None:
     assert HandleTable(memory, 0).backing_ids() == {9, 10}
 
 
+class _Origin:
+    source = "s3://b"
+
+
 class _Files:
     """What `Records` asks of a filesystem."""
 
     def __init__(self) -> None:
-        self.origin = object()
+        self.origin = _Origin()
         self.open: dict[int, Any] = {}
         self.followed = 0
 
@@ -99,9 +104,10 @@ class _Files:
     def open_file(self, fh: int) -> Any:
         return self.open[fh]
 
-    def restore_file(self, fh: int, ino: int, origin: Any, *what: Any) -> None:
-        assert origin is self.origin
-        self.open[fh] = (ino, *what)
+    def restore(self, was: Former) -> bool:
+        assert was.origin is self.origin and not was.unsaved and not was.writes
+        self.open[was.fh] = was.ino, was.object, was.mtime_ns, was.backing_id
+        return True
 
     def release(self, fh: int) -> None:
         del self.open[fh]
@@ -141,7 +147,7 @@ def test_a_handle_that_the_kernel_never_heard_of_goes_when_it_asks_again(memory:
     )  # type: ignore[arg-type]
     reader.take_over(device, Writers())  # type: ignore[arg-type]
     assert after.followed == 1
-    assert after.open == {fh: (40 + fh, "key", "etag", 10, 5, fh) for fh in (1, 2)}
+    assert after.open == {fh: (40 + fh, obj, 5, fh) for fh in (1, 2)}
     assert device.released >= {7}
     assert not device.released & {1, 2}
     assert 7 in device.told
