@@ -22,6 +22,7 @@ import trio
 from cachefs.base.database import Put
 from cachefs.base.errors import CachefsError, NotFound, OriginFailed
 from cachefs.base.metrics import Metrics
+from cachefs.base.tasks import Outcome
 from cachefs.fs.freshness import Freshness
 from cachefs.fs.keys import mark_of_directory, name_in, read_page
 from cachefs.fs.pages import erase, sweep, write_names
@@ -48,26 +49,6 @@ ChangeHook = Callable[[Directory, int, bytes], None]
 """(directory, ino, name): it is not what it was."""
 
 
-class Ticket:
-    """The landing of one page, as an event with an outcome."""
-
-    __slots__ = ("_event", "_failure")
-
-    def __init__(self) -> None:
-        self._event = trio.Event()
-        self._failure: CachefsError | None = None
-
-    def end(self, failure: CachefsError | None = None) -> None:
-        self._failure = failure
-        self._event.set()
-
-    async def wait(self) -> None:
-        """Until the page is written. Raises what kept it from coming."""
-        await self._event.wait()
-        if self._failure is not None:
-            raise type(self._failure)(*self._failure.args) from self._failure
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class Asked:
     """A page that was requested `at` a time, after so many `changes` made here."""
@@ -75,16 +56,7 @@ class Asked:
     token: str | None
     at: float
     changes: int
-    ended: trio.Event = field(default_factory=trio.Event)
-    listed: ListPage | None = None
-    failure: Exception | None = None
-
-    def page(self) -> ListPage:
-        """The page, once it has `ended`. Raises what kept it from coming."""
-        if self.failure is not None:
-            raise self.failure
-        assert self.listed is not None
-        return self.listed
+    page: Outcome[ListPage] = field(default_factory=Outcome)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -104,7 +76,7 @@ class Listing:
     hidden: int = 0
     failures: int = 0
     asked: Asked | None = None  # the next page, while it is requested
-    turn: Ticket = field(default_factory=Ticket)
+    turn: Outcome[None] = field(default_factory=Outcome)  # the next page is written
 
     def covers(self, name: bytes) -> bool:
         """Whether nothing that comes can be `name` any more, neither as a file nor as a directory."""
@@ -115,8 +87,8 @@ class Listing:
         return self.covers(name_in(mark))
 
     def next_turn(self, failure: CachefsError | None = None) -> None:
-        turn, self.turn = self.turn, Ticket()
-        turn.end(failure)
+        turn, self.turn = self.turn, Outcome()
+        turn.end(failure=failure)
 
 
 class Lister:
@@ -235,11 +207,11 @@ class Lister:
     async def _ask(self, asked: Asked, origin: Origin, prefix: str) -> None:
         """Request a page. Never raises."""
         try:
-            asked.listed = await origin.list_page(prefix, token=asked.token, limit=PAGE)
+            asked.page.value = await origin.list_page(prefix, token=asked.token, limit=PAGE)
         except Exception as exc:
-            asked.failure = exc
+            asked.page.failure = exc
         finally:
-            asked.ended.set()
+            asked.page.end()
 
     async def _next_page(self, directory: Directory, listing: Listing, nursery: trio.Nursery) -> bool:
         """Fetch and write one page. Returns whether names of earlier listings are to be swept now. The page behind it is
@@ -250,11 +222,10 @@ class Lister:
         if asked is None:
             asked = Asked(listing.token, self._clock(), self._tree.changes)
             await self._ask(asked, origin, directory.prefix)
-        else:
-            await asked.ended.wait()
         asked_at, changes = asked.at, asked.changes
         try:
-            listed = asked.page()
+            listed = await asked.page.wait()
+            assert listed is not None
         except NotFound as exc:
             if directory.is_top:
                 raise OriginFailed(f"what is mounted is gone: {exc}") from exc

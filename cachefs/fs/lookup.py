@@ -23,6 +23,7 @@ import trio
 from cachefs.base.errors import CachefsError, NameTooLong, NotFound, Unreachable
 from cachefs.base.ledger import about
 from cachefs.base.metrics import Metrics
+from cachefs.base.tasks import Outcome
 from cachefs.fs.freshness import BURST_S, Freshness
 from cachefs.fs.keys import MAX_NAME, nameable, text_of
 from cachefs.fs.listing import AHEAD, ChangeHook, Lister
@@ -41,13 +42,10 @@ about as much time as two HEADs and answers a thousand."""
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Question:
-    """A question in progress, asked after so many `doubts` (`Freshness`). Neither `answer` nor `failure` after `ended`: its
-    caller was cancelled."""
+    """A question in progress, asked after so many `doubts` (`Freshness`). No answer: its caller was cancelled."""
 
     doubts: int
-    ended: trio.Event = field(default_factory=trio.Event)
-    answer: Found | float | None = None
-    failure: CachefsError | None = None
+    answer: Outcome[Found | float] = field(default_factory=Outcome)
 
 
 class Looker:
@@ -172,27 +170,24 @@ class Looker:
         while share and (under_way := self._questions.get(key)) is not None:
             if under_way.doubts != self._freshness.doubts:
                 break  # its answer may be older than what the caller knows of
-            await under_way.ended.wait()
-            if under_way.failure is not None:
-                raise type(under_way.failure)(*under_way.failure.args) from under_way.failure
-            if under_way.answer is not None:
-                return under_way.answer
+            if (answer := await under_way.answer.wait()) is not None:
+                return answer
         question = _Question(self._freshness.doubts)
         if share:
             self._questions[key] = question
         try:
-            question.answer = await self._ask(directory, name)
+            answer = question.answer.value = await self._ask(directory, name)
         except CachefsError as exc:
             answer = self._last_known(directory, name) if isinstance(exc, Unreachable) else None
             if answer is None:
-                question.failure = exc
+                question.answer.failure = exc
                 raise
-            question.answer = answer
+            question.answer.value = answer
         finally:
             if self._questions.get(key) is question:
                 del self._questions[key]
-            question.ended.set()
-        return question.answer
+            question.answer.end()
+        return answer
 
     async def _ask(self, directory: Directory, name: bytes) -> Found | float:
         text, origin = text_of(name), directory.origin
