@@ -17,8 +17,6 @@ from cachefs.fs.tree import FORMAT, TABLES, Volume
 from cachefs.fs.tree_queries import Sibling
 from cachefs.fs.xattrs import NoAttribute
 
-names_tables = TABLES
-
 __all__ = [
     "EVERY_FILE",
     "FORMAT",
@@ -37,5 +35,4 @@ __all__ = [
     "Space",
     "Ttls",
     "Volume",
-    "names_tables",
 ]

@@ -44,7 +44,7 @@ from cachefs.fs.lookup import Looker
 from cachefs.fs.overrides import without_set_ids
 from cachefs.fs.reader import Backing, Buffer, Reader
 from cachefs.fs.refreshing import Refreshing
-from cachefs.fs.rows import PINNED, Row
+from cachefs.fs.rows import NO_ROW, PINNED, Row
 from cachefs.fs.tree import Directory, Found, Tree, Volume, clock_of
 from cachefs.fs.tree_queries import TreeQueries, object_of
 from cachefs.fs.writer import DirtyFile, Writer
@@ -252,7 +252,7 @@ class FileSystem:
         """What is shown of an open file, by what it was when it was opened."""
         if self._writing is not None:
             return self._writing.of_handle(handle)
-        row = _NO_ROW._replace(size=handle.object.size, mtime_ns=handle.mtime_ns)
+        row = NO_ROW._replace(size=handle.object.size, mtime_ns=handle.mtime_ns)
         return self._attributes(handle.ino, False, row)
 
     def _opened(self, directory: Directory, name: bytes, ino: int) -> Found | None:
@@ -264,20 +264,15 @@ class FileSystem:
 
     async def getattr(self, ino: int) -> tuple[Attributes, float]:
         """The same, looking where necessary."""
-        if ino == ROOT:
-            return self._root()
-        if (nameless := self._nameless(ino)) is not None:
-            return nameless
         try:
-            while True:
+            while (known := self.attributes_now(ino)) is None:
                 directory, mark = place = self._locate(ino)
                 found = await self._looker.look(directory, name_in(mark))
-                if (nameless := self._nameless(ino)) is not None:
-                    return nameless
-                if self._locate(ino) == place:
-                    return self._known(ino, found)  # else it was renamed meanwhile
+                if self._nameless(ino) is None and self._locate(ino) == place:
+                    return self._known(ino, found)  # else it was renamed or removed meanwhile
         except (NotFound, ObjectChanged):
             return self._of_open(ino)
+        return known
 
     def lookup_now(self, parent: int, name: bytes) -> tuple[Attributes | None, float] | None:
         """Attributes and for how many seconds they hold; no attributes when there is no such name."""
@@ -309,7 +304,7 @@ class FileSystem:
         """Nothing to do: see above."""
 
     def _root(self) -> tuple[Attributes, float]:
-        return self._shape(ROOT, True, _NO_ROW), FOREVER
+        return self._shape(ROOT, True, NO_ROW), FOREVER
 
     def _known(self, ino: int, found: Found | float) -> tuple[Attributes, float]:
         found = self._check(ino, found)
@@ -366,10 +361,7 @@ class FileSystem:
 
     # -- directories -------------------------------------------------------------------------------
 
-    async def opendir(self, ino: int) -> int:
-        return self.opendir_now(ino)
-
-    def opendir_now(self, ino: int) -> int:
+    def opendir(self, ino: int) -> int:
         gone = self._files.gone.get(ino)
         directory = self._directory(ino) if gone is None else gone[0]
         found = self.attributes_now(ino)
@@ -588,7 +580,7 @@ class FileSystem:
 
         ino, opened = await self._claimed((parent, name), create)
         try:
-            attributes, ttl = self.attributes_now(ino) or await self.getattr(ino)
+            attributes, ttl = await self.getattr(ino)
         except BaseException:
             writing.dirty_files.release(opened[0])
             raise
@@ -603,8 +595,7 @@ class FileSystem:
         async def make(directory: Directory, name: bytes) -> int:
             return await writing.mknod(directory, name, mode, pid, uid, gid)
 
-        ino = await self._claimed((parent, name), make)
-        return self.attributes_now(ino) or await self.getattr(ino)
+        return await self.getattr(await self._claimed((parent, name), make))
 
     async def write(self, fh: int, offset: int, data: Buffer) -> int:
         """All of it, or an error: `BadHandle`, `NoRoom`, `TooLarge`, `ObjectChanged`. `data` must not change until this
@@ -651,7 +642,7 @@ class FileSystem:
         if size is not None:
             await writing.truncate(ino, size, fh)
         if uid is not None or gid is not None or clear:
-            shown, _ = self.attributes_now(ino) or await self.getattr(ino)
+            shown, _ = await self.getattr(ino)
             wanted = shown.mode if mode is None else stat.S_IFMT(shown.mode) | mode
             if (clean := without_set_ids(wanted)) != wanted:
                 mode = stat.S_IMODE(clean)
@@ -786,9 +777,6 @@ class FileSystem:
                 self._files.release(fh)
         await self._lister.aclose()
         self._directories.handles.clear()
-
-
-_NO_ROW = Row(0, 0, 0, "")
 
 
 def _nobody_listens(ino: int, parent: int, name: bytes) -> None:

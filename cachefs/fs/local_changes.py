@@ -5,7 +5,7 @@ its first change until the origin has it and no process writes it any more: its 
 listing says, as the inode that it was, and in one version of its own, which handles take for an etag. Held rows belong to
 the local changes: pages and answers leave them alone, so they may be written without the lock of the tree.
 
-What is done at the store is written down here as an answer of the store would be: `gone`, `is_file`, `is_directory`.
+What is done at the store is written down here as an answer of the store would be (`write`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cachefs.fs.files import DIRTY_FILE
 from cachefs.fs.inodes import inode_key
 from cachefs.fs.keys import mark_of_directory
 from cachefs.fs.pages import Lost, move, pin, write_answer
-from cachefs.fs.rows import Row, encode
+from cachefs.fs.rows import NO_ROW, Row, encode
 from cachefs.fs.tree import Directory, Found, Tree, is_below, named
 from cachefs.origin.protocol import ObjectInfo
 
@@ -43,8 +43,6 @@ DIRTY_FILE_ETAG = "draft "
 """What the version of a dirty file begins with, in place of an etag; no store's etag is like that."""
 
 
-_NO_ROW = Row(0, 0, 0, "")
-
 Place = tuple[Directory, bytes]
 """The directory and the name of a file."""
 
@@ -61,7 +59,7 @@ class Node:
     ino: int
     stored: bool
     dirty_file: DirtyFile | None = None
-    row: Row = _NO_ROW
+    row: Row = NO_ROW
     held: bool = False
     removed: bool = False
     settled: bool = True
@@ -371,7 +369,7 @@ class LocalChanges:
         self, node: Node, *, replaced: bool, instead: Callable[[], Awaitable[object]] | None = None
     ) -> None:
         """Its name goes, by what is done `instead` at the store: nothing of it is uploaded, and who has it open goes on with
-        it alone. The name itself is there until `gone` or another answer is written. When `instead` raises, nothing has
+        it alone. The name itself is there until another answer is written. When `instead` raises, nothing has
         happened."""
         node.removed = True
         ctime_ns = self.now_ns()
@@ -385,7 +383,7 @@ class LocalChanges:
             if node.dirty_file is None or not node.dirty_file.discarded:
                 node.removed = False
             else:  # it is given up already: the store says what is there
-                await self.gone(node.directory, node.name)
+                await self.write(node.directory, node.name, False)
                 self.look_again((node.directory, node.name))
             raise
 
@@ -404,7 +402,7 @@ class LocalChanges:
         with trio.CancelScope(shield=True), suppress(CachefsError):
             async with node.lock:
                 await self.remove(node, replaced=True)
-            await self.gone(node.directory, node.name)
+            await self.write(node.directory, node.name, False)
 
     def moves(self, place: Place, to: Place, row: Row) -> None:
         """A file has another name, where `row` is what is known of it; while `applying`."""
@@ -433,7 +431,7 @@ class LocalChanges:
         mark, new = mark_of_directory(place[1]), mark_of_directory(to[1])
         row = self._tree.row(place[0], mark)
         if row is None or row.ino != directory.ino:  # another client has removed it meanwhile
-            row = _NO_ROW._replace(ino=directory.ino)
+            row = NO_ROW._replace(ino=directory.ino)
         row = row._replace(generation=to[0].listed.generation)
         lost = move(self._tree, (place[0], mark), (to[0], new), row)
         for one in self._tree.replace(directory, to[0], new):
@@ -495,19 +493,10 @@ class LocalChanges:
 
     # -- what was done at the store ------------------------------------------------------------------
 
-    async def gone(self, directory: Directory, name: bytes) -> None:
-        """There is nothing under this name."""
+    async def write(self, directory: Directory, name: bytes, said: ObjectInfo | bool) -> int:
+        """There is this object under the name now, a directory (True), or nothing. Returns its number."""
         async with self.applying():
-            self.written(directory, name, False)
-
-    async def is_file(self, directory: Directory, name: bytes, info: ObjectInfo) -> None:
-        """The object has this version."""
-        async with self.applying():
-            self.written(directory, name, info)
-
-    async def is_directory(self, directory: Directory, name: bytes) -> int:
-        async with self.applying():
-            return self.written(directory, name, True)
+            return self.written(directory, name, said)
 
     @asynccontextmanager
     async def applying(self) -> AsyncIterator[None]:

@@ -19,7 +19,7 @@ from cachefs.base.names import ObjectId
 from cachefs.fs.directories import DirectoryHandle
 from cachefs.fs.inodes import ROOT
 from cachefs.fs.keys import nameable
-from cachefs.fs.rows import Row
+from cachefs.fs.rows import NO_ROW, Row
 from cachefs.fs.tree import Directory, Found
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class TreeQueries:
     async def _find(self, path: str) -> tuple[Directory, Found | None]:
         """The directory that holds the last name of `path`, and what that name is."""
         directory = self._tree.root
-        found = Found(directory.ino, True, _NO_ROW, 0.0)
+        found = Found(directory.ino, True, NO_ROW, 0.0)
         for name in components(path):
             if not found.is_dir:
                 return directory, None
@@ -213,9 +213,6 @@ class TreeQueries:
                 if row is not None and directory.origin is not None:
                     yield _text(path), directory.origin, object_of(directory, entry.name, row)
             offset = entries[-1].next_offset
-
-
-_NO_ROW = Row(0, 0, 0, "")
 
 
 def components(path: str) -> list[bytes]:

@@ -183,7 +183,7 @@ class Writing:
             dirty_file.attrs["mode"] = cleared
 
     def keep(self, ino: int, news: dict[str, int]) -> bool:
-        """Set these (`overrides.FIELDS`), for as long as it is this version. Returns whether that is to be `kept`."""
+        """Set these (see `Overrides.get`), for as long as it is this version. Returns whether that is to be `kept`."""
         news = {**news, "ctime_ns": round(self._wall() * 1e9)}
         if "mode" in news:
             news["mode"] = stat.S_IMODE(news["mode"])
