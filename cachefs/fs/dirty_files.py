@@ -8,8 +8,9 @@ room promises (`Writer.commit`); when no process writes it any more and the orig
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -81,13 +82,7 @@ class DirtyFiles:
         node.attrs = attrs
         await self._hold(node, None)
         try:
-            opened = self._open_dirty_file(node, pid)
-            self._writes(opened, node)
-            try:
-                return node, await self._opened_in_passthrough(opened)
-            except BaseException:
-                self.release(opened[0])
-                raise
+            return node, await self._to_write(self.open_reader(node, pid), node)
         except BaseException:
             await self._local_changes.take_back(node)
             raise
@@ -108,18 +103,12 @@ class DirtyFiles:
                 await self._local_changes.leave_to_readers(directory, name, ino)
                 raise ObjectChanged(f"{obj.key} is read in passthrough: look it up again to write it")
         if node.dirty_file is not None:
-            opened = self._open_dirty_file(node, pid)
+            opened = self.open_reader(node, pid)
         else:
             opened = self._files.open(ino, node.origin, obj, row.mtime_ns, pid, writes=True)
-        self._writes(opened, node)
         self._local_changes.add(node)
-        try:
-            if flags & os.O_TRUNC:
-                await self._empty(node, obj)
-            return await self._opened_in_passthrough(opened)
-        except BaseException:
-            self.release(opened[0])
-            raise
+        empty = partial(self._empty, node, obj) if flags & os.O_TRUNC else None
+        return await self._to_write(opened, node, empty)
 
     async def open_nameless(self, ino: int, flags: int, pid: int, attrs: dict[str, Any]) -> Opened:
         """A handle to write a file that is open and has lost its name: it was looked up before that. `attrs` is what is set
@@ -136,10 +125,17 @@ class DirtyFiles:
                 opened = self._attached(node, ino, obj, pid)
             else:
                 opened = self._files.open(ino, node.origin, obj, others[0].mtime_ns, pid, writes=True)
+        empty = partial(self.truncate_open, opened[0], 0) if flags & os.O_TRUNC else None
+        return await self._to_write(opened, node, empty)
+
+    async def _to_write(
+        self, opened: Opened, node: Node, empty: Callable[[], Awaitable[None]] | None = None
+    ) -> Opened:
+        """A handle that was opened is to write. If this fails, it is closed."""
         self._writes(opened, node)
         try:
-            if flags & os.O_TRUNC:
-                await self.truncate_open(opened[0], 0)
+            if empty is not None:
+                await empty()
             return await self._opened_in_passthrough(opened)
         except BaseException:
             self.release(opened[0])
@@ -170,10 +166,6 @@ class DirtyFiles:
                     return
                 await trio.sleep(TAKEN_S / 100)
 
-    def open_reader(self, node: Node, pid: int) -> Opened:
-        """A handle to read what is being written."""
-        return self._open_dirty_file(node, pid)
-
     async def _opened_in_passthrough(self, opened: Opened) -> Opened:
         """The same handle, of the dirty file's own file, if all handles under its number can be: to be answered with at
         once."""
@@ -199,12 +191,14 @@ class DirtyFiles:
             await self._begin(node, handle, None)  # the daemon does not hear of the first change
         return fh, backing.id
 
-    def _open_dirty_file(self, node: Node, pid: int) -> Opened:
+    def open_reader(self, node: Node, pid: int) -> Opened:
+        """A handle to read what is being written."""
         return self._attached(node, node.ino, self._local_changes.version(node), pid)
 
-    def open_again(self, node: Node, handle: FileHandle, pid: int) -> Opened:
+    def open_again(self, handle: FileHandle, pid: int) -> Opened:
         """One more handle to read a dirty file that is open, whatever its name shows."""
-        return self._attached(node, handle.ino, handle.object, pid)
+        assert handle.node is not None
+        return self._attached(handle.node, handle.ino, handle.object, pid)
 
     def _attached(self, node: Node, ino: int, version: ObjectId, pid: int) -> Opened:
         opened = self._files.open_dirty_file(ino, node.origin, version, pid)
@@ -427,7 +421,7 @@ class DirtyFiles:
         """A handle that the daemon before has opened, if its inode is being written; False: it is not."""
         node = self._resumed.get(was.ino)
         if node is not None:
-            number, _ = self._open_dirty_file(node, 0)
+            number, _ = self.open_reader(node, 0)
         elif was.writes and not was.object.etag.startswith(DIRTY_FILE_ETAG):
             node, number = self._resume_unchanged(was)
         else:
@@ -443,7 +437,7 @@ class DirtyFiles:
         return True
 
     def _resume_unchanged(self, was: Former) -> tuple[Node, int]:
-        """A handle to write a file that was not changed yet. Raises `ObjectChanged`, `NotFound` if no name leads to it."""
+        """A handle to write a file that was not changed yet. Raises `ObjectChanged` if no name leads to it."""
         node = self._local_changes.nodes.get(was.ino)
         if node is None:
             directory, name = self._local_changes.place_of(was.ino)

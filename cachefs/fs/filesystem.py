@@ -94,9 +94,7 @@ class FileSystem:
         self._looker = Looker(self._tree, self._freshness, self._lister, metrics, clock, self._changed)
         self._directories = DirectoryReader(self._tree, self._freshness, self._lister, clock, self._shape)
         self._files = OpenFiles(reader, self._of_handle, wall)
-        self.tree_queries = TreeQueries(
-            self._tree, self._freshness, self._looker, self._directories, self._locate
-        )
+        self.tree_queries = TreeQueries(self._tree, self._freshness, self._looker, self._directories)
         known = (self._tree, self._freshness, self._lister, clock)
         self._refreshing = Refreshing(*known, self._files.forget_warm, self._tell, lambda: self.told())
         self._writing: Writing | None = None
@@ -184,8 +182,8 @@ class FileSystem:
     def _restore_present(self, was: Former) -> bool:
         """A handle that reads what its inode is now, which may be what was written here; False if that is not known."""
         try:
-            directory, mark = self._locate(was.ino)
-        except (NotFound, ObjectChanged):
+            directory, mark = self._tree.locate(was.ino)
+        except ObjectChanged:
             return False
         row = self._tree.row(directory, mark)
         if row is None or row.ino != was.ino:
@@ -203,14 +201,14 @@ class FileSystem:
     def reopen_directory(self, dh: int, ino: int) -> None:
         """A reader goes on with a handle. An earlier daemon may have opened it: the reader's place says where it is."""
         if self._directories.handles.are_before(dh):
-            directory = self._directory(ino)
+            directory = self._tree.directory(ino)
             self._directories.handles[dh] = DirectoryHandle(ino, directory)
             directory.kernel = None  # the reader began on a listing that nothing is known of
 
     # -- names and attributes ----------------------------------------------------------------------
 
     def attributes_now(self, ino: int) -> tuple[Attributes, float] | None:
-        """Attributes and for how many seconds they hold. An open file always has some. Raises `NotFound`; `ObjectChanged`
+        """Attributes and for how many seconds they hold. An open file always has some. Raises `ObjectChanged`
         when the name of `ino` leads to another inode by now."""
         if ino == ROOT:
             return self._root()
@@ -220,7 +218,7 @@ class FileSystem:
         try:
             if warm is not None and warm[0] > self._clock():
                 return self._known(ino, warm[4])
-            directory, mark = self._locate(ino)
+            directory, mark = self._tree.locate(ino)
             name = name_in(mark)
             found = self._looker.now(directory, name)
             if found is None and directory.ttls.strict:
@@ -266,9 +264,9 @@ class FileSystem:
         """The same, looking where necessary."""
         try:
             while (known := self.attributes_now(ino)) is None:
-                directory, mark = place = self._locate(ino)
+                directory, mark = place = self._tree.locate(ino)
                 found = await self._looker.look(directory, name_in(mark))
-                if self._nameless(ino) is None and self._locate(ino) == place:
+                if self._nameless(ino) is None and self._tree.locate(ino) == place:
                     return self._known(ino, found)  # else it was renamed or removed meanwhile
         except (NotFound, ObjectChanged):
             return self._of_open(ino)
@@ -278,7 +276,7 @@ class FileSystem:
         """Attributes and for how many seconds they hold; no attributes when there is no such name."""
         if parent in self._files.gone:
             return None, 0.0  # it was removed here, and a process is in it
-        directory = self._directory(parent)
+        directory = self._tree.directory(parent)
         found = self._looker.now(directory, name)
         if directory.ttls.strict:
             # A listing that has just shown a file will do, but then its open has to ask: what the last walk was told is old.
@@ -318,28 +316,10 @@ class FileSystem:
     def _seconds_until(self, until: float) -> float:
         return max(0.0, min(until - self._clock(), FOREVER))
 
-    def _locate(self, ino: int) -> tuple[Directory, bytes]:
-        """Where a number (not the root) leads: the directory and the mark in it."""
-        try:
-            return self._tree.locate(ino)
-        except NotFound:
-            raise self._gone(ino) from None
-
-    def _directory(self, ino: int) -> Directory:
-        try:
-            return self._tree.directory(ino)
-        except NotFound:
-            raise self._gone(ino) from None
-
-    def _gone(self, ino: int) -> CachefsError:
-        """The number leads nowhere any more: ESTALE makes the kernel walk the path again. It finds what is there now, if
-        anything is."""
-        return ObjectChanged(f"inode {ino} was removed or replaced")
-
     def _check(self, ino: int, found: Found | float) -> Found:
         """What was found, if it is `ino`."""
         if not isinstance(found, Found) or found.ino != ino:
-            raise self._gone(ino)
+            raise ObjectChanged(f"inode {ino} was removed or replaced")
         return found
 
     def _shape(self, ino: int, is_dir: bool, row: Row) -> Attributes:
@@ -363,7 +343,7 @@ class FileSystem:
 
     def opendir(self, ino: int) -> int:
         gone = self._files.gone.get(ino)
-        directory = self._directory(ino) if gone is None else gone[0]
+        directory = self._tree.directory(ino) if gone is None else gone[0]
         found = self.attributes_now(ino)
         handle = DirectoryHandle(ino, directory, None if found is None else found[0])
         return self._directories.handles.add(handle)
@@ -421,7 +401,7 @@ class FileSystem:
             return self._files.open(ino, warm[1], warm[2], warm[3], pid)
         if ino in self._files.nameless and (again := self._open_again(ino, pid)) is not None:
             return again
-        directory, mark = self._locate(ino)
+        directory, mark = self._tree.locate(ino)
         if self._writing is not None and self._writing.is_going(directory, mark):
             return None
         if directory.ttls.revalidate:
@@ -437,7 +417,7 @@ class FileSystem:
             return None  # the origin has another version: names show that
         if handle.size == DIRTY_FILE:
             assert self._writing is not None
-            return self._writing.open_again(handle, pid)
+            return self._writing.dirty_files.open_again(handle, pid)
         if self._reader.cached_bytes(handle.object) < handle.size:
             return None
         return self._files.open(ino, handle.origin, handle.object, handle.mtime_ns, pid)
@@ -452,7 +432,7 @@ class FileSystem:
             await self._reader.arrival(arriving, pid)
         if self._writing is None or ino == ROOT or ino in self._files.nameless:
             return await self._open_late(ino, flags, pid)
-        if not flags & _WRITING and not self._writing.is_going(*self._locate(ino)):
+        if not flags & _WRITING and not self._writing.is_going(*self._tree.locate(ino)):
             return await self._open_late(ino, flags, pid)
         return await self._open_claimed(ino, flags, pid)
 
@@ -465,7 +445,7 @@ class FileSystem:
         """The name of a file; none once what is open has lost it."""
         if ino in self._files.nameless:
             return []
-        directory, mark = self._locate(ino)
+        directory, mark = self._tree.locate(ino)
         return [(directory, name_in(mark))]
 
     async def _open_late(self, ino: int, flags: int, pid: int, *claimed: object) -> Opened:
@@ -474,7 +454,7 @@ class FileSystem:
             return opened
         if self._writing is not None and flags & _WRITING and self._files.removed(ino):
             return await self._writing.open_nameless(ino, flags, pid)
-        directory, mark = self._locate(ino)
+        directory, mark = self._tree.locate(ino)
         name = name_in(mark)
         if directory.ttls.revalidate and not mark.endswith(b"/"):
             found = await self._looker.ask(directory, name, share=False)
@@ -508,7 +488,7 @@ class FileSystem:
         others = self._files.under(ino)
         if others and others[0].size == DIRTY_FILE and others[0].object == obj:
             assert self._writing is not None  # stored, and perhaps still written through a mapping
-            return self._writing.open_again(others[0], pid)
+            return self._writing.dirty_files.open_again(others[0], pid)
         opened = self._files.open(ino, directory.origin, obj, mtime_ns, pid)
         if not directory.ttls.revalidate:
             self._files.keep_warm(ino, (found.until, directory.origin, obj, mtime_ns, found))
@@ -688,7 +668,7 @@ class FileSystem:
         """Make a change (the last argument) at names, given as (number of the directory, name)."""
         *names, change = arguments
         return await self._write.claimed(
-            lambda: [(self._directory(parent), name) for parent, name in names], change, trees=trees
+            lambda: [(self._tree.directory(parent), name) for parent, name in names], change, trees=trees
         )
 
     # -- extended attributes -----------------------------------------------------------------------
@@ -703,19 +683,19 @@ class FileSystem:
             if ino == ROOT:
                 await self._refreshing.directory(self._tree.root)
             else:
-                directory, mark = self._locate(ino)
+                directory, mark = self._tree.locate(ino)
                 await self._refreshing.name(directory, mark, ino)
             await self.told()
             return b"looking again"
         if ino in self._files.nameless and name in xattrs.OF_FILES:
             return xattrs.of_file(self._files.under(ino)[0].object, self._reader, name)
-        is_dir = ino == ROOT or self._locate(ino)[1].endswith(b"/")
+        is_dir = ino == ROOT or self._tree.locate(ino)[1].endswith(b"/")
         if name not in (xattrs.OF_DIRECTORIES if is_dir else xattrs.OF_FILES):
             raise NoAttribute(f"no attribute {name.decode(errors='replace')}")
         if is_dir:
             directory = self._tree.directory(ino)
             return xattrs.of_directory(directory, self._freshness.whole(directory), name)
-        directory, mark = self._locate(ino)
+        directory, mark = self._tree.locate(ino)
         found = await self._looker.look(directory, name_in(mark))
         found = self._check(ino, found)
         if found.is_dir:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from cachefs.base.errors import CachefsError, NotFound, ObjectChanged
+from cachefs.base.errors import CachefsError, ObjectChanged
 from cachefs.base.names import ObjectId
 from cachefs.fs.files import DIRTY_FILE
 from cachefs.fs.inodes import inode_key
@@ -139,12 +139,12 @@ class LocalChanges:
     def give(self, node: Node, dirty_file: DirtyFile) -> None:
         node.dirty_file, node.attrs, node.settled = dirty_file, dirty_file.attrs, False
         self._by_dirty_file[dirty_file.id] = node
-        self.add(node)
+        if not node.removed:
+            self.add(node)
 
     def give_nameless(self, node: Node, dirty_file: DirtyFile) -> None:
         """The same for a node that was removed: all handles under its number read and write the dirty file."""
-        node.dirty_file, node.attrs, node.settled = dirty_file, dirty_file.attrs, False
-        self._by_dirty_file[dirty_file.id] = node
+        self.give(node, dirty_file)
         for handle in self._files.under(node.ino):
             self.attach(handle, node)
         self._writer.outlive(dirty_file, node.ino, named=False)
@@ -174,16 +174,16 @@ class LocalChanges:
         return ObjectInfo(obj.key, obj.size, row.mtime_ns if row is not None else 0, obj.etag)
 
     def place_of(self, ino: int) -> Place:
-        """Where an inode that is a file is. Raises `NotFound`."""
+        """Where an inode that is a file is. Raises `ObjectChanged`."""
         directory, mark = self._tree.locate(ino)
         row = self._tree.row(directory, mark)
         if row is None or row.ino != ino or mark.endswith(b"/"):
-            raise NotFound(f"no name leads to inode {ino}")
+            raise ObjectChanged(f"no name leads to inode {ino}")
         return directory, mark
 
     def leave_other_place(self, directory: Directory, name: bytes, ino: int) -> None:
         """The daemon before has died in a rename: the inode is here, whatever its old place says."""
-        with suppress(NotFound):
+        with suppress(ObjectChanged):
             above, mark = self._tree.locate(ino)
             row = self._tree.row(above, mark)
             if (above, mark) != (directory, name) and row is not None and row.ino == ino:

@@ -33,7 +33,7 @@ import trio
 from cachefs.base.behind import WriteBehind
 from cachefs.base.clock import Machine, SteadyClock
 from cachefs.base.database import Put
-from cachefs.base.errors import ConfigError, NotADirectory, NotFound
+from cachefs.base.errors import ConfigError, NotADirectory, ObjectChanged
 from cachefs.fs.attributes import Ttls
 from cachefs.fs.inodes import NUMBER_BYTES, ROOT, Numbers, inode_key
 from cachefs.fs.keys import mark_of_directory, name_in, nameable
@@ -293,7 +293,7 @@ class Tree:
     # -- directories -------------------------------------------------------------------------------
 
     def directory(self, ino: int) -> Directory:
-        """The directory with this inode number. Raises `NotFound` or `NotADirectory`."""
+        """The directory with this inode number. Raises `ObjectChanged` or `NotADirectory`."""
         found = self._by_ino.get(ino)
         chain: list[tuple[int, bytes]] = []
         while found is None:
@@ -308,14 +308,15 @@ class Tree:
         return found
 
     def locate(self, ino: int) -> tuple[Directory, bytes]:
-        """Where an inode (not the root) is: its directory and its mark there. Raises `NotFound`."""
+        """Where an inode (not the root) is: its directory and its mark there. Raises `ObjectChanged` where no name
+        leads to it any more: ESTALE makes the kernel walk the path again, to what is there now."""
         above, mark = self._place(ino)
         return self._by_ino.get(above) or self.directory(above), mark
 
     def _place(self, ino: int) -> tuple[int, bytes]:
         place = self._written_place(ino)
         if place is None:
-            raise NotFound(f"no inode {ino}")
+            raise ObjectChanged(f"inode {ino} was removed or replaced")
         return int.from_bytes(place[:NUMBER_BYTES], "big"), place[NUMBER_BYTES:]
 
     def _written_place(self, ino: int) -> bytes | None:

@@ -8,7 +8,7 @@ make a request: who uses what they say reads it conditionally, so old knowledge 
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -49,13 +49,11 @@ class TreeQueries:
         freshness: Freshness,
         looker: Looker,
         directories: DirectoryReader,
-        locate: Callable[[int], tuple[Directory, bytes]],
     ) -> None:
         self._tree = tree
         self._freshness = freshness
         self._looker = looker
         self._directories = directories
-        self._locate = locate
 
     # -- from what is written ----------------------------------------------------------------------
 
@@ -84,7 +82,7 @@ class TreeQueries:
         """The version of the file `ino` as it is written down; None when it is not, or when that is no file."""
         if ino == ROOT:
             return None
-        directory, mark = self._locate(ino)
+        directory, mark = self._tree.locate(ino)
         row = self._tree.row(directory, mark)
         if row is None or not row.known or mark.endswith(b"/") or directory.origin is None:
             return None
@@ -94,7 +92,7 @@ class TreeQueries:
         """Files of the directory that holds the file `ino`, behind the mark `after` (b"": from the beginning), in the
         order of the listing, as far as it has landed; and the mark to go on from, None at the end of all. At most `limit`,
         perhaps none though more follow: a run of sub-directories is passed a slice at a time."""
-        directory, _ = self._locate(ino)
+        directory, _ = self._tree.locate(ino)
         rows, end = self._landed(directory, after, min(limit, SLICE))
         assert directory.origin is not None or not rows
         return [
@@ -105,7 +103,7 @@ class TreeQueries:
     async def count_files(self, ino: int, largest: int) -> tuple[int, int] | None:
         """How many files of at most `largest` bytes the directory that holds the file `ino` has, and their bytes; None as
         long as its listing is not complete. Looks at every row, a slice at a time."""
-        directory, _ = self._locate(ino)
+        directory, _ = self._tree.locate(ino)
         whole = self._freshness.whole(directory)
         after: bytes | None = b"" if whole is not None else None
         files = size = 0

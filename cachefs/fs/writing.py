@@ -204,7 +204,7 @@ class Writing:
             return False
         mtime_ns = 0
         if ino != ROOT:
-            directory, mark = self._locate(ino)
+            directory, mark = self._tree.locate(ino)
             node = self._local_changes.at(directory, name_in(mark))
             if node is not None and node.ino == ino:
                 if node.held and node.dirty_file is not None:
@@ -233,12 +233,6 @@ class Writing:
         if self._local_changes.named(node):
             self._kept.put(node.ino, node.attrs)
         return False
-
-    def _locate(self, ino: int) -> tuple[Directory, bytes]:
-        try:
-            return self._tree.locate(ino)
-        except NotFound:
-            raise ObjectChanged(f"inode {ino} is gone") from None
 
     # -- files -------------------------------------------------------------------------------------
 
@@ -298,11 +292,6 @@ class Writing:
             node = self._local_changes.fresh(directory, mark, row)
         return None if node is None else self.dirty_files.open_reader(node, pid)
 
-    def open_again(self, handle: FileHandle, pid: int) -> Opened:
-        """Another handle to read a dirty file that is open."""
-        assert handle.node is not None
-        return self.dirty_files.open_again(handle.node, handle, pid)
-
     async def truncate(self, ino: int, size: int, fh: int | None) -> None:
         if fh is not None and self._files.handles[fh].writes:
             await self.dirty_files.truncate_open(fh, size)
@@ -322,7 +311,7 @@ class Writing:
             await self.truncate(ino, size, fh)  # it has lost its name meanwhile
 
     def _place_of(self, ino: int) -> Name:
-        directory, mark = self._locate(ino)
+        directory, mark = self._tree.locate(ino)
         return directory, name_in(mark)
 
     async def _truncate(self, ino: int, size: int, directory: Directory, name: bytes) -> None:
