@@ -437,20 +437,25 @@ class Uploads:
             try:
                 if row["file"] in lost:
                     raise CacheUnusable(lost[row["file"]])
-                found[name] = self._resumed(name, row, mtime_ns, origin)
+                dirty_file = self._again(name, row, mtime_ns, origin)
+                dirty_file.resumed(row)
+                found[name] = dirty_file
             except (OSError, CachefsError) as exc:
                 records.drop(name)
                 if row["dirty"]:
                     log.error("%s was being written, and is lost: %s", origin.name(row["key"]), str(exc))  # noqa: TRY400
         return found, over
 
-    def _resumed(self, name: str, row: Mapping[str, Any], mtime_ns: int, origin: Origin) -> DirtyFile:
+    def _again(self, name: str, row: Mapping[str, Any], mtime_ns: int, origin: Origin) -> DirtyFile:
+        """A dirty file of an earlier run, whose upload goes on."""
         file = StagingFile(self._disk, row["file"])
         size, base, attrs = file.path.stat().st_size, row["base"], row["attrs"]
         dirty_file = DirtyFile(
             self, name, origin, row["key"], file, size, base=base, mtime_ns=mtime_ns, attrs=attrs
         )
-        dirty_file.resumed(row)
+        dirty_file.record.tokens, dirty_file.record.upload = row["tokens"], row["upload"]
+        if row["upload"] is not None:
+            dirty_file.sender.resume(origin.resume_upload(row["key"], row["upload"]))
         return dirty_file
 
     def _forget(self, dirty_file: DirtyFile) -> None:
@@ -851,24 +856,10 @@ class Uploads:
         return found
 
     def _revive(self, name: str, row: Mapping[str, Any], origin: Origin) -> DirtyFile:
-        file = StagingFile(self._disk, row["file"])
-        dirty_file = DirtyFile(
-            self,
-            name,
-            origin,
-            row["key"],
-            file,
-            file.path.stat().st_size,
-            base=row["base"],
-            mtime_ns=row["mtime_ns"],
-            attrs=row["attrs"],
-        )
+        dirty_file = self._again(name, row, row["mtime_ns"], origin)
         dirty_file.content.row = Row.ACKNOWLEDGED
         dirty_file.may_be_written()  # by a process that has outlived that run
-        dirty_file.record.tokens, dirty_file.record.upload = row["tokens"], row["upload"]
         dirty_file.content.synced = dirty_file.content.generation
-        if row["upload"] is not None:
-            dirty_file.sender.resume(origin.resume_upload(row["key"], row["upload"]))
         return dirty_file
 
     async def hand_over(self) -> None:
