@@ -5,7 +5,7 @@ have to wait. Everything else is delegation: names to `lookup`, directories to `
 changes to `writing`; where nothing can be written, these raise `ReadOnly`.
 
 Nothing is kept per inode the kernel knows: an inode number leads to its name through the tables, however long ago it was
-given out. So `forget` has nothing to do, and nothing can leak.
+given out. So there is nothing to do when the kernel forgets one, and nothing can leak.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class FileSystem:
         """Attributes and for how many seconds they hold. An open file always has some. Raises `ObjectChanged`
         when the name of `ino` leads to another inode by now."""
         if ino == ROOT:
-            return self._root()
+            return self._shape(ROOT, True, NO_ROW), FOREVER
         if (nameless := self._nameless(ino)) is not None:
             return nameless
         warm = self._files.warm.get(ino)
@@ -297,12 +297,6 @@ class FileSystem:
             return found
         at = self._tree.directory(parent)
         return self._answer(await self._looker.look(at, name, share=not at.ttls.strict), at, name)
-
-    def forget(self, ino: int, nlookup: int) -> None:
-        """Nothing to do: see above."""
-
-    def _root(self) -> tuple[Attributes, float]:
-        return self._shape(ROOT, True, NO_ROW), FOREVER
 
     def _known(self, ino: int, found: Found | float) -> tuple[Attributes, float]:
         found = self._check(ino, found)
@@ -404,9 +398,11 @@ class FileSystem:
         directory, mark = self._tree.locate(ino)
         if self._writing is not None and self._writing.is_going(directory, mark):
             return None
-        if directory.ttls.revalidate:
-            return self._open_answered(directory, mark, ino, pid) if directory.ttls.strict else None
-        found = self._looker.now(directory, name_in(mark))
+        found: Found | float | None = None
+        if not directory.ttls.revalidate:
+            found = self._looker.now(directory, name_in(mark))
+        elif directory.ttls.strict:  # the walk that led here may have just asked for this very object
+            found = self._freshness.recent(directory, name_in(mark), listings=False)
         return None if found is None else self._open(directory, mark, ino, found, pid)
 
     def _open_again(self, ino: int, pid: int) -> Opened | None:
@@ -421,11 +417,6 @@ class FileSystem:
         if self._reader.cached_bytes(handle.object) < handle.size:
             return None
         return self._files.open(ino, handle.origin, handle.object, handle.mtime_ns, pid)
-
-    def _open_answered(self, directory: Directory, mark: bytes, ino: int, pid: int) -> Opened | None:
-        """A handle, when the walk that led here has just asked for this very object."""
-        found = self._freshness.recent(directory, name_in(mark), listings=False)
-        return None if found is None else self._open(directory, mark, ino, found, pid)
 
     async def open(self, ino: int, flags: int, pid: int) -> Opened:
         if (arriving := self._arriving(ino, flags)) is not None:

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Container
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import trio
@@ -33,6 +34,7 @@ from cachefs.origin.protocol import ListPage, ObjectInfo
 if TYPE_CHECKING:
     from cachefs.fs.keys import Page
     from cachefs.fs.pages import Lost
+    from cachefs.fs.rows import Row
     from cachefs.origin import Origin
 
 log = logging.getLogger(__name__)
@@ -82,9 +84,9 @@ class Listing:
         """Whether nothing that comes can be `name` any more, neither as a file nor as a directory."""
         return self.position is not None and self.ordered and name + b"/" <= self.position
 
-    def has_passed(self, mark: bytes) -> bool:
-        """Whether the name with this mark is decided."""
-        return self.covers(name_in(mark))
+    def passed(self, rows: list[tuple[bytes, Row]]) -> list[tuple[bytes, Row]]:
+        """The first of these rows (mark, row), as far as their names are decided."""
+        return list(takewhile(lambda one: self.covers(name_in(one[0])), rows))
 
     def next_turn(self, failure: CachefsError | None = None) -> None:
         turn, self.turn = self.turn, Outcome()

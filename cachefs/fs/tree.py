@@ -440,6 +440,16 @@ class Tree:
         rows = self.database.get_many("names", [directory.key + name + b"/" for name in names])
         return [None if data is None else decode(data) for data in rows]
 
+    def shown(
+        self, directory: Directory, rows: list[tuple[bytes, Row]], generation: int
+    ) -> list[tuple[bytes, Row]]:
+        """Those of its rows that a listing shows: none of an earlier one, and no file that a directory of its name hides."""
+        rows = [one for one in rows if one[1].generation >= generation]
+        files = [mark for mark, _ in rows if not mark.endswith(b"/")]
+        as_directories = zip(files, self.as_directories(directory, files), strict=True)
+        hidden = {mark for mark, row in as_directories if row is not None and row.generation >= generation}
+        return [one for one in rows if one[0] not in hidden] if hidden else rows
+
     def mark_at(self, directory: Directory, ino: int) -> bytes | None:
         """The mark of an inode, if it is in this directory."""
         place = self._written_place(ino)

@@ -129,25 +129,12 @@ class TreeQueries:
             return [], after
         rows = self._tree.scan(directory, after, limit)
         if listing is not None:
-            decided = 0
-            while decided < len(rows) and listing.has_passed(rows[decided][0]):
-                decided += 1
-            del rows[decided:]
+            rows = listing.passed(rows)
             end: bytes | None = rows[-1][0] if rows else after
         else:
             end = rows[-1][0] if len(rows) == limit else None
-        files = [
-            (mark, row)
-            for mark, row in rows
-            if row.known and row.generation >= generation and not mark.endswith(b"/")
-        ]
-        as_directories = self._tree.as_directories(directory, [mark for mark, _ in files])
-        shown = [
-            f
-            for f, dir_row in zip(files, as_directories, strict=True)
-            if dir_row is None or dir_row.generation < generation
-        ]
-        return shown, end
+        shown = self._tree.shown(directory, rows, generation)
+        return [(mark, row) for mark, row in shown if row.known and not mark.endswith(b"/")], end
 
     # -- asking the store --------------------------------------------------------------------------
 
