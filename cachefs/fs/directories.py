@@ -74,13 +74,10 @@ class OpenDirectories(dict[int, DirectoryHandle]):
 
 
 class DirectoryReader:
-    def __init__(
-        self, tree: Tree, freshness: Freshness, lister: Lister, clock: Callable[[], float], shape: Shape
-    ) -> None:
+    def __init__(self, tree: Tree, freshness: Freshness, lister: Lister, shape: Shape) -> None:
         self._tree = tree
         self._freshness = freshness
         self._lister = lister
-        self._clock = clock
         self._shape = shape
         self.handles = OpenDirectories()
 
@@ -134,7 +131,7 @@ class DirectoryReader:
         too, and no name has come or gone."""
         handle = self.handles[number]
         directory, kernel = handle.directory, handle.directory.kernel
-        now = self._clock()
+        now = self._tree.clock()
         fresh = self._fresh(directory, self._freshness.horizon(directory, now, now))
         if (
             kernel is not None
@@ -160,7 +157,7 @@ class DirectoryReader:
 
     def _begin(self, directory: Directory) -> int:
         """The generation that a reader which begins now may use; its listing is under way if it is not complete."""
-        now = self._clock()
+        now = self._tree.clock()
         horizon = self._freshness.horizon(directory, now, now)
         if fresh := self._fresh(directory, horizon):
             return fresh
@@ -199,7 +196,7 @@ class DirectoryReader:
         rows = self._tree.shown(directory, rows, handle.generation)
         if self._freshness.hidden:
             rows = [one for one in rows if not self._freshness.is_hidden(directory, name_in(one[0]))]
-        now, shape, freshness = self._clock(), self._shape, self._freshness
+        now, shape, freshness = self._tree.clock(), self._shape, self._freshness
         # One listing decides all names, unless another is under way.
         same = directory.listing is None
         cover = freshness.whole(directory) if same else None

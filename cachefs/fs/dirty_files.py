@@ -50,15 +50,12 @@ for another node. Guessed: longer than any of them takes, unless the disk fails.
 
 
 class DirtyFiles:
-    """`wall` is seconds since the epoch: new files show it."""
-
     def __init__(
         self,
         local_changes: LocalChanges,
         kept: Overrides,
         files: OpenFiles,
         writer: Writer,
-        wall: Callable[[], float],
         locks: NameLocks,
     ) -> None:
         self._locks = locks
@@ -66,7 +63,6 @@ class DirtyFiles:
         self._kept = kept
         self._files = files
         self._writer = writer
-        self._wall = wall
         self._resumed: dict[int, Node] = {}  # by inode: those that the daemon before was writing
         writer.on_committed = local_changes.committed
         writer.on_settling = local_changes.settling
@@ -359,14 +355,16 @@ class DirtyFiles:
 
     async def _begun(self, node: Node, base: ObjectId | None, upto: int | None) -> DirtyFile:
         dirty_file: DirtyFile = await self._writer.begin(
-            node.origin, node.key, base=base, upto=upto, mtime_ns=self._now_ns(), attrs=node.attrs
+            node.origin,
+            node.key,
+            base=base,
+            upto=upto,
+            mtime_ns=self._local_changes.now_ns(),
+            attrs=node.attrs,
         )
         dirty_file.attrs.clear()
         dirty_file.attrs.update(node.attrs)  # what was set meanwhile, too
         return dirty_file
-
-    def _now_ns(self) -> int:
-        return round(self._wall() * 1e9)
 
     # -- promising -----------------------------------------------------------------------------------
 

@@ -86,21 +86,20 @@ class FileSystem:
         self._options = options
         self._metrics = metrics
         wall = clock or time.time
-        self._clock = clock = clock or clock_of(database)
         self._reader = reader
-        self._tree = Tree(database, volumes, clock, options.ttls)
-        self._freshness = Freshness(self._tree, clock)
-        self._lister = Lister(self._tree, self._freshness, metrics, clock, self._changed)
-        self._looker = Looker(self._tree, self._freshness, self._lister, metrics, clock, self._changed)
-        self._directories = DirectoryReader(self._tree, self._freshness, self._lister, clock, self._shape)
+        self._tree = Tree(database, volumes, clock or clock_of(database), options.ttls)
+        self._freshness = Freshness(self._tree)
+        self._lister = Lister(self._tree, self._freshness, metrics, self._changed)
+        self._looker = Looker(self._tree, self._freshness, self._lister, metrics)
+        self._directories = DirectoryReader(self._tree, self._freshness, self._lister, self._shape)
         self._files = OpenFiles(reader, self._of_handle, wall)
         self.tree_queries = TreeQueries(self._tree, self._freshness, self._looker, self._directories)
-        known = (self._tree, self._freshness, self._lister, clock)
+        known = (self._tree, self._freshness, self._lister)
         self._refreshing = Refreshing(*known, self._files.forget_warm, self._tell, lambda: self.told())
         self._writing: Writing | None = None
         if writer is not None:
             parts = (self._tree, self._freshness, self._looker, self._lister, self._files)
-            self._writing = Writing(*parts, writer, options, clock, wall)
+            self._writing = Writing(*parts, writer, options, wall)
 
     @property
     def origins(self) -> list[Origin]:
@@ -216,7 +215,7 @@ class FileSystem:
             return nameless
         warm = self._files.warm.get(ino)
         try:
-            if warm is not None and warm[0] > self._clock():
+            if warm is not None and warm[0] > self._tree.clock():
                 return self._known(ino, warm[4])
             directory, mark = self._tree.locate(ino)
             name = name_in(mark)
@@ -258,7 +257,7 @@ class FileSystem:
         row = self._tree.row(directory, name) if self._files.held(ino) else None
         if row is None or not row.known or row.ino != ino or self._freshness.is_doubted(ino):
             return None
-        return Found(ino, False, row, self._clock())
+        return Found(ino, False, row, self._tree.clock())
 
     async def getattr(self, ino: int) -> tuple[Attributes, float]:
         """The same, looking where necessary."""
@@ -308,7 +307,7 @@ class FileSystem:
         return None, self._refreshing.absent(at, name, max(0.0, min(found, FOREVER)))
 
     def _seconds_until(self, until: float) -> float:
-        return max(0.0, min(until - self._clock(), FOREVER))
+        return max(0.0, min(until - self._tree.clock(), FOREVER))
 
     def _check(self, ino: int, found: Found | float) -> Found:
         """What was found, if it is `ino`."""
@@ -375,7 +374,7 @@ class FileSystem:
         """`open_now`, for reading, of a file that was opened so before, lies in passthrough, and is open nowhere: a handle,
         and the backing file. None: `open_now` knows. The caller has its use noted (`note_use`) once it has answered."""
         warm = self._files.warm.get(ino)
-        if warm is None or warm[0] <= self._clock():
+        if warm is None or warm[0] <= self._tree.clock():
             return None
         return self._files.reopen(ino, warm[2], pid)
 
@@ -391,7 +390,7 @@ class FileSystem:
         if ino == ROOT:
             raise IsADirectory("the root is a directory")
         warm = self._files.warm.get(ino)
-        if warm is not None and warm[0] > self._clock():
+        if warm is not None and warm[0] > self._tree.clock():
             return self._files.open(ino, warm[1], warm[2], warm[3], pid)
         if ino in self._files.nameless and (again := self._open_again(ino, pid)) is not None:
             return again

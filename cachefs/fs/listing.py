@@ -101,13 +101,11 @@ class Lister:
         tree: Tree,
         freshness: Freshness,
         metrics: Metrics,
-        clock: Callable[[], float],
         on_change: ChangeHook,
     ) -> None:
         self._tree = tree
         self._freshness = freshness
         self._metrics = metrics
-        self._clock = clock
         self._on_change = on_change
         self._running: dict[Listing, trio.CancelScope] = {}
         self._all_done = trio.Event()
@@ -118,7 +116,7 @@ class Lister:
         """See `FileSystem.list_tops`."""
         self._tops = self._tree.tops()  # kept: they know that their listings are early
         for top in self._tops:
-            origin, now = top.origin, self._clock()
+            origin, now = top.origin, self._tree.clock()
             if origin is None or origin in absent or not origin.can_list or not top.ttls.ttl:
                 continue
             horizon = self._freshness.horizon(top, now, now)
@@ -222,7 +220,7 @@ class Lister:
         assert origin is not None
         asked, listing.asked = listing.asked, None
         if asked is None:
-            asked = Asked(listing.token, self._clock(), self._tree.changes)
+            asked = Asked(listing.token, self._tree.clock(), self._tree.changes)
             await self._ask(asked, origin, directory.prefix)
         asked_at, changes = asked.at, asked.changes
         try:
@@ -238,7 +236,7 @@ class Lister:
         if not done and listed.next_token == listing.token:
             raise OriginFailed(f"listing {directory.prefix!r}: the origin repeats the same page for ever")
         if not done and directory.listing is listing and listing.pages + 1 < listing.allowed:
-            listing.asked = Asked(listed.next_token, self._clock(), self._tree.changes)
+            listing.asked = Asked(listed.next_token, self._tree.clock(), self._tree.changes)
             nursery.start_soon(self._ask, listing.asked, origin, directory.prefix)
         async with self._tree.writing:
             if directory.listing is not listing:
@@ -255,7 +253,7 @@ class Lister:
                 listing.generation,
                 [*extra, directory.state()],
             )
-            now = self._clock()
+            now = self._tree.clock()
             self._count_hidden(directory, listing, page, written.conflicts)
             self._freshness.note_page(written.inos, asked_at)
             if page.entries:
@@ -280,7 +278,7 @@ class Lister:
         """It was just made, with a marker: that is as good as a listing which showed nothing else."""
         self.cancel(directory)
         directory.marked = True
-        directory.listed.ended(directory.listed.next(), self._tree.epoch, self._clock())
+        directory.listed.ended(directory.listed.next(), self._tree.epoch, self._tree.clock())
         await self._write_state(directory)
 
     async def _write_state(self, directory: Directory) -> None:

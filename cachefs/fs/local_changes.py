@@ -91,7 +91,6 @@ class LocalChanges:
         files: OpenFiles,
         kept: Overrides,
         writer: Writer,
-        clock: Callable[[], float],
         wall: Callable[[], float],
     ) -> None:
         self._tree = tree
@@ -100,7 +99,6 @@ class LocalChanges:
         self._files = files
         self._kept = kept
         self._writer = writer
-        self._clock = clock
         self._wall = wall
         self.nodes: dict[int, Node] = {}  # by number: those that are open
         self._places: dict[tuple[int, bytes], Node] = {}  # those that have a name, held or open
@@ -207,7 +205,7 @@ class LocalChanges:
             self._files.withhold(new.ino)
             self._kept.put(new.ino, self._kept.get(ino))
             self._kept.put(ino, {})
-            self._freshness.note_answer(directory, name, new.ino, self._clock())
+            self._freshness.note_answer(directory, name, new.ino, self._tree.clock())
             self._files.forget_warm()
 
     def share(self, node: Node, dirty_file: DirtyFile, handles: list[FileHandle]) -> None:
@@ -333,7 +331,7 @@ class LocalChanges:
         self._tree.database.write([("names", key, encode(new)), ("local", key, None)])
         self._kept.put(node.ino, node.attrs)
         self._let_go(node)
-        self._freshness.note_answer(node.directory, node.name, node.ino, self._clock())
+        self._freshness.note_answer(node.directory, node.name, node.ino, self._tree.clock())
         self._files.turn(node.ino, self.version(node), info.mtime_ns)
         self._forget(node)
 
@@ -445,7 +443,7 @@ class LocalChanges:
         for directory, name in (place, to):
             self._tree.note_change(directory, name)
             self.touch(directory)
-        now = self._clock()
+        now = self._tree.clock()
         self._freshness.note_answer(*place, None, now)
         self._freshness.note_answer(*to, row.ino, now)
         self._files.forget_warm()
@@ -459,7 +457,7 @@ class LocalChanges:
                 self._doomed.append(ino)
 
     def now_ns(self) -> int:
-        """The time that a change of attributes shows."""
+        """The time that a change shows."""
         return round(self._wall() * 1e9)
 
     def touch(self, directory: Directory) -> None:
@@ -518,7 +516,7 @@ class LocalChanges:
         self._files.forget_warm()
         self._lose(written.lost)
         ino = written.inos[0] if written.inos else None
-        self._freshness.note_answer(directory, name, ino, self._clock())
+        self._freshness.note_answer(directory, name, ino, self._tree.clock())
         return ino or 0
 
     async def directory(self, above: Directory, name: bytes) -> Directory:

@@ -206,8 +206,9 @@ class _Turn:
 
 
 class Tree:
-    """What is known of all names. Opening it forgets everything that was learnt from other volumes, and makes everything
-    unknown if some of it was learnt later than now: then nothing says how old the rest is."""
+    """What is known of all names. `clock` is seconds since the epoch: answers and listings are dated by it. Opening it
+    forgets everything that was learnt from other volumes, and makes everything unknown if some of it was learnt later than
+    now: then nothing says how old the rest is."""
 
     def __init__(
         self,
@@ -218,6 +219,7 @@ class Tree:
     ) -> None:
         self._ttls = ttls or Ttls()
         self.database = database
+        self.clock = clock
         self.writing = _Turn(database)
         self._by_ino: weakref.WeakValueDictionary[int, Directory] = weakref.WeakValueDictionary()
         self._kept: dict[int, Directory] = {}

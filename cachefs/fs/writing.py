@@ -42,8 +42,8 @@ T = TypeVar("T")
 
 
 class Writing:
-    """`dirty_files` is for what is done by handle, `names` for unlink, rmdir and rename. The age of answers is by `clock`;
-    the times that files and directories show are by `wall`."""
+    """`dirty_files` is for what is done by handle, `names` for unlink, rmdir and rename. The times that
+    files and directories show are by `wall`, in seconds since the epoch."""
 
     def __init__(
         self,
@@ -54,18 +54,16 @@ class Writing:
         files: OpenFiles,
         writer: Writer,
         options: Options,
-        clock: Callable[[], float],
         wall: Callable[[], float],
     ) -> None:
         self._tree = tree
         self._looker = looker
         self._files = files
         self._options = options
-        self._wall = wall
         self._kept = Overrides(tree.database)
-        self._local_changes = LocalChanges(tree, freshness, lister, files, self._kept, writer, clock, wall)
+        self._local_changes = LocalChanges(tree, freshness, lister, files, self._kept, writer, wall)
         self.locks = NameLocks()
-        self.dirty_files = DirtyFiles(self._local_changes, self._kept, files, writer, wall, self.locks)
+        self.dirty_files = DirtyFiles(self._local_changes, self._kept, files, writer, self.locks)
         writer.on_changed = self._changed_unseen
         self.names = Changing(
             tree, looker, lister, files, self._local_changes, self._kept, writer, self.shape
@@ -184,7 +182,7 @@ class Writing:
 
     def keep(self, ino: int, news: dict[str, int]) -> bool:
         """Set these (see `Overrides.get`), for as long as it is this version. Returns whether that is to be `kept`."""
-        news = {**news, "ctime_ns": round(self._wall() * 1e9)}
+        news = {**news, "ctime_ns": self._local_changes.now_ns()}
         if "mode" in news:
             news["mode"] = stat.S_IMODE(news["mode"])
         node = self._local_changes.nodes.get(ino)
