@@ -31,7 +31,7 @@ from cachefs.base import ownership
 from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.errors import CachefsError, CacheUnusable, NoRoom, TooLarge
 from cachefs.base.shared_memory import TAIL_BYTES, SharedMemory, Tail
-from cachefs.base.tasks import in_thread, in_thread_at_last
+from cachefs.base.tasks import Outcome, in_thread, in_thread_at_last
 from cachefs.origin import FileRange, InMemory, Source
 
 log = logging.getLogger(__name__)
@@ -284,21 +284,19 @@ class StagingFile:
         `HANGS_AFTER_S`: the move goes on. Raises `NoRoom`, `CacheUnusable`."""
         if self._held is None or self._disk.hangs:
             return self._held is None
-        ended, failed = trio.Event(), list[Exception]()
+        landed = Outcome[None]()
 
         async def land() -> None:
             try:
                 with self.used():
                     await self.land()
             except Exception as exc:
-                failed.append(exc)
-            ended.set()
+                landed.failure = exc
+            landed.end()
 
         trio.lowlevel.spawn_system_task(land)
         with trio.move_on_after(HANGS_AFTER_S):
-            await ended.wait()
-        if failed:
-            raise failed[0]
+            await landed.wait()
         return self._held is None
 
     def _unlink(self) -> None:
