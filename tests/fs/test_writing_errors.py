@@ -296,3 +296,34 @@ async def test_a_change_that_cannot_be_read_by_all_changes_nothing(monkeypatch: 
         await mount.close_file(fh)
         mount.fs.release(reader)
         assert bucket.content("f") == b"new" + content[3:]
+
+
+async def test_a_first_change_without_a_name_that_fails_is_uploaded_nowhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A file is open for writing, and its name was removed. Its dirty file cannot be opened for the reader."""
+    bucket, writer = WritableBucket(["d/f", "d/g"]), MemoryWriter()
+    async with mounted(bucket, writer=writer, **RW) as mount:
+        reader, fh = await mount.open("d/f"), await mount.open("d/f", os.O_RDWR)
+        await mount.unlink("d/f")
+        bucket.set("d/f", 10, 1)  # another client's, which is not to be replaced
+        theirs, begin = bucket.objects["d/f"].etag, writer.begin
+
+        async def begun(*args: Any, **how: Any) -> Any:
+            return await begin(*args, **{**how, "base": None})  # what was read is cached
+
+        monkeypatch.setattr(writer, "begin", begun)
+        with monkeypatch.context() as patch:
+
+            def fail(dirty_file: Any) -> None:
+                raise CacheUnusable("no descriptor is left")
+
+            patch.setattr(writer, "open", fail)
+            with pytest.raises(CacheUnusable):
+                await mount.pwrite(fh, 0, b"new")
+        assert not writer.pending()
+        await mount.pwrite(fh, 0, b"new")
+        assert await mount.pread(fh) == b"new" == await mount.pread(reader)
+        await mount.close_file(fh)
+        mount.fs.release(reader)
+        assert not writer.dirty_files and bucket.objects["d/f"].etag == theirs
