@@ -12,7 +12,7 @@ import trio
 
 import cachefs
 from cachefs.base.errors import CacheUnusable
-from cachefs.base.tasks import contained, containing, in_thread
+from cachefs.base.tasks import Outcome, contained, containing, in_thread
 from cachefs.upload.staging import StagingDisk, StagingFile
 
 PACKAGE = Path(cachefs.__file__).parent
@@ -29,6 +29,24 @@ SERVICES = {
     "upload/uploads.py": {"self._records.run", "self._passthrough.run"},
 }
 """What of a room is started without `contained`: parts of a call that its caller contains, and of a room's own service."""
+
+
+def test_an_outcome_is_a_value_or_a_failure_of_each_caller_or_neither() -> None:
+    async def main() -> None:
+        outcomes = [Outcome[int]() for _ in range(3)]
+        outcomes[0].value = 7
+        outcomes[0].end()
+        outcomes[1].end(failure=CacheUnusable("broken"))
+        outcomes[2].end()
+        assert (await outcomes[0].wait(), await outcomes[2].wait()) == (7, None)
+        raised = []
+        for _ in range(2):
+            with pytest.raises(CacheUnusable, match="broken") as caught:
+                await outcomes[1].wait()
+            raised.append(caught.value)
+        assert raised[0] is not raised[1] and raised[0].__cause__ is raised[1].__cause__
+
+    trio.run(main)
 
 
 def test_an_exception_is_logged_once_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:

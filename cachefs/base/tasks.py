@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TypeVar, TypeVarTuple
+from typing import Generic, TypeVar, TypeVarTuple
 
 import trio
 
@@ -21,6 +21,29 @@ RETRY_S = 1.0
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+
+
+class Outcome(Generic[T]):
+    """What becomes of something that others wait for: a value, a failure, or neither, where it was broken off."""
+
+    __slots__ = ("_ended", "failure", "value")
+
+    def __init__(self) -> None:
+        self._ended = trio.Event()
+        self.value: T | None = None
+        self.failure: Exception | None = None
+
+    def end(self, *, failure: Exception | None = None) -> None:
+        """Wake those who wait."""
+        self.failure = failure or self.failure
+        self._ended.set()
+
+    async def wait(self) -> T | None:
+        """The value, once there is one. Raises the failure: each caller an exception of its own, whose traceback grows."""
+        await self._ended.wait()
+        if self.failure is not None:
+            raise type(self.failure)(*self.failure.args) from self.failure
+        return self.value
 
 
 def contained(nursery: trio.Nursery, what: str, work: Callable[[*Ts], Awaitable[object]], *args: *Ts) -> None:

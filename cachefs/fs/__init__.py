@@ -10,14 +10,12 @@ thread; only transactions run in workers.
 """
 
 from cachefs.fs.attributes import Attributes, Entry, Options, Space, Ttls
-from cachefs.fs.files import EVERY_FILE, LARGE, OpenHook
+from cachefs.fs.files import EVERY_FILE, LARGE, Former, OpenHook
 from cachefs.fs.filesystem import FileSystem
 from cachefs.fs.reader import Backing, Reader
 from cachefs.fs.tree import FORMAT, TABLES, Volume
 from cachefs.fs.tree_queries import Sibling
 from cachefs.fs.xattrs import NoAttribute
-
-names_tables = TABLES
 
 __all__ = [
     "EVERY_FILE",
@@ -28,6 +26,7 @@ __all__ = [
     "Backing",
     "Entry",
     "FileSystem",
+    "Former",
     "NoAttribute",
     "OpenHook",
     "Options",
@@ -36,5 +35,4 @@ __all__ = [
     "Space",
     "Ttls",
     "Volume",
-    "names_tables",
 ]

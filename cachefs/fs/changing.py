@@ -102,7 +102,7 @@ class Changing:
         marker = directory.prefix + name.decode() + "/"
         check_key(origin, len(marker.encode()))
         await origin.put(marker, InMemory(b""), 0)
-        ino = await self._local_changes.is_directory(directory, name)
+        ino = await self._local_changes.write(directory, name, True)
         made = self._tree.directory(ino)
         await self._lister.is_empty(made)
         self._local_changes.touch(made)
@@ -154,10 +154,10 @@ class Changing:
                 async with node.lock:
                     delete = partial(self._delete_stored, origin, key, node) if node.stored else None
                     await self._local_changes.remove(node, replaced=False, instead=delete)
-        await self._local_changes.gone(directory, name)
+        await self._local_changes.write(directory, name, False)
         if node is not None and node.dirty_file is not None and node.dirty_file.conflicts:
             with suppress(NotFound):
-                await self._local_changes.is_file(directory, name, await origin.head(key))
+                await self._local_changes.write(directory, name, await origin.head(key))
 
     @contextmanager
     def _in_doubt(self, found: Found, directory: Directory, name: bytes) -> Iterator[None]:
@@ -365,7 +365,7 @@ class Changing:
         self._local_changes.hide(*place)
         try:
             await origin.delete(key)
-            await self._local_changes.gone(*place)
+            await self._local_changes.write(*place, False)
         except BaseException:
             self._local_changes.look_again(place, to)
             raise

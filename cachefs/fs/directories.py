@@ -74,13 +74,10 @@ class OpenDirectories(dict[int, DirectoryHandle]):
 
 
 class DirectoryReader:
-    def __init__(
-        self, tree: Tree, freshness: Freshness, lister: Lister, clock: Callable[[], float], shape: Shape
-    ) -> None:
+    def __init__(self, tree: Tree, freshness: Freshness, lister: Lister, shape: Shape) -> None:
         self._tree = tree
         self._freshness = freshness
         self._lister = lister
-        self._clock = clock
         self._shape = shape
         self.handles = OpenDirectories()
 
@@ -134,7 +131,7 @@ class DirectoryReader:
         too, and no name has come or gone."""
         handle = self.handles[number]
         directory, kernel = handle.directory, handle.directory.kernel
-        now = self._clock()
+        now = self._tree.clock()
         fresh = self._fresh(directory, self._freshness.horizon(directory, now, now))
         if (
             kernel is not None
@@ -160,7 +157,7 @@ class DirectoryReader:
 
     def _begin(self, directory: Directory) -> int:
         """The generation that a reader which begins now may use; its listing is under way if it is not complete."""
-        now = self._clock()
+        now = self._tree.clock()
         horizon = self._freshness.horizon(directory, now, now)
         if fresh := self._fresh(directory, horizon):
             return fresh
@@ -181,10 +178,7 @@ class DirectoryReader:
             if waiting:
                 listing = self._lister.demand(directory, float("-inf"))
                 self._lister.allow(directory, listing, AHEAD)
-                decided = 0
-                while decided < len(rows) and listing.has_passed(rows[decided][0]):
-                    decided += 1
-                del rows[decided:]
+                rows = listing.passed(rows)
             entries = self._entries(handle, rows)
             if entries:
                 handle.chunk, handle.last = rest + entries, rows[-1][0]
@@ -198,25 +192,16 @@ class DirectoryReader:
                 await listing.turn.wait()
 
     def _entries(self, handle: DirectoryHandle, rows: list[tuple[bytes, Row]]) -> list[Entry]:
-        directory, generation = handle.directory, handle.generation
-        rows = [(mark, row) for mark, row in rows if row.generation >= generation]
+        directory = handle.directory
+        rows = self._tree.shown(directory, rows, handle.generation)
         if self._freshness.hidden:
             rows = [one for one in rows if not self._freshness.is_hidden(directory, name_in(one[0]))]
-        files = [mark for mark, _ in rows if not mark.endswith(b"/")]
-        as_directories = self._tree.as_directories(directory, files)
-        hidden = {
-            f
-            for f, dir_row in zip(files, as_directories, strict=True)
-            if dir_row and dir_row.generation >= generation
-        }
-        now, shape, freshness = self._clock(), self._shape, self._freshness
+        now, shape, freshness = self._tree.clock(), self._shape, self._freshness
         # One listing decides all names, unless another is under way.
         same = directory.listing is None
         cover = freshness.whole(directory) if same else None
         entries: list[Entry] = []
         for mark, row in rows:
-            if mark in hidden:
-                continue
             is_dir = mark[-1] == _SLASH
             name = mark[:-1] if is_dir else mark
             ino = row.ino

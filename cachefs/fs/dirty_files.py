@@ -8,8 +8,9 @@ room promises (`Writer.commit`); when no process writes it any more and the orig
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -35,7 +36,7 @@ from cachefs.fs.tree import Directory
 
 if TYPE_CHECKING:
     from cachefs.base.names import ObjectId
-    from cachefs.fs.files import FileHandle, OpenFiles
+    from cachefs.fs.files import FileHandle, Former, OpenFiles
     from cachefs.fs.overrides import Overrides
     from cachefs.fs.rows import Row
     from cachefs.fs.writer import DirtyFile, Writer
@@ -49,15 +50,12 @@ for another node. Guessed: longer than any of them takes, unless the disk fails.
 
 
 class DirtyFiles:
-    """`wall` is seconds since the epoch: new files show it."""
-
     def __init__(
         self,
         local_changes: LocalChanges,
         kept: Overrides,
         files: OpenFiles,
         writer: Writer,
-        wall: Callable[[], float],
         locks: NameLocks,
     ) -> None:
         self._locks = locks
@@ -65,7 +63,6 @@ class DirtyFiles:
         self._kept = kept
         self._files = files
         self._writer = writer
-        self._wall = wall
         self._resumed: dict[int, Node] = {}  # by inode: those that the daemon before was writing
         writer.on_committed = local_changes.committed
         writer.on_settling = local_changes.settling
@@ -73,14 +70,18 @@ class DirtyFiles:
 
     # -- opening -------------------------------------------------------------------------------------
 
-    async def create(self, directory: Directory, name: bytes, attrs: dict[str, Any]) -> Node:
-        """A new, empty file, where there is nothing. It reaches the store when it is closed."""
-        writable(directory)
-        check_name(directory, name)
+    async def create(
+        self, directory: Directory, name: bytes, attrs: dict[str, Any], pid: int
+    ) -> tuple[Node, Opened]:
+        """A new, empty file, where there is nothing, and a handle to write it. It reaches the store when it is closed."""
         node = Node(directory, name, 0, stored=False)
         node.attrs = attrs
         await self._hold(node, None)
-        return node
+        try:
+            return node, await self._to_write(self.open_reader(node, pid), node)
+        except BaseException:
+            await self._local_changes.take_back(node)
+            raise
 
     async def open(
         self, directory: Directory, name: bytes, obj: ObjectId, row: Row, flags: int, pid: int
@@ -98,18 +99,12 @@ class DirtyFiles:
                 await self._local_changes.leave_to_readers(directory, name, ino)
                 raise ObjectChanged(f"{obj.key} is read in passthrough: look it up again to write it")
         if node.dirty_file is not None:
-            opened = self._open_dirty_file(node, pid)
+            opened = self.open_reader(node, pid)
         else:
             opened = self._files.open(ino, node.origin, obj, row.mtime_ns, pid, writes=True)
-        self._writes(opened, node)
         self._local_changes.add(node)
-        try:
-            if flags & os.O_TRUNC:
-                await self._empty(node, obj)
-            return await self._opened_in_passthrough(opened)
-        except BaseException:
-            self.release(opened[0])
-            raise
+        empty = partial(self._empty, node, obj) if flags & os.O_TRUNC else None
+        return await self._to_write(opened, node, empty)
 
     async def open_nameless(self, ino: int, flags: int, pid: int, attrs: dict[str, Any]) -> Opened:
         """A handle to write a file that is open and has lost its name: it was looked up before that. `attrs` is what is set
@@ -126,10 +121,17 @@ class DirtyFiles:
                 opened = self._attached(node, ino, obj, pid)
             else:
                 opened = self._files.open(ino, node.origin, obj, others[0].mtime_ns, pid, writes=True)
+        empty = partial(self.truncate_open, opened[0], 0) if flags & os.O_TRUNC else None
+        return await self._to_write(opened, node, empty)
+
+    async def _to_write(
+        self, opened: Opened, node: Node, empty: Callable[[], Awaitable[None]] | None = None
+    ) -> Opened:
+        """A handle that was opened is to write. If this fails, it is closed."""
         self._writes(opened, node)
         try:
-            if flags & os.O_TRUNC:
-                await self.truncate_open(opened[0], 0)
+            if empty is not None:
+                await empty()
             return await self._opened_in_passthrough(opened)
         except BaseException:
             self.release(opened[0])
@@ -160,20 +162,6 @@ class DirtyFiles:
                     return
                 await trio.sleep(TAKEN_S / 100)
 
-    def open_reader(self, node: Node, pid: int) -> Opened:
-        """A handle to read what is being written."""
-        return self._open_dirty_file(node, pid)
-
-    async def open_writer(self, node: Node, pid: int) -> Opened:
-        """A handle to write a file that was just created."""
-        opened = self._open_dirty_file(node, pid)
-        self._writes(opened, node)
-        try:
-            return await self._opened_in_passthrough(opened)
-        except BaseException:
-            self.release(opened[0])
-            raise
-
     async def _opened_in_passthrough(self, opened: Opened) -> Opened:
         """The same handle, of the dirty file's own file, if all handles under its number can be: to be answered with at
         once."""
@@ -182,7 +170,10 @@ class DirtyFiles:
         node, handle.backing = handle.node, None
         if node is None or node.dirty_file is None:
             return fh, 0
-        own = await self._writer.open_backing(node.dirty_file)
+        try:
+            own = await self._writer.open_backing(node.dirty_file)
+        except CachefsError:
+            own = None  # it is written through the daemon: an open that fails must not have emptied the file
         others = [other for other in self._files.under(handle.ino) if other is not handle]
         backing = self._files.backing_of(others) if others else own
         if backing is None:
@@ -196,12 +187,14 @@ class DirtyFiles:
             await self._begin(node, handle, None)  # the daemon does not hear of the first change
         return fh, backing.id
 
-    def _open_dirty_file(self, node: Node, pid: int) -> Opened:
+    def open_reader(self, node: Node, pid: int) -> Opened:
+        """A handle to read what is being written."""
         return self._attached(node, node.ino, self._local_changes.version(node), pid)
 
-    def open_again(self, node: Node, handle: FileHandle, pid: int) -> Opened:
+    def open_again(self, handle: FileHandle, pid: int) -> Opened:
         """One more handle to read a dirty file that is open, whatever its name shows."""
-        return self._attached(node, handle.ino, handle.object, pid)
+        assert handle.node is not None
+        return self._attached(handle.node, handle.ino, handle.object, pid)
 
     def _attached(self, node: Node, ino: int, version: ObjectId, pid: int) -> Opened:
         opened = self._files.open_dirty_file(ino, node.origin, version, pid)
@@ -327,7 +320,11 @@ class DirtyFiles:
         if node.dirty_file is not None:
             return
         dirty_file = await self._begun(node, handle.object, upto)
-        self._local_changes.give_nameless(node, dirty_file)
+        try:
+            self._local_changes.give_nameless(node, dirty_file)
+        except BaseException:
+            await self._local_changes.abandon(node)
+            raise
         await self._writer.discard(dirty_file, replaced=True)
 
     def _check_alone(self, node: Node) -> None:
@@ -353,20 +350,21 @@ class DirtyFiles:
             await self._local_changes.hold(node)
         except BaseException:
             if begins:
-                with trio.CancelScope(shield=True):
-                    await self._local_changes.abandon(node)
+                await self._local_changes.abandon(node)
             raise
 
     async def _begun(self, node: Node, base: ObjectId | None, upto: int | None) -> DirtyFile:
         dirty_file: DirtyFile = await self._writer.begin(
-            node.origin, node.key, base=base, upto=upto, mtime_ns=self._now_ns(), attrs=node.attrs
+            node.origin,
+            node.key,
+            base=base,
+            upto=upto,
+            mtime_ns=self._local_changes.now_ns(),
+            attrs=node.attrs,
         )
         dirty_file.attrs.clear()
         dirty_file.attrs.update(node.attrs)  # what was set meanwhile, too
         return dirty_file
-
-    def _now_ns(self) -> int:
-        return round(self._wall() * 1e9)
 
     # -- promising -----------------------------------------------------------------------------------
 
@@ -417,47 +415,34 @@ class DirtyFiles:
             if dirty_file.ino:
                 self._resumed[dirty_file.ino] = node
 
-    def resume(
-        self,
-        fh: int,
-        ino: int,
-        origin: Origin,
-        version: ObjectId,
-        mtime_ns: int,
-        backing_id: int,
-        *,
-        writes: bool,
-    ) -> bool:
-        """A handle that the daemon before has opened, if its inode is being written; False: it is not. `version` is what it
-        was opened of."""
-        node = self._resumed.get(ino)
+    def resume(self, was: Former) -> bool:
+        """A handle that the daemon before has opened, if its inode is being written; False: it is not."""
+        node = self._resumed.get(was.ino)
         if node is not None:
-            number, _ = self._open_dirty_file(node, 0)
-        elif writes and not version.etag.startswith(DIRTY_FILE_ETAG):
-            node, number = self._resume_unchanged(ino, origin, version, mtime_ns)
+            number, _ = self.open_reader(node, 0)
+        elif was.writes and not was.object.etag.startswith(DIRTY_FILE_ETAG):
+            node, number = self._resume_unchanged(was)
         else:
             return False
-        self._files.renumber(number, fh)
+        self._files.renumber(number, was.fh)
         if node.removed:
-            self._files.lose_name(ino, removed=True)
-        if writes:
-            self._writes((fh, 0), node)
-        if backing_id and node.dirty_file is not None:
-            backing = self._writer.resume_backing(node.dirty_file, backing_id, writes=writes)
-            self._files.handles[fh].backing = backing
+            self._files.lose_name(was.ino, removed=True)
+        if was.writes:
+            self._writes((was.fh, 0), node)
+        if was.backing_id and node.dirty_file is not None:
+            backing = self._writer.resume_backing(node.dirty_file, was.backing_id, writes=was.writes)
+            self._files.handles[was.fh].backing = backing
         return True
 
-    def _resume_unchanged(
-        self, ino: int, origin: Origin, version: ObjectId, mtime_ns: int
-    ) -> tuple[Node, int]:
-        """A handle to write a file that was not changed yet. Raises `ObjectChanged`, `NotFound` if no name leads to it."""
-        node = self._local_changes.nodes.get(ino)
+    def _resume_unchanged(self, was: Former) -> tuple[Node, int]:
+        """A handle to write a file that was not changed yet. Raises `ObjectChanged` if no name leads to it."""
+        node = self._local_changes.nodes.get(was.ino)
         if node is None:
-            directory, name = self._local_changes.place_of(ino)
-            node = Node(directory, name, ino, stored=True)
-            node.attrs = self._kept.get(ino)
-        obj = replace(version, key=node.key)  # it may have been renamed since
-        number, _ = self._files.open(ino, origin, obj, mtime_ns, 0, writes=True)
+            directory, name = self._local_changes.place_of(was.ino)
+            node = Node(directory, name, was.ino, stored=True)
+            node.attrs = self._kept.get(was.ino)
+        obj = replace(was.object, key=node.key)  # it may have been renamed since
+        number, _ = self._files.open(was.ino, was.origin, obj, was.mtime_ns, 0, writes=True)
         self._local_changes.add(node)
         return node, number
 

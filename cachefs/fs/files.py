@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cachefs.base.errors import CacheUnusable, NotFound, ObjectChanged
 
@@ -97,6 +97,20 @@ class FileHandle:
     def can_reopen(self) -> bool:
         """Whether this handle of a file in passthrough, now closed, may be given out again (`OpenFiles.reopen`)."""
         return self.size <= LARGE and not self.lost and self.node is None and not self.former
+
+
+class Former(NamedTuple):
+    """A handle of a daemon that has died, and what it was opened of. `unsaved`: to write it (`writes`), or to read what was
+    written."""
+
+    fh: int
+    ino: int
+    origin: Origin
+    object: ObjectId
+    mtime_ns: int
+    backing_id: int
+    writes: bool
+    unsaved: bool
 
 
 class Handles(dict[int, FileHandle]):
@@ -248,15 +262,13 @@ class OpenFiles:
         """Go on where another daemon died: handles have numbers from `first` on, so none is given twice."""
         self._next, self.handles.follow = first, True
 
-    def restore(
-        self, fh: int, ino: int, origin: Origin, obj: ObjectId, mtime_ns: int, backing_id: int
-    ) -> None:
+    def restore(self, was: Former) -> None:
         """A handle of the daemon before."""
-        opened = self._reader.open(origin, obj)
-        backing = self._reader.restore_backing(opened, backing_id) if backing_id else None
-        handle = FileHandle(ino, origin, obj, mtime_ns, opened, 0, backing)
-        self._by_ino.setdefault(ino, []).append(handle)
-        self.handles[fh] = handle
+        opened = self._reader.open(was.origin, was.object)
+        backing = self._reader.restore_backing(opened, was.backing_id) if was.backing_id else None
+        handle = FileHandle(was.ino, was.origin, was.object, was.mtime_ns, opened, 0, backing)
+        self._by_ino.setdefault(was.ino, []).append(handle)
+        self.handles[was.fh] = handle
 
     def renumber(self, number: int, fh: int) -> None:
         """A handle that was just opened is one of the daemon before."""

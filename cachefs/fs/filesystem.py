@@ -5,7 +5,7 @@ have to wait. Everything else is delegation: names to `lookup`, directories to `
 changes to `writing`; where nothing can be written, these raise `ReadOnly`.
 
 Nothing is kept per inode the kernel knows: an inode number leads to its name through the tables, however long ago it was
-given out. So `forget` has nothing to do, and nothing can leak.
+given out. So there is nothing to do when the kernel forgets one, and nothing can leak.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from cachefs.base.names import ObjectId
 from cachefs.fs import xattrs
 from cachefs.fs.attributes import DIRECTORY_SIZE, FOREVER, FREE_NAMES, Attributes, Entry, Options, Space
 from cachefs.fs.directories import DirectoryHandle, DirectoryReader
-from cachefs.fs.files import DIRTY_FILE, FileHandle, Handles, OpenFiles, OpenHook, PassthroughHook
+from cachefs.fs.files import DIRTY_FILE, FileHandle, Former, Handles, OpenFiles, OpenHook, PassthroughHook
 from cachefs.fs.freshness import Freshness
 from cachefs.fs.inodes import ROOT
 from cachefs.fs.keys import MAX_NAME, name_in
@@ -44,7 +44,7 @@ from cachefs.fs.lookup import Looker
 from cachefs.fs.overrides import without_set_ids
 from cachefs.fs.reader import Backing, Buffer, Reader
 from cachefs.fs.refreshing import Refreshing
-from cachefs.fs.rows import PINNED, Row
+from cachefs.fs.rows import NO_ROW, PINNED, Row
 from cachefs.fs.tree import Directory, Found, Tree, Volume, clock_of
 from cachefs.fs.tree_queries import TreeQueries, object_of
 from cachefs.fs.writer import DirtyFile, Writer
@@ -86,23 +86,20 @@ class FileSystem:
         self._options = options
         self._metrics = metrics
         wall = clock or time.time
-        self._clock = clock = clock or clock_of(database)
         self._reader = reader
-        self._tree = Tree(database, volumes, clock, options.ttls)
-        self._freshness = Freshness(self._tree, clock)
-        self._lister = Lister(self._tree, self._freshness, metrics, clock, self._changed)
-        self._looker = Looker(self._tree, self._freshness, self._lister, metrics, clock, self._changed)
-        self._directories = DirectoryReader(self._tree, self._freshness, self._lister, clock, self._shape)
+        self._tree = Tree(database, volumes, clock or clock_of(database), options.ttls)
+        self._freshness = Freshness(self._tree)
+        self._lister = Lister(self._tree, self._freshness, metrics, self._changed)
+        self._looker = Looker(self._tree, self._freshness, self._lister, metrics)
+        self._directories = DirectoryReader(self._tree, self._freshness, self._lister, self._shape)
         self._files = OpenFiles(reader, self._of_handle, wall)
-        self.tree_queries = TreeQueries(
-            self._tree, self._freshness, self._looker, self._directories, self._locate
-        )
-        known = (self._tree, self._freshness, self._lister, clock)
+        self.tree_queries = TreeQueries(self._tree, self._freshness, self._looker, self._directories)
+        known = (self._tree, self._freshness, self._lister)
         self._refreshing = Refreshing(*known, self._files.forget_warm, self._tell, lambda: self.told())
         self._writing: Writing | None = None
         if writer is not None:
             parts = (self._tree, self._freshness, self._looker, self._lister, self._files)
-            self._writing = Writing(*parts, writer, options, clock, wall)
+            self._writing = Writing(*parts, writer, options, wall)
 
     @property
     def origins(self) -> list[Origin]:
@@ -162,69 +159,42 @@ class FileSystem:
         """The open files, by number."""
         return self._files.handles
 
-    def restore_file(
-        self,
-        fh: int,
-        ino: int,
-        origin: Origin,
-        key: str,
-        etag: str,
-        size: int,
-        mtime_ns: int,
-        backing_id: int,
-    ) -> None:
-        """A handle that an earlier daemon has opened to read this version."""
-        version = ObjectId(origin.source, key, etag, size)
-        if self._writing is not None:
-            resume = self._writing.dirty_files.resume
-            if resume(fh, ino, origin, version, mtime_ns, backing_id, writes=False):
-                return
-            # Pages of what was written, and is lost, must not be read with those of the version that is there.
-            self.on_invalidate(ino, 0, b"")
-            if not backing_id and self._restore_present(fh, ino):
-                return
-        self._files.restore(fh, ino, origin, version, mtime_ns, backing_id)
+    def restore(self, was: Former) -> bool:
+        """Go on with a handle that an earlier daemon has opened; False: it wrote, or read what was written, and what was not
+        synced of that is lost, so it fails."""
+        try:
+            if self._writing is not None:
+                if self._writing.dirty_files.resume(was):
+                    return True
+                if not was.unsaved:
+                    # Pages of what was written, and is lost, must not be read with those of the version that is there.
+                    self.on_invalidate(was.ino, 0, b"")
+                if not (was.writes or (was.backing_id and not was.unsaved)) and self._restore_present(was):
+                    return True
+        except (ObjectChanged, NotFound):
+            if not was.unsaved:
+                raise
+        if was.unsaved:
+            self._files.handles.unsaved[was.fh] = was.object.key
+            return False
+        self._files.restore(was)
+        return True
 
-    def restore_written(
-        self,
-        fh: int,
-        ino: int,
-        origin: Origin,
-        key: str,
-        etag: str,
-        size: int,
-        mtime_ns: int,
-        backing_id: int,
-        *,
-        writes: bool,
-    ) -> bool:
-        """A handle that an earlier daemon has opened to write this file, or to read what was written; False: what was not
-        synced is lost, and the handle fails."""
-        version = ObjectId(origin.source, key, etag, size)
-        with suppress(ObjectChanged, NotFound):
-            resume = self._write.dirty_files.resume
-            if resume(fh, ino, origin, version, mtime_ns, backing_id, writes=writes):
-                return True
-            if not writes and self._restore_present(fh, ino):
-                return True
-        self._files.handles.unsaved[fh] = key
-        return False
-
-    def _restore_present(self, fh: int, ino: int) -> bool:
+    def _restore_present(self, was: Former) -> bool:
         """A handle that reads what its inode is now, which may be what was written here; False if that is not known."""
         try:
-            directory, mark = self._locate(ino)
-        except (NotFound, ObjectChanged):
+            directory, mark = self._tree.locate(was.ino)
+        except ObjectChanged:
             return False
         row = self._tree.row(directory, mark)
-        if row is None or row.ino != ino:
+        if row is None or row.ino != was.ino:
             return False
         opened = self._write.open_reader(directory, mark, row, 0)
         if opened is not None:
-            self._files.renumber(opened[0], fh)
+            self._files.renumber(opened[0], was.fh)
         elif row.known and directory.origin is not None:
             version = object_of(directory, mark, row)
-            self._files.restore(fh, ino, directory.origin, version, row.mtime_ns, 0)
+            self._files.restore(was._replace(object=version, mtime_ns=row.mtime_ns, backing_id=0))
         else:
             return False
         return True
@@ -232,24 +202,24 @@ class FileSystem:
     def reopen_directory(self, dh: int, ino: int) -> None:
         """A reader goes on with a handle. An earlier daemon may have opened it: the reader's place says where it is."""
         if self._directories.handles.are_before(dh):
-            directory = self._directory(ino)
+            directory = self._tree.directory(ino)
             self._directories.handles[dh] = DirectoryHandle(ino, directory)
             directory.kernel = None  # the reader began on a listing that nothing is known of
 
     # -- names and attributes ----------------------------------------------------------------------
 
     def attributes_now(self, ino: int) -> tuple[Attributes, float] | None:
-        """Attributes and for how many seconds they hold. An open file always has some. Raises `NotFound`; `ObjectChanged`
+        """Attributes and for how many seconds they hold. An open file always has some. Raises `ObjectChanged`
         when the name of `ino` leads to another inode by now."""
         if ino == ROOT:
-            return self._root()
+            return self._shape(ROOT, True, NO_ROW), FOREVER
         if (nameless := self._nameless(ino)) is not None:
             return nameless
         warm = self._files.warm.get(ino)
         try:
-            if warm is not None and warm[0] > self._clock():
+            if warm is not None and warm[0] > self._tree.clock():
                 return self._known(ino, warm[4])
-            directory, mark = self._locate(ino)
+            directory, mark = self._tree.locate(ino)
             name = name_in(mark)
             found = self._looker.now(directory, name)
             if found is None and directory.ttls.strict:
@@ -281,7 +251,7 @@ class FileSystem:
         """What is shown of an open file, by what it was when it was opened."""
         if self._writing is not None:
             return self._writing.of_handle(handle)
-        row = _NO_ROW._replace(size=handle.object.size, mtime_ns=handle.mtime_ns)
+        row = NO_ROW._replace(size=handle.object.size, mtime_ns=handle.mtime_ns)
         return self._attributes(handle.ino, False, row)
 
     def _opened(self, directory: Directory, name: bytes, ino: int) -> Found | None:
@@ -289,30 +259,25 @@ class FileSystem:
         row = self._tree.row(directory, name) if self._files.held(ino) else None
         if row is None or not row.known or row.ino != ino or self._freshness.is_doubted(ino):
             return None
-        return Found(ino, False, row, self._clock())
+        return Found(ino, False, row, self._tree.clock())
 
     async def getattr(self, ino: int) -> tuple[Attributes, float]:
         """The same, looking where necessary."""
-        if ino == ROOT:
-            return self._root()
-        if (nameless := self._nameless(ino)) is not None:
-            return nameless
         try:
-            while True:
-                directory, mark = place = self._locate(ino)
+            while (known := self.attributes_now(ino)) is None:
+                directory, mark = place = self._tree.locate(ino)
                 found = await self._looker.look(directory, name_in(mark))
-                if (nameless := self._nameless(ino)) is not None:
-                    return nameless
-                if self._locate(ino) == place:
-                    return self._known(ino, found)  # else it was renamed meanwhile
+                if self._nameless(ino) is None and self._tree.locate(ino) == place:
+                    return self._known(ino, found)  # else it was renamed or removed meanwhile
         except (NotFound, ObjectChanged):
             return self._of_open(ino)
+        return known
 
     def lookup_now(self, parent: int, name: bytes) -> tuple[Attributes | None, float] | None:
         """Attributes and for how many seconds they hold; no attributes when there is no such name."""
         if parent in self._files.gone:
             return None, 0.0  # it was removed here, and a process is in it
-        directory = self._directory(parent)
+        directory = self._tree.directory(parent)
         found = self._looker.now(directory, name)
         if directory.ttls.strict:
             # A listing that has just shown a file will do, but then its open has to ask: what the last walk was told is old.
@@ -334,12 +299,6 @@ class FileSystem:
         at = self._tree.directory(parent)
         return self._answer(await self._looker.look(at, name, share=not at.ttls.strict), at, name)
 
-    def forget(self, ino: int, nlookup: int) -> None:
-        """Nothing to do: see above."""
-
-    def _root(self) -> tuple[Attributes, float]:
-        return self._shape(ROOT, True, _NO_ROW), FOREVER
-
     def _known(self, ino: int, found: Found | float) -> tuple[Attributes, float]:
         found = self._check(ino, found)
         return self._shape(ino, found.is_dir, found.row), self._seconds_until(found.until)
@@ -350,30 +309,12 @@ class FileSystem:
         return None, self._refreshing.absent(at, name, max(0.0, min(found, FOREVER)))
 
     def _seconds_until(self, until: float) -> float:
-        return max(0.0, min(until - self._clock(), FOREVER))
-
-    def _locate(self, ino: int) -> tuple[Directory, bytes]:
-        """Where a number (not the root) leads: the directory and the mark in it."""
-        try:
-            return self._tree.locate(ino)
-        except NotFound:
-            raise self._gone(ino) from None
-
-    def _directory(self, ino: int) -> Directory:
-        try:
-            return self._tree.directory(ino)
-        except NotFound:
-            raise self._gone(ino) from None
-
-    def _gone(self, ino: int) -> CachefsError:
-        """The number leads nowhere any more: ESTALE makes the kernel walk the path again. It finds what is there now, if
-        anything is."""
-        return ObjectChanged(f"inode {ino} was removed or replaced")
+        return max(0.0, min(until - self._tree.clock(), FOREVER))
 
     def _check(self, ino: int, found: Found | float) -> Found:
         """What was found, if it is `ino`."""
         if not isinstance(found, Found) or found.ino != ino:
-            raise self._gone(ino)
+            raise ObjectChanged(f"inode {ino} was removed or replaced")
         return found
 
     def _shape(self, ino: int, is_dir: bool, row: Row) -> Attributes:
@@ -395,12 +336,9 @@ class FileSystem:
 
     # -- directories -------------------------------------------------------------------------------
 
-    async def opendir(self, ino: int) -> int:
-        return self.opendir_now(ino)
-
-    def opendir_now(self, ino: int) -> int:
+    def opendir(self, ino: int) -> int:
         gone = self._files.gone.get(ino)
-        directory = self._directory(ino) if gone is None else gone[0]
+        directory = self._tree.directory(ino) if gone is None else gone[0]
         found = self.attributes_now(ino)
         handle = DirectoryHandle(ino, directory, None if found is None else found[0])
         return self._directories.handles.add(handle)
@@ -438,7 +376,7 @@ class FileSystem:
         """`open_now`, for reading, of a file that was opened so before, lies in passthrough, and is open nowhere: a handle.
         None: `open_now` knows. The caller has the use of its backing file noted (`note_use`) once it has answered."""
         warm = self._files.warm.get(ino)
-        if warm is None or warm[0] <= self._clock():
+        if warm is None or warm[0] <= self._tree.clock():
             return None
         return self._files.reopen(ino, warm[2], pid)
 
@@ -454,16 +392,18 @@ class FileSystem:
         if ino == ROOT:
             raise IsADirectory("the root is a directory")
         warm = self._files.warm.get(ino)
-        if warm is not None and warm[0] > self._clock():
+        if warm is not None and warm[0] > self._tree.clock():
             return self._files.open(ino, warm[1], warm[2], warm[3], pid)
         if ino in self._files.nameless and (again := self._open_again(ino, pid)) is not None:
             return again
-        directory, mark = self._locate(ino)
+        directory, mark = self._tree.locate(ino)
         if self._writing is not None and self._writing.is_going(directory, mark):
             return None
-        if directory.ttls.revalidate:
-            return self._open_answered(directory, mark, ino, pid) if directory.ttls.strict else None
-        found = self._looker.now(directory, name_in(mark))
+        found: Found | float | None = None
+        if not directory.ttls.revalidate:
+            found = self._looker.now(directory, name_in(mark))
+        elif directory.ttls.strict:  # the walk that led here may have just asked for this very object
+            found = self._freshness.recent(directory, name_in(mark), listings=False)
         return None if found is None else self._open(directory, mark, ino, found, pid)
 
     def _open_again(self, ino: int, pid: int) -> Opened | None:
@@ -474,22 +414,17 @@ class FileSystem:
             return None  # the origin has another version: names show that
         if handle.size == DIRTY_FILE:
             assert self._writing is not None
-            return self._writing.open_again(handle, pid)
+            return self._writing.dirty_files.open_again(handle, pid)
         if self._reader.cached_bytes(handle.object) < handle.size:
             return None
         return self._files.open(ino, handle.origin, handle.object, handle.mtime_ns, pid)
-
-    def _open_answered(self, directory: Directory, mark: bytes, ino: int, pid: int) -> Opened | None:
-        """A handle, when the walk that led here has just asked for this very object."""
-        found = self._freshness.recent(directory, name_in(mark), listings=False)
-        return None if found is None else self._open(directory, mark, ino, found, pid)
 
     async def open(self, ino: int, flags: int, pid: int) -> Opened:
         if (arriving := self._arriving(ino, flags)) is not None:
             await self._reader.arrival(arriving, pid)
         if self._writing is None or ino == ROOT or ino in self._files.nameless:
             return await self._open_late(ino, flags, pid)
-        if not flags & _WRITING and not self._writing.is_going(*self._locate(ino)):
+        if not flags & _WRITING and not self._writing.is_going(*self._tree.locate(ino)):
             return await self._open_late(ino, flags, pid)
         return await self._open_claimed(ino, flags, pid)
 
@@ -502,7 +437,7 @@ class FileSystem:
         """The name of a file; none once what is open has lost it."""
         if ino in self._files.nameless:
             return []
-        directory, mark = self._locate(ino)
+        directory, mark = self._tree.locate(ino)
         return [(directory, name_in(mark))]
 
     async def _open_late(self, ino: int, flags: int, pid: int, *claimed: object) -> Opened:
@@ -511,7 +446,7 @@ class FileSystem:
             return opened
         if self._writing is not None and flags & _WRITING and self._files.removed(ino):
             return await self._writing.open_nameless(ino, flags, pid)
-        directory, mark = self._locate(ino)
+        directory, mark = self._tree.locate(ino)
         name = name_in(mark)
         if directory.ttls.revalidate and not mark.endswith(b"/"):
             found = await self._looker.ask(directory, name, share=False)
@@ -545,7 +480,7 @@ class FileSystem:
         others = self._files.under(ino)
         if others and others[0].size == DIRTY_FILE and others[0].object == obj:
             assert self._writing is not None  # stored, and perhaps still written through a mapping
-            return self._writing.open_again(others[0], pid)
+            return self._writing.dirty_files.open_again(others[0], pid)
         opened = self._files.open(ino, directory.origin, obj, mtime_ns, pid)
         if not directory.ttls.revalidate:
             self._files.keep_warm(ino, (found.until, directory.origin, obj, mtime_ns, found))
@@ -617,7 +552,7 @@ class FileSystem:
 
         ino, opened = await self._claimed((parent, name), create)
         try:
-            attributes, ttl = self.attributes_now(ino) or await self.getattr(ino)
+            attributes, ttl = await self.getattr(ino)
         except BaseException:
             writing.dirty_files.release(opened[0])
             raise
@@ -632,8 +567,7 @@ class FileSystem:
         async def make(directory: Directory, name: bytes) -> int:
             return await writing.mknod(directory, name, mode, pid, uid, gid)
 
-        ino = await self._claimed((parent, name), make)
-        return self.attributes_now(ino) or await self.getattr(ino)
+        return await self.getattr(await self._claimed((parent, name), make))
 
     async def write(self, fh: int, offset: int, data: Buffer) -> int:
         """All of it, or an error: `BadHandle`, `NoRoom`, `TooLarge`, `ObjectChanged`. `data` must not change until this
@@ -680,7 +614,7 @@ class FileSystem:
         if size is not None:
             await writing.truncate(ino, size, fh)
         if uid is not None or gid is not None or clear:
-            shown, _ = self.attributes_now(ino) or await self.getattr(ino)
+            shown, _ = await self.getattr(ino)
             wanted = shown.mode if mode is None else stat.S_IFMT(shown.mode) | mode
             if (clean := without_set_ids(wanted)) != wanted:
                 mode = stat.S_IMODE(clean)
@@ -726,7 +660,7 @@ class FileSystem:
         """Make a change (the last argument) at names, given as (number of the directory, name)."""
         *names, change = arguments
         return await self._write.claimed(
-            lambda: [(self._directory(parent), name) for parent, name in names], change, trees=trees
+            lambda: [(self._tree.directory(parent), name) for parent, name in names], change, trees=trees
         )
 
     # -- extended attributes -----------------------------------------------------------------------
@@ -741,19 +675,19 @@ class FileSystem:
             if ino == ROOT:
                 await self._refreshing.directory(self._tree.root)
             else:
-                directory, mark = self._locate(ino)
+                directory, mark = self._tree.locate(ino)
                 await self._refreshing.name(directory, mark, ino)
             await self.told()
             return b"looking again"
         if ino in self._files.nameless and name in xattrs.OF_FILES:
             return xattrs.of_file(self._files.under(ino)[0].object, self._reader, name)
-        is_dir = ino == ROOT or self._locate(ino)[1].endswith(b"/")
+        is_dir = ino == ROOT or self._tree.locate(ino)[1].endswith(b"/")
         if name not in (xattrs.OF_DIRECTORIES if is_dir else xattrs.OF_FILES):
             raise NoAttribute(f"no attribute {name.decode(errors='replace')}")
         if is_dir:
             directory = self._tree.directory(ino)
             return xattrs.of_directory(directory, self._freshness.whole(directory), name)
-        directory, mark = self._locate(ino)
+        directory, mark = self._tree.locate(ino)
         found = await self._looker.look(directory, name_in(mark))
         found = self._check(ino, found)
         if found.is_dir:
@@ -815,9 +749,6 @@ class FileSystem:
                 self._files.release(fh)
         await self._lister.aclose()
         self._directories.handles.clear()
-
-
-_NO_ROW = Row(0, 0, 0, "")
 
 
 def _nobody_listens(ino: int, parent: int, name: bytes) -> None:

@@ -15,7 +15,6 @@ so that an open never rests on an answer from before it began.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cachefs.fs.keys import name_in
@@ -71,9 +70,8 @@ class HeldNames(dict[tuple[int, bytes], "Node"]):
 class Freshness:
     """What is still used without asking. Each directory has the TTLs of its volume (`Ttls`)."""
 
-    def __init__(self, tree: Tree, clock: Callable[[], float]) -> None:
+    def __init__(self, tree: Tree) -> None:
         self._tree = tree
-        self._clock = clock
         self._checked: dict[int, float] = {}  # when the question was asked
         self._arrived: dict[int, float] = {}  # when the answer came; kept only for bursts
         self._stale: dict[int, float] = {}
@@ -174,7 +172,7 @@ class Freshness:
     ) -> Found | None:
         """A name that exists by an answer of this burst: one about that very name, or a listing. A directory exists, too,
         when something below it does."""
-        now = self._clock()
+        now = self._tree.clock()
         if self.held and (held := self.held.get((directory.ino, name))) is not None:
             return held.found(now)
         cover = self.coverage(directory, name) if listings else None
@@ -209,14 +207,14 @@ class Freshness:
             self._stale.pop(ino, None)
         _put(self._checked, ino, asked_at)
         if directory.ttls.strict:
-            _put(self._arrived, ino, self._clock())
+            _put(self._arrived, ino, self._tree.clock())
             self.note_below(directory)
 
     def note_below(self, directory: Directory) -> None:
         """Something was just shown in `directory`: it exists, and so do those above it."""
         if not directory.ttls.strict:
             return
-        now, above = self._clock(), directory
+        now, above = self._tree.clock(), directory
         while above.parent is not None:
             _put(self._arrived, above.ino, now)
             above = above.parent
@@ -239,7 +237,7 @@ class Freshness:
             self._checked.clear()
             self._arrived.clear()
             self._tree.refresh(self._tree.root)
-        self._stale[ino] = self._clock()
+        self._stale[ino] = self._tree.clock()
 
     def is_doubted(self, ino: int) -> bool:
         return ino in self._stale

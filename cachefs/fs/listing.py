@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Container
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import trio
@@ -22,6 +23,7 @@ import trio
 from cachefs.base.database import Put
 from cachefs.base.errors import CachefsError, NotFound, OriginFailed
 from cachefs.base.metrics import Metrics
+from cachefs.base.tasks import Outcome
 from cachefs.fs.freshness import Freshness
 from cachefs.fs.keys import mark_of_directory, name_in, read_page
 from cachefs.fs.pages import erase, sweep, write_names
@@ -32,6 +34,7 @@ from cachefs.origin.protocol import ListPage, ObjectInfo
 if TYPE_CHECKING:
     from cachefs.fs.keys import Page
     from cachefs.fs.pages import Lost
+    from cachefs.fs.rows import Row
     from cachefs.origin import Origin
 
 log = logging.getLogger(__name__)
@@ -48,26 +51,6 @@ ChangeHook = Callable[[Directory, int, bytes], None]
 """(directory, ino, name): it is not what it was."""
 
 
-class Ticket:
-    """The landing of one page, as an event with an outcome."""
-
-    __slots__ = ("_event", "_failure")
-
-    def __init__(self) -> None:
-        self._event = trio.Event()
-        self._failure: CachefsError | None = None
-
-    def end(self, failure: CachefsError | None = None) -> None:
-        self._failure = failure
-        self._event.set()
-
-    async def wait(self) -> None:
-        """Until the page is written. Raises what kept it from coming."""
-        await self._event.wait()
-        if self._failure is not None:
-            raise type(self._failure)(*self._failure.args) from self._failure
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class Asked:
     """A page that was requested `at` a time, after so many `changes` made here."""
@@ -75,16 +58,7 @@ class Asked:
     token: str | None
     at: float
     changes: int
-    ended: trio.Event = field(default_factory=trio.Event)
-    listed: ListPage | None = None
-    failure: Exception | None = None
-
-    def page(self) -> ListPage:
-        """The page, once it has `ended`. Raises what kept it from coming."""
-        if self.failure is not None:
-            raise self.failure
-        assert self.listed is not None
-        return self.listed
+    page: Outcome[ListPage] = field(default_factory=Outcome)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -104,19 +78,19 @@ class Listing:
     hidden: int = 0
     failures: int = 0
     asked: Asked | None = None  # the next page, while it is requested
-    turn: Ticket = field(default_factory=Ticket)
+    turn: Outcome[None] = field(default_factory=Outcome)  # the next page is written
 
     def covers(self, name: bytes) -> bool:
         """Whether nothing that comes can be `name` any more, neither as a file nor as a directory."""
         return self.position is not None and self.ordered and name + b"/" <= self.position
 
-    def has_passed(self, mark: bytes) -> bool:
-        """Whether the name with this mark is decided."""
-        return self.covers(name_in(mark))
+    def passed(self, rows: list[tuple[bytes, Row]]) -> list[tuple[bytes, Row]]:
+        """The first of these rows (mark, row), as far as their names are decided."""
+        return list(takewhile(lambda one: self.covers(name_in(one[0])), rows))
 
     def next_turn(self, failure: CachefsError | None = None) -> None:
-        turn, self.turn = self.turn, Ticket()
-        turn.end(failure)
+        turn, self.turn = self.turn, Outcome()
+        turn.end(failure=failure)
 
 
 class Lister:
@@ -127,13 +101,11 @@ class Lister:
         tree: Tree,
         freshness: Freshness,
         metrics: Metrics,
-        clock: Callable[[], float],
         on_change: ChangeHook,
     ) -> None:
         self._tree = tree
         self._freshness = freshness
         self._metrics = metrics
-        self._clock = clock
         self._on_change = on_change
         self._running: dict[Listing, trio.CancelScope] = {}
         self._all_done = trio.Event()
@@ -144,7 +116,7 @@ class Lister:
         """See `FileSystem.list_tops`."""
         self._tops = self._tree.tops()  # kept: they know that their listings are early
         for top in self._tops:
-            origin, now = top.origin, self._clock()
+            origin, now = top.origin, self._tree.clock()
             if origin is None or origin in absent or not origin.can_list or not top.ttls.ttl:
                 continue
             horizon = self._freshness.horizon(top, now, now)
@@ -235,11 +207,11 @@ class Lister:
     async def _ask(self, asked: Asked, origin: Origin, prefix: str) -> None:
         """Request a page. Never raises."""
         try:
-            asked.listed = await origin.list_page(prefix, token=asked.token, limit=PAGE)
+            asked.page.value = await origin.list_page(prefix, token=asked.token, limit=PAGE)
         except Exception as exc:
-            asked.failure = exc
+            asked.page.failure = exc
         finally:
-            asked.ended.set()
+            asked.page.end()
 
     async def _next_page(self, directory: Directory, listing: Listing, nursery: trio.Nursery) -> bool:
         """Fetch and write one page. Returns whether names of earlier listings are to be swept now. The page behind it is
@@ -248,13 +220,12 @@ class Lister:
         assert origin is not None
         asked, listing.asked = listing.asked, None
         if asked is None:
-            asked = Asked(listing.token, self._clock(), self._tree.changes)
+            asked = Asked(listing.token, self._tree.clock(), self._tree.changes)
             await self._ask(asked, origin, directory.prefix)
-        else:
-            await asked.ended.wait()
         asked_at, changes = asked.at, asked.changes
         try:
-            listed = asked.page()
+            listed = await asked.page.wait()
+            assert listed is not None
         except NotFound as exc:
             if directory.is_top:
                 raise OriginFailed(f"what is mounted is gone: {exc}") from exc
@@ -265,7 +236,7 @@ class Lister:
         if not done and listed.next_token == listing.token:
             raise OriginFailed(f"listing {directory.prefix!r}: the origin repeats the same page for ever")
         if not done and directory.listing is listing and listing.pages + 1 < listing.allowed:
-            listing.asked = Asked(listed.next_token, self._clock(), self._tree.changes)
+            listing.asked = Asked(listed.next_token, self._tree.clock(), self._tree.changes)
             nursery.start_soon(self._ask, listing.asked, origin, directory.prefix)
         async with self._tree.writing:
             if directory.listing is not listing:
@@ -282,7 +253,7 @@ class Lister:
                 listing.generation,
                 [*extra, directory.state()],
             )
-            now = self._clock()
+            now = self._tree.clock()
             self._count_hidden(directory, listing, page, written.conflicts)
             self._freshness.note_page(written.inos, asked_at)
             if page.entries:
@@ -307,7 +278,7 @@ class Lister:
         """It was just made, with a marker: that is as good as a listing which showed nothing else."""
         self.cancel(directory)
         directory.marked = True
-        directory.listed.ended(directory.listed.next(), self._tree.epoch, self._clock())
+        directory.listed.ended(directory.listed.next(), self._tree.epoch, self._tree.clock())
         await self._write_state(directory)
 
     async def _write_state(self, directory: Directory) -> None:

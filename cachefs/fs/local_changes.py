@@ -5,7 +5,7 @@ its first change until the origin has it and no process writes it any more: its 
 listing says, as the inode that it was, and in one version of its own, which handles take for an etag. Held rows belong to
 the local changes: pages and answers leave them alone, so they may be written without the lock of the tree.
 
-What is done at the store is written down here as an answer of the store would be: `gone`, `is_file`, `is_directory`.
+What is done at the store is written down here as an answer of the store would be (`write`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from cachefs.base.errors import NotFound, ObjectChanged
+from cachefs.base.errors import CachefsError, ObjectChanged
 from cachefs.base.names import ObjectId
 from cachefs.fs.files import DIRTY_FILE
 from cachefs.fs.inodes import inode_key
 from cachefs.fs.keys import mark_of_directory
 from cachefs.fs.pages import Lost, move, pin, write_answer
-from cachefs.fs.rows import Row, encode
+from cachefs.fs.rows import NO_ROW, Row, encode
 from cachefs.fs.tree import Directory, Found, Tree, is_below, named
 from cachefs.origin.protocol import ObjectInfo
 
@@ -43,8 +43,6 @@ DIRTY_FILE_ETAG = "draft "
 """What the version of a dirty file begins with, in place of an etag; no store's etag is like that."""
 
 
-_NO_ROW = Row(0, 0, 0, "")
-
 Place = tuple[Directory, bytes]
 """The directory and the name of a file."""
 
@@ -61,7 +59,7 @@ class Node:
     ino: int
     stored: bool
     dirty_file: DirtyFile | None = None
-    row: Row = _NO_ROW
+    row: Row = NO_ROW
     held: bool = False
     removed: bool = False
     settled: bool = True
@@ -93,7 +91,6 @@ class LocalChanges:
         files: OpenFiles,
         kept: Overrides,
         writer: Writer,
-        clock: Callable[[], float],
         wall: Callable[[], float],
     ) -> None:
         self._tree = tree
@@ -102,7 +99,6 @@ class LocalChanges:
         self._files = files
         self._kept = kept
         self._writer = writer
-        self._clock = clock
         self._wall = wall
         self.nodes: dict[int, Node] = {}  # by number: those that are open
         self._places: dict[tuple[int, bytes], Node] = {}  # those that have a name, held or open
@@ -141,12 +137,12 @@ class LocalChanges:
     def give(self, node: Node, dirty_file: DirtyFile) -> None:
         node.dirty_file, node.attrs, node.settled = dirty_file, dirty_file.attrs, False
         self._by_dirty_file[dirty_file.id] = node
-        self.add(node)
+        if not node.removed:
+            self.add(node)
 
     def give_nameless(self, node: Node, dirty_file: DirtyFile) -> None:
         """The same for a node that was removed: all handles under its number read and write the dirty file."""
-        node.dirty_file, node.attrs, node.settled = dirty_file, dirty_file.attrs, False
-        self._by_dirty_file[dirty_file.id] = node
+        self.give(node, dirty_file)
         for handle in self._files.under(node.ino):
             self.attach(handle, node)
         self._writer.outlive(dirty_file, node.ino, named=False)
@@ -176,16 +172,16 @@ class LocalChanges:
         return ObjectInfo(obj.key, obj.size, row.mtime_ns if row is not None else 0, obj.etag)
 
     def place_of(self, ino: int) -> Place:
-        """Where an inode that is a file is. Raises `NotFound`."""
+        """Where an inode that is a file is. Raises `ObjectChanged`."""
         directory, mark = self._tree.locate(ino)
         row = self._tree.row(directory, mark)
         if row is None or row.ino != ino or mark.endswith(b"/"):
-            raise NotFound(f"no name leads to inode {ino}")
+            raise ObjectChanged(f"no name leads to inode {ino}")
         return directory, mark
 
     def leave_other_place(self, directory: Directory, name: bytes, ino: int) -> None:
         """The daemon before has died in a rename: the inode is here, whatever its old place says."""
-        with suppress(NotFound):
+        with suppress(ObjectChanged):
             above, mark = self._tree.locate(ino)
             row = self._tree.row(above, mark)
             if (above, mark) != (directory, name) and row is not None and row.ino == ino:
@@ -209,7 +205,7 @@ class LocalChanges:
             self._files.withhold(new.ino)
             self._kept.put(new.ino, self._kept.get(ino))
             self._kept.put(ino, {})
-            self._freshness.note_answer(directory, name, new.ino, self._clock())
+            self._freshness.note_answer(directory, name, new.ino, self._tree.clock())
             self._files.forget_warm()
 
     def share(self, node: Node, dirty_file: DirtyFile, handles: list[FileHandle]) -> None:
@@ -232,6 +228,8 @@ class LocalChanges:
         async with self.applying():
             if self._tree.known(node.directory.ino) is not node.directory:
                 raise ObjectChanged(f"{node.directory.prefix} was removed")
+            for handle in self._files.under(node.ino):  # first: it may fail, and then nothing has changed
+                self.attach(handle, node)
             etag, mtime_ns = DIRTY_FILE_ETAG + node.dirty_file.id, node.dirty_file.mtime_ns
             node.row, lost = pin(self._tree, node.directory, node.name, mtime_ns, etag, node.ino)
             node.ino = node.row.ino
@@ -240,8 +238,6 @@ class LocalChanges:
             self._held(node)
             self._files.forget_warm()
             self._files.turn(node.ino, self.version(node), node.dirty_file.mtime_ns)
-            for handle in self._files.under(node.ino):
-                self.attach(handle, node)
             self._writer.outlive(node.dirty_file, node.ino, named=True)
 
     def _held(self, node: Node) -> None:
@@ -276,7 +272,8 @@ class LocalChanges:
         return node if node is not None and not node.settled and self.version(node) == version else None
 
     def attach(self, handle: FileHandle, node: Node) -> None:
-        """A handle reads the dirty file from now on; when this raises, it does not."""
+        """A handle reads the dirty file from now on; when this raises, it does not. Only the first of a dirty file raises:
+        the others share its descriptor."""
         assert node.dirty_file is not None
         if handle.size != DIRTY_FILE:
             self._writer.open(node.dirty_file)
@@ -334,7 +331,7 @@ class LocalChanges:
         self._tree.database.write([("names", key, encode(new)), ("local", key, None)])
         self._kept.put(node.ino, node.attrs)
         self._let_go(node)
-        self._freshness.note_answer(node.directory, node.name, node.ino, self._clock())
+        self._freshness.note_answer(node.directory, node.name, node.ino, self._tree.clock())
         self._files.turn(node.ino, self.version(node), info.mtime_ns)
         self._forget(node)
 
@@ -370,7 +367,7 @@ class LocalChanges:
         self, node: Node, *, replaced: bool, instead: Callable[[], Awaitable[object]] | None = None
     ) -> None:
         """Its name goes, by what is done `instead` at the store: nothing of it is uploaded, and who has it open goes on with
-        it alone. The name itself is there until `gone` or another answer is written. When `instead` raises, nothing has
+        it alone. The name itself is there until another answer is written. When `instead` raises, nothing has
         happened."""
         node.removed = True
         ctime_ns = self.now_ns()
@@ -384,16 +381,26 @@ class LocalChanges:
             if node.dirty_file is None or not node.dirty_file.discarded:
                 node.removed = False
             else:  # it is given up already: the store says what is there
-                await self.gone(node.directory, node.name)
+                await self.write(node.directory, node.name, False)
                 self.look_again((node.directory, node.name))
             raise
 
     async def abandon(self, node: Node) -> None:
-        """It was never held: nothing of its dirty file is uploaded."""
-        node.removed = True
-        assert node.dirty_file is not None
-        await self._writer.discard(node.dirty_file, replaced=True)
+        """Its first change has failed: it is as if its dirty file had never been."""
+        dirty_file = node.dirty_file
+        assert dirty_file is not None
+        del self._by_dirty_file[dirty_file.id]
+        node.settled = True
         self._forget(node)
+        with trio.CancelScope(shield=True):
+            await self._writer.discard(dirty_file, replaced=True)
+
+    async def take_back(self, node: Node) -> None:
+        """What creates it has failed: its name goes, and nothing of it is uploaded."""
+        with trio.CancelScope(shield=True), suppress(CachefsError):
+            async with node.lock:
+                await self.remove(node, replaced=True)
+            await self.write(node.directory, node.name, False)
 
     def moves(self, place: Place, to: Place, row: Row) -> None:
         """A file has another name, where `row` is what is known of it; while `applying`."""
@@ -422,7 +429,7 @@ class LocalChanges:
         mark, new = mark_of_directory(place[1]), mark_of_directory(to[1])
         row = self._tree.row(place[0], mark)
         if row is None or row.ino != directory.ino:  # another client has removed it meanwhile
-            row = _NO_ROW._replace(ino=directory.ino)
+            row = NO_ROW._replace(ino=directory.ino)
         row = row._replace(generation=to[0].listed.generation)
         lost = move(self._tree, (place[0], mark), (to[0], new), row)
         for one in self._tree.replace(directory, to[0], new):
@@ -436,7 +443,7 @@ class LocalChanges:
         for directory, name in (place, to):
             self._tree.note_change(directory, name)
             self.touch(directory)
-        now = self._clock()
+        now = self._tree.clock()
         self._freshness.note_answer(*place, None, now)
         self._freshness.note_answer(*to, row.ino, now)
         self._files.forget_warm()
@@ -450,7 +457,7 @@ class LocalChanges:
                 self._doomed.append(ino)
 
     def now_ns(self) -> int:
-        """The time that a change of attributes shows."""
+        """The time that a change shows."""
         return round(self._wall() * 1e9)
 
     def touch(self, directory: Directory) -> None:
@@ -484,19 +491,10 @@ class LocalChanges:
 
     # -- what was done at the store ------------------------------------------------------------------
 
-    async def gone(self, directory: Directory, name: bytes) -> None:
-        """There is nothing under this name."""
+    async def write(self, directory: Directory, name: bytes, said: ObjectInfo | bool) -> int:
+        """There is this object under the name now, a directory (True), or nothing. Returns its number."""
         async with self.applying():
-            self.written(directory, name, False)
-
-    async def is_file(self, directory: Directory, name: bytes, info: ObjectInfo) -> None:
-        """The object has this version."""
-        async with self.applying():
-            self.written(directory, name, info)
-
-    async def is_directory(self, directory: Directory, name: bytes) -> int:
-        async with self.applying():
-            return self.written(directory, name, True)
+            return self.written(directory, name, said)
 
     @asynccontextmanager
     async def applying(self) -> AsyncIterator[None]:
@@ -518,7 +516,7 @@ class LocalChanges:
         self._files.forget_warm()
         self._lose(written.lost)
         ino = written.inos[0] if written.inos else None
-        self._freshness.note_answer(directory, name, ino, self._clock())
+        self._freshness.note_answer(directory, name, ino, self._tree.clock())
         return ino or 0
 
     async def directory(self, above: Directory, name: bytes) -> Directory:

@@ -14,7 +14,6 @@ Questions about one name are asked once for all who want to know.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,9 +22,10 @@ import trio
 from cachefs.base.errors import CachefsError, NameTooLong, NotFound, Unreachable
 from cachefs.base.ledger import about
 from cachefs.base.metrics import Metrics
+from cachefs.base.tasks import Outcome
 from cachefs.fs.freshness import BURST_S, Freshness
 from cachefs.fs.keys import MAX_NAME, nameable, text_of
-from cachefs.fs.listing import AHEAD, ChangeHook, Lister
+from cachefs.fs.listing import AHEAD, Lister
 from cachefs.fs.pages import write_answer
 from cachefs.fs.tree import Directory, Found, Tree
 
@@ -41,13 +41,10 @@ about as much time as two HEADs and answers a thousand."""
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Question:
-    """A question in progress, asked after so many `doubts` (`Freshness`). Neither `answer` nor `failure` after `ended`: its
-    caller was cancelled."""
+    """A question in progress, asked after so many `doubts` (`Freshness`). No answer: its caller was cancelled."""
 
     doubts: int
-    ended: trio.Event = field(default_factory=trio.Event)
-    answer: Found | float | None = None
-    failure: CachefsError | None = None
+    answer: Outcome[Found | float] = field(default_factory=Outcome)
 
 
 class Looker:
@@ -59,15 +56,11 @@ class Looker:
         freshness: Freshness,
         lister: Lister,
         metrics: Metrics,
-        clock: Callable[[], float],
-        on_change: ChangeHook,
     ) -> None:
         self._tree = tree
         self._freshness = freshness
         self._lister = lister
         self._metrics = metrics
-        self._clock = clock
-        self._on_change = on_change
         self._questions: dict[tuple[int, bytes], _Question] = {}
 
     def now(self, directory: Directory, name: bytes) -> Found | float | None:
@@ -76,7 +69,7 @@ class Looker:
             if len(name) > MAX_NAME:
                 raise NameTooLong(f"a name of {len(name)} bytes")
             return directory.ttls.negative_ttl
-        now = self._clock()
+        now = self._tree.clock()
         answer = self._freshness.decide(directory, name, now, now)
         return self._last_known(directory, name) if answer is None else answer
 
@@ -84,7 +77,7 @@ class Looker:
         """What is used only because the origin does not answer, if it does not."""
         if directory.origin is None or not directory.origin.serves_stale:
             return None
-        answer = self._freshness.last_known(directory, name, self._clock())
+        answer = self._freshness.last_known(directory, name, self._tree.clock())
         if answer is not None:
             self._metrics.stale_answers += 1
         return answer
@@ -101,9 +94,9 @@ class Looker:
             return answer
 
     async def _look(self, directory: Directory, name: bytes, share: bool) -> Found | float:
-        since = self._clock()
+        since = self._tree.clock()
         while True:
-            now = self._clock()
+            now = self._tree.clock()
             answer = self._freshness.decide(directory, name, since, now)
             if answer is not None:
                 return answer
@@ -123,7 +116,7 @@ class Looker:
             turn = listing.turn
             self._lister.allow(directory, listing, AHEAD + 1 if directory.ttls.ttl else 1)
             await turn.wait()
-            answer = self._freshness.decide(directory, name, since, self._clock())
+            answer = self._freshness.decide(directory, name, since, self._tree.clock())
             if answer is not None:
                 return answer
             if directory.listing is listing or directory.listed.complete == listing.generation:
@@ -140,7 +133,7 @@ class Looker:
         text, origin = text_of(name), directory.origin
         if isinstance(found, Found) or text is None or origin is None:
             return found
-        if self._freshness.absent_since(directory, name) >= self._clock() - BURST_S:
+        if self._freshness.absent_since(directory, name) >= self._tree.clock() - BURST_S:
             return found
         try:
             if not below and await _head(origin, directory.prefix + text) is None:
@@ -149,7 +142,7 @@ class Looker:
         except Unreachable:
             return found
         if isinstance(found, Found):
-            self._on_change(directory, 0, name)  # the kernel has it as missing
+            self._lister.tell(directory, name)  # the kernel has it as missing
         return found
 
     def _ask_itself(self, directory: Directory, name: bytes, now: float) -> bool:
@@ -172,34 +165,31 @@ class Looker:
         while share and (under_way := self._questions.get(key)) is not None:
             if under_way.doubts != self._freshness.doubts:
                 break  # its answer may be older than what the caller knows of
-            await under_way.ended.wait()
-            if under_way.failure is not None:
-                raise type(under_way.failure)(*under_way.failure.args) from under_way.failure
-            if under_way.answer is not None:
-                return under_way.answer
+            if (answer := await under_way.answer.wait()) is not None:
+                return answer
         question = _Question(self._freshness.doubts)
         if share:
             self._questions[key] = question
         try:
-            question.answer = await self._ask(directory, name)
+            answer = question.answer.value = await self._ask(directory, name)
         except CachefsError as exc:
             answer = self._last_known(directory, name) if isinstance(exc, Unreachable) else None
             if answer is None:
-                question.failure = exc
+                question.answer.failure = exc
                 raise
-            question.answer = answer
+            question.answer.value = answer
         finally:
             if self._questions.get(key) is question:
                 del self._questions[key]
-            question.ended.set()
-        return question.answer
+            question.answer.end()
+        return answer
 
     async def _ask(self, directory: Directory, name: bytes) -> Found | float:
         text, origin = text_of(name), directory.origin
         if text is None or origin is None:
             return directory.ttls.negative_ttl
         while True:
-            asked_at, epoch, changes = self._clock(), self._tree.epoch, self._tree.changes
+            asked_at, epoch, changes = self._tree.clock(), self._tree.epoch, self._tree.changes
             if self._freshness.is_hidden(directory, name):
                 return 0.0
             if (held := self._freshness.held.get((directory.ino, name))) is not None:

@@ -15,8 +15,6 @@ from cachefs.fs.inodes import inode_key
 if TYPE_CHECKING:
     from cachefs.base.behind import WriteBehind
 
-FIELDS = ("mode", "uid", "gid", "atime_ns", "mtime_ns", "ctime_ns")
-
 
 def without_set_ids(mode: int) -> int:
     """The mode of a file once another owner or another process's write has taken its privileges away. Set-gid without
@@ -40,7 +38,7 @@ class Overrides:
         self.any = database.count("kept") > 0  # so that a mount where nothing is kept pays nothing
 
     def get(self, ino: int) -> dict[str, Any]:
-        """What was set, by `FIELDS`."""
+        """What was set: mode, uid, gid, atime_ns, mtime_ns, ctime_ns."""
         data = self._database.get("kept", inode_key(ino)) if self.any else None
         return {} if data is None else json.loads(data)
 

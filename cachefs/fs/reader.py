@@ -29,13 +29,10 @@ class Backing(Protocol):
 class Reader(Protocol):
     """Bytes of object versions. Offsets and sizes lie inside the object: the filesystem clips them. `passthrough` says that
     files are opened in passthrough, and worth making ready for it, `written` that what is opened may be changed here
-    (`Writer.take`); `in_flight_fetches` are transfers under way."""
+    (`Writer.take`)."""
 
     passthrough: bool
     written: bool
-
-    @property
-    def in_flight_fetches(self) -> int: ...
 
     def open(self, origin: Origin, obj: ObjectId) -> Any:
         """Begin reading one version. Cheap, no I/O."""

@@ -31,14 +31,13 @@ Guessed: more than a program tries on its way to what it imports."""
 
 class Refreshing:
     """`forget` drops what is known of open files; `tell` has the kernel look at a name (directory, ino, name) again, and
-    `told` waits until it does. 0 is no inode. `clock` is seconds since the epoch."""
+    `told` waits until it does. 0 is no inode."""
 
     def __init__(
         self,
         tree: Tree,
         freshness: Freshness,
         lister: Lister,
-        clock: Callable[[], float],
         forget: Callable[[], None],
         tell: Callable[[Directory, int, bytes], None],
         told: Callable[[], Awaitable[None]],
@@ -46,7 +45,6 @@ class Refreshing:
         self._tree = tree
         self._freshness = freshness
         self._lister = lister
-        self._clock = clock
         self._forget = forget
         self._tell = tell
         self._told = told
@@ -56,7 +54,7 @@ class Refreshing:
         """For how many seconds, of so many, the kernel may keep that there is no such name."""
         if not seconds:
             return 0.0
-        place, now = (directory.ino, name), self._clock()
+        place, now = (directory.ino, name), self._tree.clock()
         self._absent.pop(place, None)
         if len(self._absent) >= MOST_ABSENT:
             oldest = next(iter(self._absent))

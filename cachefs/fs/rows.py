@@ -49,6 +49,9 @@ class Row(NamedTuple):
     known: bool = True
 
 
+NO_ROW = Row(0, 0, 0, "")
+
+
 def encode(row: Row) -> bytes:
     generation, mtime_ns, size, etag, ino, known = row
     flags = 0

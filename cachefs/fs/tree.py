@@ -33,7 +33,7 @@ import trio
 from cachefs.base.behind import WriteBehind
 from cachefs.base.clock import Machine, SteadyClock
 from cachefs.base.database import Put
-from cachefs.base.errors import ConfigError, NotADirectory, NotFound
+from cachefs.base.errors import ConfigError, NotADirectory, ObjectChanged
 from cachefs.fs.attributes import Ttls
 from cachefs.fs.inodes import NUMBER_BYTES, ROOT, Numbers, inode_key
 from cachefs.fs.keys import mark_of_directory, name_in, nameable
@@ -206,8 +206,9 @@ class _Turn:
 
 
 class Tree:
-    """What is known of all names. Opening it forgets everything that was learnt from other volumes, and makes everything
-    unknown if some of it was learnt later than now: then nothing says how old the rest is."""
+    """What is known of all names. `clock` is seconds since the epoch: answers and listings are dated by it. Opening it
+    forgets everything that was learnt from other volumes, and makes everything unknown if some of it was learnt later than
+    now: then nothing says how old the rest is."""
 
     def __init__(
         self,
@@ -218,6 +219,7 @@ class Tree:
     ) -> None:
         self._ttls = ttls or Ttls()
         self.database = database
+        self.clock = clock
         self.writing = _Turn(database)
         self._by_ino: weakref.WeakValueDictionary[int, Directory] = weakref.WeakValueDictionary()
         self._kept: dict[int, Directory] = {}
@@ -293,7 +295,7 @@ class Tree:
     # -- directories -------------------------------------------------------------------------------
 
     def directory(self, ino: int) -> Directory:
-        """The directory with this inode number. Raises `NotFound` or `NotADirectory`."""
+        """The directory with this inode number. Raises `ObjectChanged` or `NotADirectory`."""
         found = self._by_ino.get(ino)
         chain: list[tuple[int, bytes]] = []
         while found is None:
@@ -308,14 +310,15 @@ class Tree:
         return found
 
     def locate(self, ino: int) -> tuple[Directory, bytes]:
-        """Where an inode (not the root) is: its directory and its mark there. Raises `NotFound`."""
+        """Where an inode (not the root) is: its directory and its mark there. Raises `ObjectChanged` where no name
+        leads to it any more: ESTALE makes the kernel walk the path again, to what is there now."""
         above, mark = self._place(ino)
         return self._by_ino.get(above) or self.directory(above), mark
 
     def _place(self, ino: int) -> tuple[int, bytes]:
         place = self._written_place(ino)
         if place is None:
-            raise NotFound(f"no inode {ino}")
+            raise ObjectChanged(f"inode {ino} was removed or replaced")
         return int.from_bytes(place[:NUMBER_BYTES], "big"), place[NUMBER_BYTES:]
 
     def _written_place(self, ino: int) -> bytes | None:
@@ -438,6 +441,16 @@ class Tree:
         """What is written about these names as directories."""
         rows = self.database.get_many("names", [directory.key + name + b"/" for name in names])
         return [None if data is None else decode(data) for data in rows]
+
+    def shown(
+        self, directory: Directory, rows: list[tuple[bytes, Row]], generation: int
+    ) -> list[tuple[bytes, Row]]:
+        """Those of its rows that a listing shows: none of an earlier one, and no file that a directory of its name hides."""
+        rows = [one for one in rows if one[1].generation >= generation]
+        files = [mark for mark, _ in rows if not mark.endswith(b"/")]
+        as_directories = zip(files, self.as_directories(directory, files), strict=True)
+        hidden = {mark for mark, row in as_directories if row is not None and row.generation >= generation}
+        return [one for one in rows if one[0] not in hidden] if hidden else rows
 
     def mark_at(self, directory: Directory, ino: int) -> bytes | None:
         """The mark of an inode, if it is in this directory."""

@@ -8,7 +8,7 @@ make a request: who uses what they say reads it conditionally, so old knowledge 
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,7 +19,7 @@ from cachefs.base.names import ObjectId
 from cachefs.fs.directories import DirectoryHandle
 from cachefs.fs.inodes import ROOT
 from cachefs.fs.keys import nameable
-from cachefs.fs.rows import Row
+from cachefs.fs.rows import NO_ROW, Row
 from cachefs.fs.tree import Directory, Found
 
 if TYPE_CHECKING:
@@ -49,13 +49,11 @@ class TreeQueries:
         freshness: Freshness,
         looker: Looker,
         directories: DirectoryReader,
-        locate: Callable[[int], tuple[Directory, bytes]],
     ) -> None:
         self._tree = tree
         self._freshness = freshness
         self._looker = looker
         self._directories = directories
-        self._locate = locate
 
     # -- from what is written ----------------------------------------------------------------------
 
@@ -84,7 +82,7 @@ class TreeQueries:
         """The version of the file `ino` as it is written down; None when it is not, or when that is no file."""
         if ino == ROOT:
             return None
-        directory, mark = self._locate(ino)
+        directory, mark = self._tree.locate(ino)
         row = self._tree.row(directory, mark)
         if row is None or not row.known or mark.endswith(b"/") or directory.origin is None:
             return None
@@ -94,7 +92,7 @@ class TreeQueries:
         """Files of the directory that holds the file `ino`, behind the mark `after` (b"": from the beginning), in the
         order of the listing, as far as it has landed; and the mark to go on from, None at the end of all. At most `limit`,
         perhaps none though more follow: a run of sub-directories is passed a slice at a time."""
-        directory, _ = self._locate(ino)
+        directory, _ = self._tree.locate(ino)
         rows, end = self._landed(directory, after, min(limit, SLICE))
         assert directory.origin is not None or not rows
         return [
@@ -105,7 +103,7 @@ class TreeQueries:
     async def count_files(self, ino: int, largest: int) -> tuple[int, int] | None:
         """How many files of at most `largest` bytes the directory that holds the file `ino` has, and their bytes; None as
         long as its listing is not complete. Looks at every row, a slice at a time."""
-        directory, _ = self._locate(ino)
+        directory, _ = self._tree.locate(ino)
         whole = self._freshness.whole(directory)
         after: bytes | None = b"" if whole is not None else None
         files = size = 0
@@ -131,25 +129,12 @@ class TreeQueries:
             return [], after
         rows = self._tree.scan(directory, after, limit)
         if listing is not None:
-            decided = 0
-            while decided < len(rows) and listing.has_passed(rows[decided][0]):
-                decided += 1
-            del rows[decided:]
+            rows = listing.passed(rows)
             end: bytes | None = rows[-1][0] if rows else after
         else:
             end = rows[-1][0] if len(rows) == limit else None
-        files = [
-            (mark, row)
-            for mark, row in rows
-            if row.known and row.generation >= generation and not mark.endswith(b"/")
-        ]
-        as_directories = self._tree.as_directories(directory, [mark for mark, _ in files])
-        shown = [
-            f
-            for f, dir_row in zip(files, as_directories, strict=True)
-            if dir_row is None or dir_row.generation < generation
-        ]
-        return shown, end
+        shown = self._tree.shown(directory, rows, generation)
+        return [(mark, row) for mark, row in shown if row.known and not mark.endswith(b"/")], end
 
     # -- asking the store --------------------------------------------------------------------------
 
@@ -181,7 +166,7 @@ class TreeQueries:
     async def _find(self, path: str) -> tuple[Directory, Found | None]:
         """The directory that holds the last name of `path`, and what that name is."""
         directory = self._tree.root
-        found = Found(directory.ino, True, _NO_ROW, 0.0)
+        found = Found(directory.ino, True, NO_ROW, 0.0)
         for name in components(path):
             if not found.is_dir:
                 return directory, None
@@ -213,9 +198,6 @@ class TreeQueries:
                 if row is not None and directory.origin is not None:
                     yield _text(path), directory.origin, object_of(directory, entry.name, row)
             offset = entries[-1].next_offset
-
-
-_NO_ROW = Row(0, 0, 0, "")
 
 
 def components(path: str) -> list[bytes]:

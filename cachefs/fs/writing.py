@@ -42,8 +42,8 @@ T = TypeVar("T")
 
 
 class Writing:
-    """`dirty_files` is for what is done by handle, `names` for unlink, rmdir and rename. The age of answers is by `clock`;
-    the times that files and directories show are by `wall`."""
+    """`dirty_files` is for what is done by handle, `names` for unlink, rmdir and rename. The times that
+    files and directories show are by `wall`, in seconds since the epoch."""
 
     def __init__(
         self,
@@ -54,18 +54,16 @@ class Writing:
         files: OpenFiles,
         writer: Writer,
         options: Options,
-        clock: Callable[[], float],
         wall: Callable[[], float],
     ) -> None:
         self._tree = tree
         self._looker = looker
         self._files = files
         self._options = options
-        self._wall = wall
         self._kept = Overrides(tree.database)
-        self._local_changes = LocalChanges(tree, freshness, lister, files, self._kept, writer, clock, wall)
+        self._local_changes = LocalChanges(tree, freshness, lister, files, self._kept, writer, wall)
         self.locks = NameLocks()
-        self.dirty_files = DirtyFiles(self._local_changes, self._kept, files, writer, wall, self.locks)
+        self.dirty_files = DirtyFiles(self._local_changes, self._kept, files, writer, self.locks)
         writer.on_changed = self._changed_unseen
         self.names = Changing(
             tree, looker, lister, files, self._local_changes, self._kept, writer, self.shape
@@ -183,8 +181,8 @@ class Writing:
             dirty_file.attrs["mode"] = cleared
 
     def keep(self, ino: int, news: dict[str, int]) -> bool:
-        """Set these (`overrides.FIELDS`), for as long as it is this version. Returns whether that is to be `kept`."""
-        news = {**news, "ctime_ns": round(self._wall() * 1e9)}
+        """Set these (see `Overrides.get`), for as long as it is this version. Returns whether that is to be `kept`."""
+        news = {**news, "ctime_ns": self._local_changes.now_ns()}
         if "mode" in news:
             news["mode"] = stat.S_IMODE(news["mode"])
         node = self._local_changes.nodes.get(ino)
@@ -204,7 +202,7 @@ class Writing:
             return False
         mtime_ns = 0
         if ino != ROOT:
-            directory, mark = self._locate(ino)
+            directory, mark = self._tree.locate(ino)
             node = self._local_changes.at(directory, name_in(mark))
             if node is not None and node.ino == ino:
                 if node.held and node.dirty_file is not None:
@@ -234,12 +232,6 @@ class Writing:
             self._kept.put(node.ino, node.attrs)
         return False
 
-    def _locate(self, ino: int) -> tuple[Directory, bytes]:
-        try:
-            return self._tree.locate(ino)
-        except NotFound:
-            raise ObjectChanged(f"inode {ino} is gone") from None
-
     # -- files -------------------------------------------------------------------------------------
 
     async def create(
@@ -258,16 +250,20 @@ class Writing:
                 raise IsADirectory(f"{directory.prefix}{name.decode()} is a directory")
             return found.ino, await self.open(directory, name, found, flags | os.O_RDWR, pid)
         attrs = self._attrs(directory, False, mode, uid, gid)
-        node = await self.dirty_files.create(directory, name, attrs)
-        opened = await self.dirty_files.open_writer(node, pid)
+        node, opened = await self.dirty_files.create(directory, name, attrs, pid)
         return node.ino, opened
 
     async def mknod(self, directory: Directory, name: bytes, mode: int, pid: int, uid: int, gid: int) -> int:
         if stat.S_IFMT(mode) not in (0, stat.S_IFREG):
             raise NotPermitted("an object store has no devices, sockets or pipes")
         ino, opened = await self.create(directory, name, os.O_EXCL, mode, pid, uid, gid)
+        node = self._files.handles[opened[0]].node
+        assert node is not None
         try:
             await self.dirty_files.flush(opened[0])
+        except BaseException:
+            await self._local_changes.take_back(node)
+            raise
         finally:
             self.dirty_files.release(opened[0])
         return ino
@@ -294,11 +290,6 @@ class Writing:
             node = self._local_changes.fresh(directory, mark, row)
         return None if node is None else self.dirty_files.open_reader(node, pid)
 
-    def open_again(self, handle: FileHandle, pid: int) -> Opened:
-        """Another handle to read a dirty file that is open."""
-        assert handle.node is not None
-        return self.dirty_files.open_again(handle.node, handle, pid)
-
     async def truncate(self, ino: int, size: int, fh: int | None) -> None:
         if fh is not None and self._files.handles[fh].writes:
             await self.dirty_files.truncate_open(fh, size)
@@ -318,7 +309,7 @@ class Writing:
             await self.truncate(ino, size, fh)  # it has lost its name meanwhile
 
     def _place_of(self, ino: int) -> Name:
-        directory, mark = self._locate(ino)
+        directory, mark = self._tree.locate(ino)
         return directory, name_in(mark)
 
     async def _truncate(self, ino: int, size: int, directory: Directory, name: bytes) -> None:

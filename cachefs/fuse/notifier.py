@@ -84,7 +84,10 @@ def serve(fuse_fd: int, channel: socket.socket) -> None:
             os.write(fuse_fd, message)
         except OSError as exc:
             number = exc.errno or errno.EIO
-        channel.send(number.to_bytes(_ANSWER_BYTES, sys.byteorder))
+        try:
+            channel.send(number.to_bytes(_ANSWER_BYTES, sys.byteorder))
+        except BrokenPipeError:
+            return  # the daemon died meanwhile
 
 
 if __name__ == "__main__":

@@ -266,7 +266,7 @@ class Operations:
 
     def opendir(self, inode: int) -> int:
         self.metrics.fuse_opendir += 1
-        return self._fs.opendir_now(inode)
+        return self._fs.opendir(inode)
 
     def readdir(self, thread: int, dh: int, offset: int, most: int = 0) -> Pending[list[Entry]]:
         """At least as many entries as the buffer takes, if there are. `most` is how many it takes; a backend that does not

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cachefs.fs import FileSystem
+from cachefs.base.names import ObjectId
+from cachefs.fs import FileSystem, Former
 from cachefs.fuse import protocol
 from cachefs.fuse.callers import Writers
 from cachefs.fuse.held import READS, READS_WRITTEN, WRITES, Held, described
@@ -53,24 +53,14 @@ class Records:
         used = set()
         count = 0
         for at, record in self._held.open:
-            restore: Callable[..., bool | None] = self._fs.restore_file
-            if record.use != READS:
-                restore = partial(self._fs.restore_written, writes=record.use == WRITES)
             try:
-                restored = restore(
-                    record.fh,
-                    record.ino,
-                    self._origins[record.volume],
-                    record.key,
-                    record.etag,
-                    record.size,
-                    record.mtime_ns,
-                    record.backing_id,
-                )
-                if restored:
-                    if record.use == WRITES:
-                        writers.resumed(record.fh, record.ino, record.process)
-                elif record.use == WRITES:
+                origin, writes = self._origins[record.volume], record.use == WRITES
+                version = ObjectId(origin.source, record.key, record.etag, record.size)
+                of = (record.fh, record.ino, origin, version, record.mtime_ns, record.backing_id)
+                restored = self._fs.restore(Former(*of, writes, unsaved=record.use != READS))
+                if restored and writes:
+                    writers.resumed(record.fh, record.ino, record.process)
+                elif writes:
                     log.warning("%s was open for writing: what was not synced of it is lost", record.key)
             except Exception:
                 log.exception("the open file %s is given up", record.key)

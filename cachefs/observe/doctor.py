@@ -281,6 +281,8 @@ def mount(status: Mapping[str, Any]) -> Iterator[Finding]:
     for tier in status.get("tiers") or ():
         if tier["state"] != "normal":
             todo = "look at the log and at the disk (dmesg): until then it is not filled"
+            if tier["state"] == "removed":
+                todo = "mount again: what is cached there now is lost when the mount ends"
             yield Finding("problem", f"{subject}, {tier['name']} tier", tier["state"], todo)
     metrics = status.get("metrics") or {}
     if metrics.get("checksum_failures"):

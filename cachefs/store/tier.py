@@ -486,7 +486,7 @@ class Tier:
             self._removed = True
             log.warning(
                 "%s was removed while it is in use: reads go on from the origin; what is cached there from now on is lost "
-                "when the mount ends, and what was written here and not sent is lost now",
+                "when the mount ends, and what was written here and not sent is lost now: mount again",
                 self.path,
             )
         try:
@@ -515,6 +515,8 @@ class Tier:
     def state(self) -> str:
         if self.disk.down:
             return "down"
+        if self._removed:
+            return "removed"
         if self.errors_in_a_row == 0:
             return "normal"
         return "unstable" if self.errors_in_a_row < 3 else "down"

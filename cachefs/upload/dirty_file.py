@@ -434,9 +434,7 @@ class DirtyFile:
         self.record.ino = row["ino"]
         self.content.removed = row["removed"]
         self.file.resumed(spoiled=row["spoiled"], removed=row["removed"])
-        self.record.tokens, self.record.upload = row["tokens"], row["upload"]
         if row["upload"] is not None:
-            self.sender.resume(self.origin.resume_upload(self.key, row["upload"]))
             self.parts.resumed()
         if row["way"] != Way.HERE.name:
             self.may_be_written()

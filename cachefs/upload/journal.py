@@ -66,6 +66,10 @@ class DiskHangs(CacheUnusable):
     """A row waits for a disk that does not answer, and is written once it does."""
 
 
+class JournalRemoved(CacheUnusable):
+    """The next start would find none of the rows that are written now."""
+
+
 class _Batch:
     """Rows that wait for one transaction, and what became of it. `first` and `then` are called around it."""
 
@@ -101,6 +105,7 @@ class Journal:
             raise CacheUnusable(
                 f"{exc}; cachefs recover {directory.parent} lists the files that it is about"
             ) from exc
+        self._file = os.fspath(directory / "data.mdb")
         self._before = before
         self._next = _Batch()
         self.hangs_elsewhere: Callable[[], bool] = lambda: False
@@ -110,6 +115,16 @@ class Journal:
     def hangs(self) -> bool:
         """Whether a transaction takes too long."""
         return self._since < trio.current_time() - HANGS_AFTER_S
+
+    @property
+    def removed(self) -> bool:
+        """Whether its files were removed from outside."""
+        return not os.path.exists(self._file)
+
+    def check_name(self) -> None:
+        """Raises `JournalRemoved`."""
+        if self.removed:
+            raise JournalRemoved(f"{self._file} was removed while it is in use: mount again")
 
     def rows(self, table: str) -> dict[str, dict[str, Any]]:
         """All rows of a table, as they were before this start; later ones are their owners' to know."""
@@ -204,7 +219,7 @@ class Records:
 
     async def acknowledge(self, dirty_file: DirtyFile) -> None:
         """What it holds now is on the disk, and so is a row that says so. Raises `NoRoom`, `CacheUnusable`, of
-        which `Lost`."""
+        which `Lost` and `JournalRemoved`."""
         dirty_file.look()
         generation = dirty_file.content.generation
         if dirty_file.content.synced < generation or dirty_file.kernel.in_passthrough:
@@ -215,7 +230,9 @@ class Records:
                 raise
             dirty_file.content.synced = max(dirty_file.content.synced, generation)
         if dirty_file.dirty and dirty_file.content.is_ours:
-            dirty_file.file.check_name()  # or the next mount would be promised a file that it cannot find
+            # Or the next mount would be promised a file that it cannot find.
+            dirty_file.file.check_name()
+            self.journal.check_name()
         async with dirty_file.record.turn:
             # What the origin has got meanwhile must not come back after a crash.
             if dirty_file.dirty and not dirty_file.acknowledged and not dirty_file.discarded:

@@ -19,7 +19,7 @@ import trio
 from cachefs.base.errors import CacheUnusable, NoRoom
 from cachefs.base.names import ObjectId
 from cachefs.upload.dirty_file import DirtyFile
-from cachefs.upload.staging import LOOK_S, translated
+from cachefs.upload.staging import LOOK_S, existing, translated
 
 UNSENT = 512 << 20
 """Guessed: seconds of a fast store, and less than what a node has of page cache."""
@@ -79,7 +79,10 @@ class StagingRoom:
     def free_bytes(self) -> int:
         """What may be written now. Raises `CacheUnusable`."""
         try:
-            disk = os.statvfs(self._directory)
+            try:
+                disk = os.statvfs(self._directory)
+            except FileNotFoundError:  # it was removed, and is made again for the next file
+                disk = os.statvfs(existing(self._directory))
         except OSError as exc:
             raise translated(exc, self._directory) from exc
         return disk.f_bavail * disk.f_frsize - self._keep_free

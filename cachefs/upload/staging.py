@@ -31,7 +31,7 @@ from cachefs.base import ownership
 from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.errors import CachefsError, CacheUnusable, NoRoom, TooLarge
 from cachefs.base.shared_memory import TAIL_BYTES, SharedMemory, Tail
-from cachefs.base.tasks import in_thread, in_thread_at_last
+from cachefs.base.tasks import Outcome, in_thread, in_thread_at_last
 from cachefs.origin import FileRange, InMemory, Source
 
 log = logging.getLogger(__name__)
@@ -86,6 +86,7 @@ class StagingDisk:
         """Makes the directory, readable by its owner alone. Raises `CacheUnusable`."""
         try:
             ownership.claim(directory, whole=True)
+            self._device = directory.stat().st_dev
         except OSError as exc:
             raise CacheUnusable(f"cannot keep what is written in {directory}: {exc.strerror}") from exc
         self.directory = directory
@@ -127,10 +128,20 @@ class StagingDisk:
             self._new[call] = time.monotonic()
             try:
                 return _written_file(path, data)
+            except FileNotFoundError:
+                self._make_again()
+                return _written_file(path, data)
             finally:
                 del self._new[call]
 
         return await self.run(timed)
+
+    def _make_again(self) -> None:
+        """In a thread: the directory was removed from outside. OSError where its disk is not there: what is below has no
+        reserve of ours."""
+        if existing(self.directory).stat().st_dev != self._device:
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+        ownership.claim(self.directory, whole=True)
 
     def later(self, call: Callable[[], object]) -> None:
         """Make a call that no caller waits for. Its OSError is logged."""
@@ -273,21 +284,19 @@ class StagingFile:
         `HANGS_AFTER_S`: the move goes on. Raises `NoRoom`, `CacheUnusable`."""
         if self._held is None or self._disk.hangs:
             return self._held is None
-        ended, failed = trio.Event(), list[Exception]()
+        landed = Outcome[None]()
 
         async def land() -> None:
             try:
                 with self.used():
                     await self.land()
             except Exception as exc:
-                failed.append(exc)
-            ended.set()
+                landed.failure = exc
+            landed.end()
 
         trio.lowlevel.spawn_system_task(land)
         with trio.move_on_after(HANGS_AFTER_S):
-            await ended.wait()
-        if failed:
-            raise failed[0]
+            await landed.wait()
         return self._held is None
 
     def _unlink(self) -> None:
@@ -398,10 +407,13 @@ class StagingFile:
     async def read(self, offset: int, size: int) -> bytes:
         if self._held is not None and offset >= self._start:
             return self._in_memory(offset, size)
+        end = b""
+        if self._held is not None and offset + size > self._start:
+            # It does not land first: a full disk keeps no reader from it.
+            end = self._in_memory(self._start, offset + size - self._start)
+            size = self._start - offset
         with self.used(), self._translated():
-            if self._held is not None and offset + size > self._start:
-                await self.land()
-            return await self._disk.run(lambda: os.pread(self._fd, size, offset))
+            return await self._disk.run(lambda: os.pread(self._fd, size, offset)) + end
 
     def _in_memory(self, offset: int, size: int) -> bytes:
         assert self._held is not None
@@ -536,6 +548,11 @@ class StagingFile:
             if exc.errno == errno.ENOENT and self._made and not self._removed:
                 raise Lost(f"{self.path} was removed from outside: what was written to it is lost") from exc
             raise translated(exc, self.path.parent) from exc
+
+
+def existing(directory: Path) -> Path:
+    """A directory, or what is left above it."""
+    return next(place for place in (directory, *directory.parents) if place.exists())
 
 
 def sync_names(directory: Path) -> None:

@@ -37,7 +37,7 @@ from cachefs.store.backing import BackingFile
 from cachefs.upload import orphans
 from cachefs.upload.content import Row, Stored
 from cachefs.upload.dirty_file import DirtyFile, Way
-from cachefs.upload.journal import NOTES, Journal, Records, look
+from cachefs.upload.journal import NOTES, Journal, JournalRemoved, Records, look
 from cachefs.upload.passthrough import Passthrough
 from cachefs.upload.queue import Queue, in_vain
 from cachefs.upload.room import UNASKED, Cache, StagingRoom
@@ -275,8 +275,8 @@ class Uploads:
     async def open_backing(self, dirty_file: DirtyFile) -> BackingFile | None:
         """Its backing file for one passthrough writer, until `returned`; None: no passthrough. The same one until
         the last user has gone. Nothing of it is sent meanwhile; an upload that a caller waits for is waited for."""
-        if dirty_file.backing is None and self._room.free_bytes() < UNASKED:
-            return None
+        if dirty_file.backing is None and (self._room.free_bytes() < UNASKED or self.journal.removed):
+            return None  # without a journal a commit is an upload, which waits for no passthrough writer
         return await self._passthrough.open_backing(dirty_file)
 
     def returned(self, dirty_file: DirtyFile) -> None:
@@ -315,7 +315,8 @@ class Uploads:
         self._queue.plan(dirty_file, self._queue.delay_s if self._writeback else 0.0)
 
     async def commit(self, dirty_file: DirtyFile) -> None:
-        """Durable: what it holds now is in the store. Writeback: on this disk, and will be in the store. Raises what failed:
+        """Durable: what it holds now is in the store. Writeback: on this disk, and will be in the store;
+        or in the store, where the journal was removed. Raises what failed:
         the dirty file stays pending then, and is tried again by itself. With writeback, the failure of an upload since the
         last commit is raised, once."""
         dirty_file.look()
@@ -325,7 +326,14 @@ class Uploads:
             await self._queue.upload(dirty_file)
             return
         dirty_file.within_limits(dirty_file.size)
-        await self._records.acknowledge(dirty_file)
+        wanted = dirty_file.content.generation
+        try:
+            await self._records.acknowledge(dirty_file)
+        except JournalRemoved:  # nothing can be promised here any more, until the next mount
+            await self._queue.upload(dirty_file)
+            if not dirty_file.has(wanted):
+                raise
+            return
         if dirty_file.trying.overdue and not dirty_file.kernel.writers:
             await self._queue.begin(dirty_file)
         elif not dirty_file.kernel.writers:
@@ -430,20 +438,25 @@ class Uploads:
             try:
                 if row["file"] in lost:
                     raise CacheUnusable(lost[row["file"]])
-                found[name] = self._resumed(name, row, mtime_ns, origin)
+                dirty_file = self._again(name, row, mtime_ns, origin)
+                dirty_file.resumed(row)
+                found[name] = dirty_file
             except (OSError, CachefsError) as exc:
                 records.drop(name)
                 if row["dirty"]:
                     log.error("%s was being written, and is lost: %s", origin.name(row["key"]), str(exc))  # noqa: TRY400
         return found, over
 
-    def _resumed(self, name: str, row: Mapping[str, Any], mtime_ns: int, origin: Origin) -> DirtyFile:
+    def _again(self, name: str, row: Mapping[str, Any], mtime_ns: int, origin: Origin) -> DirtyFile:
+        """A dirty file of an earlier run, whose upload goes on."""
         file = StagingFile(self._disk, row["file"])
         size, base, attrs = file.path.stat().st_size, row["base"], row["attrs"]
         dirty_file = DirtyFile(
             self, name, origin, row["key"], file, size, base=base, mtime_ns=mtime_ns, attrs=attrs
         )
-        dirty_file.resumed(row)
+        dirty_file.record.tokens, dirty_file.record.upload = row["tokens"], row["upload"]
+        if row["upload"] is not None:
+            dirty_file.sender.resume(origin.resume_upload(row["key"], row["upload"]))
         return dirty_file
 
     def _forget(self, dirty_file: DirtyFile) -> None:
@@ -844,24 +857,10 @@ class Uploads:
         return found
 
     def _revive(self, name: str, row: Mapping[str, Any], origin: Origin) -> DirtyFile:
-        file = StagingFile(self._disk, row["file"])
-        dirty_file = DirtyFile(
-            self,
-            name,
-            origin,
-            row["key"],
-            file,
-            file.path.stat().st_size,
-            base=row["base"],
-            mtime_ns=row["mtime_ns"],
-            attrs=row["attrs"],
-        )
+        dirty_file = self._again(name, row, row["mtime_ns"], origin)
         dirty_file.content.row = Row.ACKNOWLEDGED
         dirty_file.may_be_written()  # by a process that has outlived that run
-        dirty_file.record.tokens, dirty_file.record.upload = row["tokens"], row["upload"]
         dirty_file.content.synced = dirty_file.content.generation
-        if row["upload"] is not None:
-            dirty_file.sender.resume(origin.resume_upload(row["key"], row["upload"]))
         return dirty_file
 
     async def hand_over(self) -> None:

@@ -70,7 +70,7 @@ class Mount:
         return found.ino
 
     async def entries(self, ino: int = ROOT, limit: int = 100) -> list[Entry]:
-        handle = await self.fs.opendir(ino)
+        handle = self.fs.opendir(ino)
         try:
             found: list[Entry] = []
             while page := await self.fs.readdir(handle, found[-1].next_offset if found else 0, limit):

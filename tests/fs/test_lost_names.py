@@ -61,7 +61,7 @@ async def test_a_reader_of_a_directory_is_told_and_never_sees_a_shorter_one() ->
     async with mounted(Bucket([f"d/{n:03d}" for n in range(300)], page=10)) as mount:
         mount.fs.renew_names()
         ino = await mount.ino("d")
-        reader = await mount.fs.opendir(ino)
+        reader = mount.fs.opendir(ino)
         some = await mount.fs.readdir(reader, 0, 5)
         assert len(some) == 5
         await cut_short(mount, 8192)
@@ -79,7 +79,7 @@ async def test_a_listing_that_is_under_way_begins_anew() -> None:
     async with mounted(bucket) as mount:
         mount.fs.renew_names()
         ino = await mount.ino("d")
-        reader = await mount.fs.opendir(ino)
+        reader = mount.fs.opendir(ino)
         await mount.fs.readdir(reader, 0, 5)
         mount.fs.releasedir(reader)
         assert mount.fs._tree.directory(ino).listing is not None  # it has not seen the last page

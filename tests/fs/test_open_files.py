@@ -192,7 +192,7 @@ async def test_a_directory_below_one_that_is_renamed(mode: str, known: str, tmp_
         mount, fs = world.mount, world.mount.fs
         deep = await mount.ino("dir/deep")
         await fs.setattr(deep, mode=0o750)
-        dh = await fs.opendir(deep)
+        dh = fs.opendir(deep)
         if known == "used":
             assert await listed(mount, dh) == [b"y"]
             await mount.write("dir/deep/z", b"zed")
@@ -231,7 +231,7 @@ async def test_a_directory_below_one_that_is_renamed(mode: str, known: str, tmp_
 async def test_a_directory_that_is_renamed_while_it_is_read(limit: int) -> None:
     bucket = WritableBucket([f"d/e/{number:02}" for number in range(10)])
     async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
-        dh = await mount.fs.opendir(await mount.ino("d/e"))
+        dh = mount.fs.opendir(await mount.ino("d/e"))
         page = await mount.fs.readdir(dh, 0, limit)
         names = [entry.name for entry in page]
         for new in ("moved", "again"):
@@ -248,7 +248,7 @@ async def test_a_directory_that_is_removed() -> None:
     bucket = WritableBucket(["d/e/f"])
     async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
         ino = await mount.ino("d/e")
-        dh = await mount.fs.opendir(ino)
+        dh = mount.fs.opendir(ino)
         await mount.unlink("d/e/f")
         assert await listed(mount, dh) == []
         await mount.rmdir("d/e")

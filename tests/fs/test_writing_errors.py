@@ -8,8 +8,9 @@ import stat
 from typing import Any
 
 import pytest
+import trio
 
-from cachefs.base.errors import CachefsError, OriginFailed, PermissionDenied
+from cachefs.base.errors import CachefsError, CacheUnusable, OriginFailed, PermissionDenied
 from cachefs.fs import Volume
 from cachefs.fuse.errno_table import errno_of
 from tests.fs.bucket import Bucket, WritableBucket
@@ -209,3 +210,120 @@ async def test_a_store_that_refuses_changes_leaves_a_tree_that_is_true(kind: str
         for path in ("d/f", "d/g", "e/h"):
             assert await mount.read(path) == bucket.content(path)
         assert await mount.ino("d") != ROOT
+
+
+@pytest.mark.parametrize("what", ["open", "open_backing"])
+async def test_a_create_that_fails_leaves_no_name_and_no_object(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name shows the file already when its handle is made. That fails: no descriptor is left, or the caller gives up."""
+    bucket, writer = WritableBucket(["f", "d/f"]), MemoryWriter()
+    async with mounted(bucket, writer=writer, **RW) as mount:
+        before = await mount.walk()
+        for path in ("new", "d/new"):
+            parent, name = await mount.parent(path)
+            with monkeypatch.context() as patch, trio.CancelScope() as scope:
+
+                def fail(dirty_file: Any) -> None:
+                    raise CacheUnusable("no descriptor is left")
+
+                async def wait(dirty_file: Any, scope: trio.CancelScope = scope) -> None:
+                    scope.cancel()
+                    await trio.sleep_forever()
+
+                patch.setattr(writer, what, fail if what == "open" else wait)
+                with pytest.raises(CacheUnusable if what == "open" else trio.Cancelled):
+                    await mount.fs.create(parent, name, os.O_EXCL, 0o644, 1, 1000, 1000)
+            assert await mount.stat(path) is None and await mount.walk() == before
+            assert not mount.fs._files.handles and not writer.pending()
+            assert set(bucket.objects) == {"f", "d/f"}
+        await mount.write("new", b"content", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        assert bucket.content("new") == b"content"
+
+
+async def test_a_mknod_whose_upload_fails_leaves_no_name_and_no_object() -> None:
+    bucket, writer = WritableBucket(["f"]), MemoryWriter()
+    async with mounted(bucket, writer=writer, **RW) as mount:
+        writer.failure = PermissionDenied("no")
+        with pytest.raises(PermissionDenied):
+            await mknod(mount, "new", stat.S_IFREG | 0o644)
+        assert await mount.stat("new") is None and not writer.pending()
+
+
+@pytest.mark.parametrize("flags", [os.O_RDWR, os.O_RDWR | os.O_TRUNC])
+async def test_an_open_goes_without_passthrough_where_that_fails(
+    flags: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or an open that says it has failed would have emptied the file."""
+    bucket, writer = WritableBucket(["f"]), MemoryWriter(writeback=True)
+    writer.passthrough = True
+    async with mounted(bucket, writer=writer, **RW) as mount:
+
+        async def fail(dirty_file: Any) -> None:
+            raise CacheUnusable("no descriptor is left")
+
+        monkeypatch.setattr(writer, "open_backing", fail)
+        fh, backing = await mount.fs.open(await mount.ino("f"), flags, 1)
+        assert not backing
+        assert await mount.pwrite(fh, 0, b"written") == 7
+        await mount.close_file(fh)
+        assert (await mount.read("f"))[:7] == b"written"
+        await writer.upload_all()
+
+
+async def test_a_change_that_cannot_be_read_by_all_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader's handle cannot turn to what is written: no descriptor is left. The write fails, and nothing has happened."""
+    bucket, writer = WritableBucket(["f"]), MemoryWriter()
+    async with mounted(bucket, writer=writer, **RW) as mount:
+        reader = await mount.open("f")
+        fh = await mount.open("f", os.O_RDWR)
+        content, before = await mount.pread(reader), bucket.objects["f"].etag
+        with monkeypatch.context() as patch:
+
+            def fail(dirty_file: Any) -> None:
+                raise CacheUnusable("no descriptor is left")
+
+            patch.setattr(writer, "open", fail)
+            with pytest.raises(CacheUnusable):
+                await mount.pwrite(fh, 0, b"new")
+        assert await mount.pread(reader) == content == await mount.pread(fh)
+        assert (await mount.fstat(reader)).nlink == 1 and await mount.walk() == {b"f": len(content)}
+        await mount.close_file(fh)
+        assert not writer.pending() and bucket.objects["f"].etag == before
+        fh = await mount.open("f", os.O_RDWR)
+        await mount.pwrite(fh, 0, b"new")
+        assert (await mount.pread(reader))[:3] == b"new"
+        await mount.close_file(fh)
+        mount.fs.release(reader)
+        assert bucket.content("f") == b"new" + content[3:]
+
+
+async def test_a_first_change_without_a_name_that_fails_is_uploaded_nowhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A file is open for writing, and its name was removed. Its dirty file cannot be opened for the reader."""
+    bucket, writer = WritableBucket(["d/f", "d/g"]), MemoryWriter()
+    async with mounted(bucket, writer=writer, **RW) as mount:
+        reader, fh = await mount.open("d/f"), await mount.open("d/f", os.O_RDWR)
+        await mount.unlink("d/f")
+        bucket.set("d/f", 10, 1)  # another client's, which is not to be replaced
+        theirs, begin = bucket.objects["d/f"].etag, writer.begin
+
+        async def begun(*args: Any, **how: Any) -> Any:
+            return await begin(*args, **{**how, "base": None})  # what was read is cached
+
+        monkeypatch.setattr(writer, "begin", begun)
+        with monkeypatch.context() as patch:
+
+            def fail(dirty_file: Any) -> None:
+                raise CacheUnusable("no descriptor is left")
+
+            patch.setattr(writer, "open", fail)
+            with pytest.raises(CacheUnusable):
+                await mount.pwrite(fh, 0, b"new")
+        assert not writer.pending()
+        await mount.pwrite(fh, 0, b"new")
+        assert await mount.pread(fh) == b"new" == await mount.pread(reader)
+        await mount.close_file(fh)
+        mount.fs.release(reader)
+        assert not writer.dirty_files and bucket.objects["d/f"].etag == theirs

@@ -76,6 +76,15 @@ def test_a_notifier_that_was_killed_begins_again_and_tells_the_errno(tmp_path: P
     os.close(fd)
 
 
+def test_a_notifier_whose_daemon_died_amid_a_notice_ends_without_a_word(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with open(tmp_path / "fuse", "wb") as fuse, theirs:
+        ours.send(b"one")
+        ours.close()
+        notifier.serve(fuse.fileno(), theirs)
+    assert (tmp_path / "fuse").read_bytes() == b"one"
+
+
 def children() -> set[int]:
     """This process's, that run the notifier."""
     found = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()

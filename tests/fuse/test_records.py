@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachefs.base.names import ObjectId
+from cachefs.fs import Former
 from cachefs.fuse import held
 from cachefs.fuse.callers import Writers
 from cachefs.fuse.held import HandleRecord, HandleTable, described
@@ -141,20 +142,26 @@ def test_backing_ids(memory: int) -> None:
     assert HandleTable(memory, 0).backing_ids() == {9, 10}
 
 
+class _Origin:
+    source = "s3://b"
+
+
 class _Files:
     """What `Records` asks of a filesystem."""
 
     def __init__(self) -> None:
-        self.origin = object()
+        self.origin = _Origin()
         self.handles: dict[int, Any] = {}
         self.followed = 0
 
     def follow(self, count: int) -> None:
         self.followed = count
 
-    def restore_file(self, fh: int, ino: int, origin: Any, *what: Any) -> None:
-        assert origin is self.origin
-        self.handles[fh] = SimpleNamespace(what=(ino, *what))
+    def restore(self, was: Former) -> bool:
+        assert was.origin is self.origin and not was.unsaved and not was.writes
+        what = was.ino, was.object, was.mtime_ns, was.backing_id
+        self.handles[was.fh] = SimpleNamespace(what=what)
+        return True
 
     def release(self, fh: int) -> None:
         del self.handles[fh]
@@ -195,7 +202,7 @@ def test_a_handle_that_the_kernel_never_heard_of_goes_when_it_asks_again(memory:
     reader.take_over(device, Writers())  # type: ignore[arg-type]
     assert after.followed == 1
     restored = {fh: handle.what for fh, handle in after.handles.items()}
-    assert restored == {fh: (40 + fh, "key", "etag", 10, 5, fh) for fh in (1, 2)}
+    assert restored == {fh: (40 + fh, obj, 5, fh) for fh in (1, 2)}
     assert device.released >= {7}
     assert not device.released & {1, 2}
     assert 7 in device.told

@@ -330,7 +330,7 @@ async def nothing(asking: Kernel) -> None:
 
 
 async def time_passes(asking: Kernel) -> None:
-    clock: Any = asking.fs._clock
+    clock: Any = asking.fs._tree.clock
     clock.now += 61
 
 

@@ -20,13 +20,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from bench.lab.client import LabStore
+from cachefs.fuse import holder
 from tests.mount.mounts import Mount, alive, eventually
+from tests.mount.restarting import ALLOWED, end
 
 MODES = {"durable": {}, "writeback": {"writeback": True, "upload_delay": "50ms"}}
 
@@ -65,6 +68,10 @@ ORDER = (
 )
 WITH_DIRECTORIES = ("mkdir", "rmdir", "rename-directory")
 HARSH = ("die", "refresh")
+
+FORGOTTEN = {"read", "held"}
+"""With a daemon that is killed also ESTALE: what it had cached of a file that was removed while it was open may be
+forgotten."""
 
 Result = dict[str, dict[str, int]]
 """Operation → errno's name, "ok" or what was torn → how often."""
@@ -218,12 +225,26 @@ def race(
     return {kind: dict(counts) for kind, counts in sorted(total.items())}
 
 
-def unexpected(result: Result) -> list[str]:
+def kill(mount: Mount, kills: int, seconds: float, wrong: list[str]) -> None:
+    """Kill the daemon so often while the actors are at it; each time another one goes on."""
+    chance = random.Random(kills)
+    try:
+        for number in range(kills):
+            time.sleep(chance.uniform(0.5, 1.5) * seconds / (kills + 1))
+            if number and not number % (holder.MOST_SHORT - 1):
+                time.sleep(holder.LONG_S)  # else this is a crash loop, and ends the mount
+            end(mount, upgrade=False)
+    except Exception as exc:
+        wrong.append(f"the next daemon: {type(exc).__name__}: {exc}")
+
+
+def unexpected(result: Result, killed: bool = False) -> list[str]:
     return [
         f"{kind}: {what} x {count}"
         for kind, counts in result.items()
         for what, count in counts.items()
-        if what != "ok" and what not in {errno.errorcode[number] for number in EXPECTED[kind]}
+        if what not in {"ok", *(errno.errorcode[number] for number in EXPECTED[kind])}
+        and not (killed and kind in FORGOTTEN and what == "ESTALE")
     ]
 
 
@@ -286,7 +307,12 @@ def origin(
     """(URL, environment, what it holds)."""
     if kind == "file":
         (place / "data").mkdir()
-        yield f"file://{place}/data", {}, lambda: tree(place / "data")
+
+        def shown() -> dict[str, bytes | str]:
+            """A daemon that was killed leaves what it was writing under a hidden name."""
+            return {path: data for path, data in tree(place / "data").items() if "/.cachefs-" not in path}
+
+        yield f"file://{place}/data", {}, shown
         return
     with LabStore(place / "store") as store:
         store.bucket("races")
@@ -313,13 +339,24 @@ def series(
     result: Result = {}
     with origin(source, place) as (url, env, held):
         mount = Mount(
-            place, url, env, {"read_only": None, "ram": "16M", "fuse": fuse, "timeout": 20, **MODES[mode]}
+            place,
+            url,
+            env,
+            {
+                "read_only": None,
+                "ram": "16M",
+                "fuse": fuse,
+                "timeout": 20,
+                "restart": chosen.kills > 0,
+                **MODES[mode],
+            },
         )
         mount.start()
-        pid = mount.pid
         root = mount.path / "race"
         try:
             root.mkdir()
+            killer = threading.Thread(target=kill, args=(mount, chosen.kills, chosen.seconds, wrong))
+            killer.start()
             result = race(
                 root,
                 chosen.seconds,
@@ -329,8 +366,9 @@ def series(
                 chosen.directories,
                 chosen.harsh,
             )
-            wrong += unexpected(result)
-            assert alive(pid), "the daemon has ended"
+            killer.join()
+            wrong += unexpected(result, chosen.kills > 0)
+            assert alive(mount.pid), "the daemon has ended"
             if mode == "writeback" or chosen.harsh:  # the upload of a process that was killed goes on
                 mount.cli("flush", mount.path, timeout=120)
             here = tree(mount.path)
@@ -339,9 +377,12 @@ def series(
             mount.start()
             wrong += differences(here, tree(mount.path), "before / after a restart")
             wrong += unusable(root, chosen.names)
-            wrong += [line for line in mount.log().splitlines() if "Traceback" in line or " ERROR " in line][
-                :5
-            ]
+            wrong += [
+                line
+                for line in mount.log().splitlines()
+                if "Traceback" in line
+                or (" ERROR " in line and not (chosen.kills and any(said in line for said in ALLOWED)))
+            ][:5]
             mount.stop()
         except (OSError, AssertionError, subprocess.SubprocessError) as exc:
             wrong.append(f"{type(exc).__name__}: {exc}")
@@ -369,6 +410,9 @@ def main(arguments: Sequence[str]) -> int:
         "--directories", action="store_true", help="directories come, go and are renamed, too"
     )
     parser.add_argument("--harsh", action="store_true", help="processes are killed, names are refreshed, too")
+    parser.add_argument(
+        "--kills", type=int, default=0, help="mounts with --restart, whose daemon is killed so often (native)"
+    )
     parser.add_argument("--log", help="keep each daemon's log under this name")
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args(arguments)
@@ -377,7 +421,7 @@ def main(arguments: Sequence[str]) -> int:
         os.environ["XDG_RUNTIME_DIR"] = os.environ["XDG_CACHE_HOME"] = place
         for source in chosen.source:
             for mode in chosen.mode:
-                for fuse in chosen.fuse:
+                for fuse in ["native"] if chosen.kills else chosen.fuse:
                     result, wrong = series(
                         chosen, source, mode, fuse, Path(place) / f"{source}-{mode}-{fuse}"
                     )

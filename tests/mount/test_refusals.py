@@ -193,8 +193,12 @@ class TestCacheDirectory:
         shutil.rmtree(mount.cache)
         eventually(lambda: "was removed while it is in use" in mount.log(), "the removal is noticed")
         assert "what was written here and not sent is lost now" in mount.log()
-        with pytest.raises(OSError):
-            (mount.path / "new").write_bytes(b"n" * 300_000)
+        assert {tier["state"] for tier in mount.ask("status")["tiers"]} == {"normal", "removed"}
+        (mount.path / "new").write_bytes(b"n" * 300_000)
+        requests = [r for r in bucket.store.requests() if r["bucket"] == bucket.name]
+        assert [r["key"] for r in requests if r["kind"] == "put"] == ["new"], (
+            "no journal could promise it: it is sent at once"
+        )
         done = mount.umount()
         assert (
             "unsent: " in done.stdout + done.stderr

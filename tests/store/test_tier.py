@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -172,6 +173,21 @@ def test_what_is_on_its_way_out_counts_beyond_the_first_of_it(make: Callable[...
     small = make(cap=4096)
     small.disposal.going_bytes = tier.GOING_BYTES + 7
     assert small.counted_bytes() == 7
+
+
+def test_a_directory_that_was_removed_is_said_to_be(
+    make: Callable[..., Tier], there: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = make()
+    shutil.rmtree(one.path)
+    there.now = FREE_SPACE_EVERY_S
+    one.limit_bytes()
+    assert one.state == "removed" and one.writable()
+    os.close(one.open_to_fill(b"d" * 16, 4096, known=False))
+    there.now = 2 * FREE_SPACE_EVERY_S
+    one.limit_bytes()
+    assert one.state == "removed", "what is there now is lost when the mount ends"
+    assert caplog.text.count("was removed while it is in use") == 1
 
 
 def test_three_errors_without_a_success_are_down(make: Callable[..., Tier], there: Disk) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -202,6 +203,48 @@ async def test_the_staging_file_of_a_waiting_upload_was_removed(tmp_path: Path) 
         assert [left.key for left in await d.uploads.aclose(1)] == ["k"], (
             "nor does it keep a stop from its end"
         )
+
+
+@pytest.mark.parametrize("writeback", [False, True])
+@in_trio
+async def test_a_state_directory_that_was_removed_costs_what_was_in_it(
+    tmp_path: Path, writeback: bool
+) -> None:
+    """Its journal goes on in files without names. What is written from now on is at the store when a close returns."""
+    async with desk(tmp_path, writeback=writeback, upload_delay_s=1e6) as d:
+        before = await d.create("before", b"1" * LARGE)
+        await before.file.land()
+        shutil.rmtree(d.staging)
+        shutil.rmtree(d.state)
+        for key, data in ("small", b"2"), ("large", b"3" * LARGE):
+            await d.save(key, data)
+            assert d.store.content(key) == data
+        dirty_file = await d.create("synced", b"4" * LARGE)
+        await d.uploads.commit(dirty_file)
+        await add(dirty_file, b"5")
+        await d.close(dirty_file)
+        assert d.store.content("synced") == b"4" * LARGE + b"5"
+        if writeback:
+            with pytest.raises(CacheUnusable, match="removed"):
+                await d.close(before)
+        else:
+            await d.close(before)
+        await d.uploads.discard(before)
+        assert d.uploads.pending() == []
+        assert d.staging.stat().st_mode & 0o777 == 0o700
+
+
+@in_trio
+async def test_a_staging_directory_is_not_made_again_on_another_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache's disk was unmounted: what is below has no reserve of ours."""
+    async with desk(tmp_path) as d:
+        d.staging.rmdir()
+        monkeypatch.setattr(d.uploads._disk, "_device", -1)
+        with pytest.raises(CacheUnusable):
+            await d.create("k", b"1" * LARGE)
+        assert not d.staging.exists()
 
 
 @in_trio

@@ -144,7 +144,8 @@ async def test_killed_at_each_request_and_each_commit_of_the_journal(
     written = [0]
 
     def copy_now() -> None:
-        copies.append((daemon.killed(tmp_path / f"copy{next(numbers)}"), written[0]))
+        count = written[0]  # first: this may be another thread
+        copies.append((daemon.killed(tmp_path / f"copy{next(numbers)}"), count))
 
     request, write = daemon.store.request, journal.Journal._write
 
