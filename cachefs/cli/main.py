@@ -295,7 +295,7 @@ def _serve(config: Config, ready: Any, reread: Callable[[], Config], held: Any) 
         from cachefs.daemon import daemon
 
         daemon.load(config)
-        held.stand_by(__version__)
+        held.stand_by(__version__, config.identity)
         held.wait()
     if held is None or not held.taking_over:
         for line in mounting.check(config):

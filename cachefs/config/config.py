@@ -324,6 +324,12 @@ class Config:
             if getattr(self, name) is DERIVED and row.derive is not None:
                 object.__setattr__(self, name, row.derive(self))
 
+    @property
+    def identity(self) -> str:
+        """What cannot change while a mount goes on with another daemon: open files and what is written are known by it."""
+        sources = [(source.name, source.url) for source in self.sources]
+        return repr((sources, str(self.cache_dir), self.block_size))
+
     def of(self, source: Source, name: str) -> Any:
         """The value of an option in `AS_THE_MOUNT` for one source: its own, by its own consistency, or the mount's."""
         own = getattr(source, name)

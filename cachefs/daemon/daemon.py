@@ -669,6 +669,10 @@ class Daemon:
                 raise MountError(
                     "the configuration has other sources than this mount: umount, and mount again"
                 )
+            if fresh.identity != self._config.identity:
+                raise MountError(
+                    "the configuration has another cache directory or block size than this mount: umount, and mount again"
+                )
         version = await self._held.renewed(LOADING_S)
         if self._opened.state_dir in self._opened.temporary and self._backend.backend.operations.writers:
             raise MountError(

@@ -11,6 +11,7 @@ Readers of a directory need no record: the kernel sends inode and position with 
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import mmap
 import os
@@ -31,6 +32,8 @@ from cachefs.base.shared_memory import SharedMemory
 from cachefs.fuse.holder import (
     DEATHS,
     DESCRIPTORS,
+    KILLED,
+    KILLED_AT,
     MOUNTPOINT_AT,
     MOUNTPOINT_BYTES,
     RENEW,
@@ -39,7 +42,7 @@ from cachefs.fuse.holder import (
 )
 
 if TYPE_CHECKING:
-    from cachefs.config import Config
+    from cachefs.config.config import Config
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +51,9 @@ FORMAT = 3
 
 _CONNECTION_AT, _CONNECTION = 24, struct.Struct("=IIQd32s")
 """format, minor, flags, longest pause, device number"""
+
+_IDENTITY_AT, _IDENTITY_BYTES = KILLED_AT + 8, 16
+"""What the mount is of: a digest, zeros before there is a mount."""
 
 _TABLE_AT = 2 * mmap.PAGESIZE
 
@@ -109,7 +115,8 @@ class Held:
         self.open: list[tuple[int, HandleRecord]] = []  # its handles, and where in the table they are
         self.holds = False  # whether the connection outlives this daemon
         self.restarts, self._died_at, self.handed_over = 0, 0.0, 0
-        self.killed = False
+        self.killed = False  # the daemon before, by SIGKILL
+        self._identity = bytes(_IDENTITY_BYTES)
         self.pause_s = 0.0  # before this daemon went on
         self._holder = os.getppid()
         self._socket = socket.socket(fileno=socket_fd)
@@ -130,13 +137,22 @@ class Held:
         except (ValueError, OSError):  # none, or a variable that was left in the environment
             return None
 
-    def stand_by(self, version: str) -> None:
-        """Say that this process could go on, if it understands what is here; otherwise it ends."""
+    def stand_by(self, version: str, identity: str) -> None:
+        """Say that this process could go on, if it understands what is here, and if the mount is of the same `identity`;
+        otherwise it ends."""
+        self._identity = hashlib.blake2b(identity.encode(), digest_size=_IDENTITY_BYTES).digest()
+        before = self._state[_IDENTITY_AT : _IDENTITY_AT + _IDENTITY_BYTES]
         (found,) = struct.unpack_from("=I", self._state, _CONNECTION_AT)
         STANDBY.pack_into(self._state, STANDBY_AT, 0, FORMAT, version.encode()[:40])
         struct.pack_into("=I", self._state, STANDBY_AT, os.getpid())  # last: a reader waits for it
         if found not in (0, FORMAT):
             log.error("this version cannot go on with a mount of state %d: it knows %d", found, FORMAT)
+            os._exit(1)
+        if any(before) and before != self._identity:
+            log.error(
+                "the configuration has other sources, another cache directory or block size than the mount: no daemon goes "
+                "on with it until they are as before"
+            )
             os._exit(1)
 
     def wait(self) -> None:
@@ -148,6 +164,7 @@ class Held:
             os.set_inheritable(fd, False)
             self.fd, self.holds = fd, True
         self.restarts, self._died_at, self.handed_over = DEATHS.unpack_from(self._state)
+        self.killed = self.taking_over and KILLED.unpack_from(self._state, KILLED_AT)[0]
         self.table = HandleTable(self._state_fd, _TABLE_AT)
         self.open = list(self.table.records())
         self.memory = SharedMemory(self._state_fd, _SHARED_AT)
@@ -171,6 +188,7 @@ class Held:
         if len(path) >= MOUNTPOINT_BYTES:
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(mountpoint))
         self._state[MOUNTPOINT_AT : MOUNTPOINT_AT + len(path) + 1] = path + b"\0"
+        self._state[_IDENTITY_AT : _IDENTITY_AT + _IDENTITY_BYTES] = self._identity
         _CONNECTION.pack_into(self._state, _CONNECTION_AT, FORMAT, minor, flags, 0.0, number.encode())
         socket.send_fds(self._socket, [b"/dev/fuse"], [fd])
         self.holds = True

@@ -52,6 +52,9 @@ LIVES_AT, LIVES = MOUNTPOINT_AT + MOUNTPOINT_BYTES, struct.Struct("=Qd")
 """Where in the memory file the holder counts: how many daemons in a row were short-lived, and when the present one began
 (CLOCK_MONOTONIC, seconds)."""
 
+KILLED_AT, KILLED = LIVES_AT + LIVES.size, struct.Struct("=?")
+"""Where in the memory file the holder says whether the last daemon ended by SIGKILL, so by no failure of its own."""
+
 _STORED_FUSE, _STORED_MEMORY = "cachefs-fuse", "cachefs-memory"
 """What the descriptors are called in the service manager's store."""
 
@@ -128,6 +131,7 @@ class Holder:
             return False
         restarts, _, handed_over = DEATHS.unpack(self._read(0, DEATHS.size))
         os.pwrite(self._state, LIVES.pack(short, began), LIVES_AT)
+        os.pwrite(self._state, KILLED.pack(how == _how(128 + signal.SIGKILL)), KILLED_AT)
         os.pwrite(self._state, DEATHS.pack(restarts + 1, died, handed_over + (not how)), 0)
         if how:
             _say(f"the daemon has died ({how}): starting it again")

@@ -25,7 +25,7 @@ from cachefs.base.shared_memory import SharedMemory
 from cachefs.fuse import held, holder
 from cachefs.fuse.held import HandleRecord, HandleTable, Held, described
 
-LAYOUTS = {2: "eb6adad46cf4cc95"}
+LAYOUTS = {2: "eb6adad46cf4cc95", 3: "8942213eddc0df87"}
 """FORMAT → digest of what says where what lies in the memory file (`layout`)."""
 
 HERE = Path(__file__).parent
@@ -34,6 +34,7 @@ RECORDED = {int(path.stem.partition("-")[2]): path for path in HERE.glob("state-
 PIECE = struct.Struct("=QQ")
 """Where bytes lie in the memory file, and how many, before the bytes."""
 
+IDENTITY = "('one', 's3://bucket')"
 CONNECTION = ("0:57", 45, (1 << 39) + 5)
 
 HANDLES = [
@@ -68,11 +69,13 @@ def written() -> int:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         daemon = Held(os.dup(fd), theirs.detach())
+        daemon.stand_by("1.2.2", IDENTITY)
         number, minor, flags = CONNECTION
         daemon.hold(ours.fileno(), Path("/mnt/data"), number, minor, flags)
         daemon._socket.close()
         os.close(daemon._state_fd)
     os.pwrite(fd, holder.DEATHS.pack(3, 12.5, 1), 0)
+    os.pwrite(fd, holder.KILLED.pack(True), holder.KILLED_AT)
     table = HandleTable(fd, held._TABLE_AT)
     for fh, unique, *file in HANDLES:
         table.add(fh, unique, described(*file))
@@ -192,7 +195,7 @@ def test_what_a_version_has_left_is_read_or_refused_by_its_number(
     daemon = daemon_on(os.dup(fd))
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
-    daemon.stand_by("1.2.3")
+    daemon.stand_by("1.2.3", IDENTITY)
     assert ended == ([] if number == held.FORMAT else [1])
     if ended:
         assert caplog.messages == [
@@ -206,13 +209,30 @@ def test_what_a_version_has_left_is_read_or_refused_by_its_number(
     assert daemon.agreed() == CONNECTION
     assert os.pread(fd, 10, holder.MOUNTPOINT_AT) == b"/mnt/data\0"
     assert holder.DEATHS.unpack(os.pread(fd, holder.DEATHS.size, 0)) == (3, 12.5, 1)
+    assert holder.KILLED.unpack(os.pread(fd, holder.KILLED.size, holder.KILLED_AT)) == (True,)
     table = HandleTable(fd, held._TABLE_AT)
-    assert list(table.records()) == HANDLES and table.backing_ids() == BACKING_IDS
+    assert [one for _, one in table.records()] == HANDLES and table.backing_ids() == BACKING_IDS
     memory = SharedMemory(fd, held._SHARED_AT)
     assert list(memory.rows.found()) == ROWS
     assert memory.records.found() == FILES
     assert [(tail.name, tail.start, bytes(tail)) for tail in memory.tails.found()] == TAILS
     daemon._socket.close()
+    os.close(fd)
+
+
+def test_a_mount_of_something_else_is_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fd = written()
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    for identity, refused in ((IDENTITY, []), (f"{IDENTITY}/p", [1])):
+        daemon = daemon_on(os.dup(fd))
+        daemon.stand_by("1.2.3", identity)
+        assert ended == refused
+        daemon._socket.close()
+        os.close(daemon._state_fd)
+    assert "other sources" in caplog.text
     os.close(fd)
 
 
@@ -222,7 +242,7 @@ def test_a_later_version_refuses_what_this_one_leaves(monkeypatch: pytest.Monkey
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(held, "FORMAT", held.FORMAT + 1)
-    daemon.stand_by("1.2.3")
+    daemon.stand_by("1.2.3", IDENTITY)
     assert ended == [1]
     daemon._socket.close()
     os.close(fd)
