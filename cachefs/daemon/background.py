@@ -66,9 +66,10 @@ def command_of(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-P", "-m", "cachefs", "mount", "-f", *arguments]
 
 
-def holding(command: Sequence[str]) -> list[str]:
-    """The same, started by a holder."""
-    return [sys.executable, "-I", "-S", holder.__file__, os.getcwd(), *command]
+def holding(command: Sequence[str], directory: str = "") -> list[str]:
+    """The same, started by a holder, in `directory` or the present one."""
+    holders = os.path.dirname(holder.__file__)
+    return [sys.executable, "-I", "-S", "-c", holder.LAUNCH, holders, directory or os.getcwd(), *command]
 
 
 def kept() -> bool:

@@ -1,7 +1,7 @@
 """The holder: a small process that keeps a mount's connection to the kernel, and starts its daemon again when it dies.
 
-It runs as a script of its own (`python -I -S holder.py DIRECTORY COMMAND…`), without anything of cachefs, so that it stays
-small and does next to nothing that can fail. Daemons are its children. Each gets two descriptors (`DESCRIPTORS`): a memory
+It runs in an interpreter of its own (`python -I -S -c LAUNCH …/fuse DIRECTORY COMMAND…`), without anything of cachefs, so
+that it stays small and does next to nothing that can fail. Daemons are its children. Each gets two descriptors (`DESCRIPTORS`): a memory
 file for what has to outlive it, whose first bytes are `DEATHS`; and a socket. On this a daemon waits until it is to begin,
 is given the descriptor of /dev/fuse if another one had it before, and otherwise passes its own once the kernel has agreed to
 repeat requests. From then on another daemon stands by: it has loaded all that it needs, and waits. When the daemon asks for
@@ -18,15 +18,20 @@ while a copy is left, programs would wait for a daemon that never comes.
 
 from __future__ import annotations
 
+import _socket  # without what `socket` adds: half a megabyte
 import fcntl
 import os
 import select
 import signal
-import socket
 import struct
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+
+LAUNCH = "import sys; sys.path.append(sys.argv.pop(1)); import holder; holder.main()"
+"""What the interpreter runs, with the directory of this file as first argument: what is imported is compiled already, and
+compiling takes a megabyte."""
 
 DESCRIPTORS = "CACHEFS_HOLDER"
 """The variable with the two descriptors."""
@@ -84,8 +89,8 @@ class Holder:
         self._fuse, self._state = _found() or (-1, os.memfd_create("cachefs-held", 0))
         self._usual = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
         self._child = 0
-        self._socket: socket.socket
-        self._standby: tuple[int, socket.socket] | None = None
+        self._socket: _socket.socket
+        self._standby: tuple[int, _socket.socket] | None = None
         self._wait_s, self._load_at = STAND_BY_S, 0.0  # for the one that stands by
         self._stopping = self._aborting = False
 
@@ -116,7 +121,7 @@ class Holder:
         short = LIVES.unpack(self._read(LIVES_AT, LIVES.size))[0]
         os.pwrite(self._state, LIVES.pack(short, time.monotonic()), LIVES_AT)
         with suppress(OSError):  # it has died
-            socket.send_fds(self._socket, [b"begin"], [self._fuse] if self._fuse >= 0 else [])
+            _send(self._socket, b"begin", [self._fuse] if self._fuse >= 0 else [])
 
     def _count(self, how: str) -> bool:
         """A daemon has died ("": it has handed over). False: no other is started."""
@@ -147,9 +152,9 @@ class Holder:
 
     # -- the daemon --------------------------------------------------------------------------------
 
-    def _load(self) -> tuple[int, socket.socket]:
+    def _load(self) -> tuple[int, _socket.socket]:
         """A daemon that waits, and the socket on which it does."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
         fcntl.fcntl(ours, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(ours, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)  # SIGIO: the connection is passed
         os.environ[DESCRIPTORS] = f"{self._state},{theirs.fileno()}"
@@ -158,7 +163,7 @@ class Holder:
             try:
                 os.chdir(self._directory)
                 os.set_inheritable(self._state, True)
-                theirs.set_inheritable(True)
+                os.set_inheritable(theirs.fileno(), True)
                 signal.pthread_sigmask(signal.SIG_SETMASK, self._usual)
                 os.execv(self._command[0], self._command)
             finally:
@@ -239,8 +244,9 @@ class Holder:
     def _take(self) -> None:
         """Take the connection, if the daemon has passed it."""
         with suppress(OSError):
-            _, passed, _, _ = socket.recv_fds(self._socket, 16, 1)
-            for fd in passed:
+            _, passed, _, _ = self._socket.recvmsg(16, _socket.CMSG_SPACE(4))
+            for _, _, number in passed:
+                (fd,) = struct.unpack("i", number)
                 os.set_inheritable(fd, False)
                 self._fuse = fd
                 _store(_STORED_MEMORY, self._state)
@@ -311,9 +317,16 @@ def _notify(message: str, *fds: int) -> None:
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return
-    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+    manager = _socket.socket(_socket.AF_UNIX, _socket.SOCK_DGRAM)
+    with suppress(OSError):
         manager.connect("\0" + address[1:] if address[0] == "@" else address)
-        socket.send_fds(manager, [message.encode()], fds)
+        _send(manager, message.encode(), fds)
+    manager.close()
+
+
+def _send(to: _socket.socket, message: bytes, fds: Sequence[int]) -> None:
+    passed = struct.pack(f"{len(fds)}i", *fds)
+    to.sendmsg([message], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, passed)] if fds else [])
 
 
 def _how(code: int) -> str:
@@ -325,7 +338,7 @@ def _say(line: str) -> None:
         os.write(2, f"cachefs: {line}\n".encode())
 
 
-if __name__ == "__main__":
+def main() -> None:
     holder = Holder(sys.argv[1], sys.argv[2:])
     try:
         sys.exit(holder.run())
