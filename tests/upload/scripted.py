@@ -21,6 +21,7 @@ from unittest import mock
 import trio
 import trio.testing
 
+from cachefs.base import tasks
 from cachefs.base.errors import CachefsError, Conflict, NoSuchUpload, NotFound, ObjectChanged
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
@@ -49,13 +50,15 @@ class _Threads:
     def __init__(self) -> None:
         self.busy = 0
         self._some = trio.Event()
-        self._run_sync = trio.to_thread.run_sync
 
-    async def run_sync(self, *args: Any, **kwargs: Any) -> Any:
+    def watched(self, run_sync: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        return functools.partial(self._run, run_sync)
+
+    async def _run(self, run_sync: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
         self.busy += 1
         self._some.set()
         try:
-            return await self._run_sync(*args, **kwargs)
+            return await run_sync(*args, **kwargs)
         finally:
             self.busy -= 1
 
@@ -76,7 +79,11 @@ def in_trio(function: Callable[..., Awaitable[None]]) -> Callable[..., None]:
         async def guarded() -> None:
             threads = _Threads()
             trio.lowlevel.spawn_system_task(threads.watch)
-            with trio.CancelScope() as scope, mock.patch("trio.to_thread.run_sync", threads.run_sync):
+            with (
+                trio.CancelScope() as scope,
+                mock.patch("trio.to_thread.run_sync", threads.watched(trio.to_thread.run_sync)),
+                mock.patch("cachefs.base.tasks.in_worker", threads.watched(tasks.in_worker)),
+            ):
                 token = trio.lowlevel.current_trio_token()
                 watchdog = threading.Timer(60, lambda: token.run_sync_soon(scope.cancel))
                 watchdog.start()

@@ -13,6 +13,7 @@ import trio
 from cachefs.base.errors import NoRoom, OriginFailed
 from cachefs.upload import staging
 from cachefs.upload.staging import HELD
+from tests import threads
 from tests.upload.scripted import ScriptedStore, add, desk, in_trio
 
 
@@ -27,7 +28,7 @@ class Turns:
             self.count += 1
             return await run_sync(*args, **how)
 
-        monkeypatch.setattr(trio.to_thread, "run_sync", counted)
+        threads.replace(monkeypatch, counted)
 
 
 @in_trio
