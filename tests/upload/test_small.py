@@ -234,3 +234,16 @@ async def test_the_end_of_a_file_without_a_name_is_its_users_until_they_close_it
         assert d.uploads._disk.memory_left == staging.HELD_ALTOGETHER - 10
         d.uploads.release(dirty_file)
         assert d.uploads._disk.memory_left == staging.HELD_ALTOGETHER and await d.files() == []
+
+
+@in_trio
+async def test_a_file_that_is_empty_on_the_disk_is_kept_from_memory(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        dirty_file = await d.create("k")
+        await dirty_file.file.land()
+        assert await d.files() != []
+        await add(dirty_file, b"more")
+        await d.close(dirty_file)
+        await d.quiet()
+        assert list(d.cache.adopted.values()) == [b"more"] and await d.files() == []
+        assert d.uploads._disk.memory_left == staging.HELD_ALTOGETHER
