@@ -27,6 +27,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.origin import Limits, ObjectInfo, Part
 from cachefs.upload import DirtyFile, Uploads, staging
+from cachefs.upload.journal import GATHER_S
 from tests.upload import counters
 
 SOURCE = "scripted://bucket"
@@ -382,6 +383,9 @@ class Desk:
         """Until nothing happens any more by itself (but what time brings)."""
         for _ in range(3):
             await trio.testing.wait_all_tasks_blocked(0.01)
+            while self.uploads.journal._next.rows:  # what time brings soon: they are gathered
+                await trio.sleep(GATHER_S)
+                await trio.testing.wait_all_tasks_blocked(0.01)
 
     async def files(self) -> list[str]:
         """Of the staging directory, once what was removed has gone."""
