@@ -16,7 +16,7 @@ import trio.testing
 
 import cachefs
 from cachefs.base.errors import CacheUnusable
-from cachefs.base.tasks import contained, containing, in_thread
+from cachefs.base.tasks import contained, containing, in_thread, taken
 from cachefs.upload.staging import StagingDisk, StagingFile
 
 PACKAGE = Path(cachefs.__file__).parent
@@ -151,6 +151,34 @@ def test_a_call_in_a_thread_costs_its_task_one_wait() -> None:
         assert (steps.taken, steps.begun) == (2, 0), "this task goes on, and the one that hears of threads"
 
     told: ContextVar[str] = ContextVar("told")
+    trio.run(main)
+
+
+def test_a_lock_that_is_free_costs_no_turn_of_the_loop() -> None:
+    async def main() -> None:
+        lock, steps, order = trio.Lock(), Steps(), list[str]()
+        trio.lowlevel.add_instrument(steps)
+        async with taken(lock):
+            assert lock.locked() and not steps.taken
+        trio.lowlevel.remove_instrument(steps)
+        assert not lock.locked()
+
+        async def second() -> None:
+            async with taken(lock):
+                order.append("second")
+
+        async with trio.open_nursery() as nursery, taken(lock):
+            nursery.start_soon(second)
+            await trio.testing.wait_all_tasks_blocked()
+            order.append("first")
+        assert order == ["first", "second"] and not lock.locked()
+
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            async with taken(lock):
+                order.append("cancelled")
+        assert scope.cancelled_caught and len(order) == 2 and not lock.locked()
+
     trio.run(main)
 
 

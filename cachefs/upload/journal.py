@@ -38,7 +38,7 @@ import trio
 from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.database import Database, Put, read_mark
 from cachefs.base.errors import CachefsError, CacheInUse, CacheUnusable
-from cachefs.base.tasks import in_thread
+from cachefs.base.tasks import in_thread, taken
 from cachefs.origin import Origin
 from cachefs.upload import orphans
 from cachefs.upload.content import Row
@@ -201,7 +201,7 @@ class Records:
 
     async def keep(self, dirty_file: DirtyFile, within_s: float = math.inf) -> None:
         """Write the dirty file's row as it is now. Raises `NoRoom`, `CacheUnusable`; `DiskHangs` after `within_s`."""
-        async with dirty_file.record.turn:
+        async with taken(dirty_file.record.turn):
             if not dirty_file.discarded:
                 dirty_file.content.row = max(dirty_file.content.row, Row.NOTED)
                 await self._put(dirty_file, dirty_file.row(), within_s)
@@ -220,7 +220,7 @@ class Records:
             dirty_file.content.synced = max(dirty_file.content.synced, generation)
         if dirty_file.dirty and dirty_file.content.is_ours:
             dirty_file.file.check_name()  # or the next mount would be promised a file that it cannot find
-        async with dirty_file.record.turn:
+        async with taken(dirty_file.record.turn):
             # What the origin has got meanwhile must not come back after a crash.
             if dirty_file.dirty and not dirty_file.acknowledged and not dirty_file.discarded:
                 dirty_file.content.row = Row.NOTED
@@ -247,7 +247,7 @@ class Records:
     ) -> None:
         """The origin has it, or it was removed: it must not come back. Raises `DiskHangs` after `within_s`. `patient`: no
         caller waits for this."""
-        async with dirty_file.record.turn:
+        async with taken(dirty_file.record.turn):
             was, dirty_file.content.row = dirty_file.content.row, Row.NONE
             if was is not Row.NONE:
                 file = dirty_file.file.path if was is Row.ACKNOWLEDGED else None

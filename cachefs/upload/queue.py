@@ -18,7 +18,7 @@ import trio
 from cachefs.base.errors import CachefsError, Conflict, NoSuchUpload, ObjectChanged, OriginFailed, Transient
 from cachefs.base.logs import Repeats
 from cachefs.base.metrics import Metrics
-from cachefs.base.tasks import contained
+from cachefs.base.tasks import contained, taken
 from cachefs.origin import ObjectInfo, new_token
 from cachefs.upload.content import Attempt, Row, Stored
 from cachefs.upload.dirty_file import DirtyFile
@@ -144,7 +144,7 @@ class Queue:
     async def _started(self, dirty_file: DirtyFile) -> Attempt | None:
         """The attempt under way, or a new one."""
         if dirty_file.attempt is None:
-            async with dirty_file.trying.turn:  # not while it is being renamed
+            async with taken(dirty_file.trying.turn):  # not while it is being renamed
                 if dirty_file.attempt is not None or dirty_file.discarded or not self._is_quiet(dirty_file):
                     return dirty_file.attempt
                 if dirty_file.dirty and (info := dirty_file.clear_suspicion()) is not None:
@@ -182,7 +182,7 @@ class Queue:
         sender.background = not attempt.waiters
         try:
             with attempt.scope, dirty_file.file.used():
-                async with dirty_file.lock:
+                async with taken(dirty_file.lock):
                     if dirty_file.kernel.in_passthrough:  # just now
                         attempt.scope.cancel()
                         await trio.lowlevel.checkpoint()
