@@ -32,6 +32,7 @@ from cachefs.fuse.native_backend import WANTED, NativeBackend, Negotiated
 from cachefs.fuse.protocol import Op
 from cachefs.store import open_store
 from cachefs.upload import Uploads
+from tests import threads
 from tests.fetch.scripted import in_trio
 from tests.fuse.kernel import DEADLINE_S, ROOT, Kernel, Line, read_in, release_in, socket_pair
 from tests.fuse.test_writing import create_in, flush_in, write_in
@@ -89,7 +90,7 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Passed]:
 
         return await plain(traced, *arguments, **how)
 
-    monkeypatch.setattr(trio.to_thread, "run_sync", run_sync)
+    threads.replace(monkeypatch, run_sync)
     threading.setprofile(found)  # of threads that begin from now on: the HTTP client's
     sys.setprofile(found)
     yield found

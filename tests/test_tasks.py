@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ast
 import logging
+import threading
+from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
 import cachefs
 from cachefs.base.errors import CacheUnusable
-from cachefs.base.tasks import Outcome, contained, containing, in_thread
+from cachefs.base.tasks import Outcome, contained, containing, in_thread, taken
 from cachefs.upload.staging import StagingDisk, StagingFile
 
 PACKAGE = Path(cachefs.__file__).parent
@@ -122,7 +126,7 @@ def fails_to_start(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
             raise RuntimeError("can't start new thread")
         begin(*arguments, **named)
 
-    monkeypatch.setattr("trio._threads.start_thread_soon", start)
+    monkeypatch.setattr(trio.lowlevel, "start_thread_soon", start)
 
 
 def test_a_thread_that_cannot_be_started_is_an_errno(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +141,111 @@ def test_a_thread_that_cannot_be_started_is_an_errno(monkeypatch: pytest.MonkeyP
 
     def raise_mine() -> None:
         raise RuntimeError("mine")
+
+    trio.run(main)
+
+
+class Steps(trio.abc.Instrument):
+    """Counts the steps of all tasks, and the tasks that begin."""
+
+    def __init__(self) -> None:
+        self.taken = self.begun = 0
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        self.taken += 1
+
+    def task_spawned(self, task: trio.lowlevel.Task) -> None:
+        self.begun += 1
+
+
+def test_a_call_in_a_thread_costs_its_task_one_wait() -> None:
+    async def main() -> None:
+        limiter, steps = trio.CapacityLimiter(1), Steps()
+        told.set("by the task")
+        await in_thread(told.get)  # the thread's way back has a task of its own, made once
+        trio.lowlevel.add_instrument(steps)
+        assert await in_thread(told.get, limiter=limiter) == "by the task"
+        trio.lowlevel.remove_instrument(steps)
+        assert (steps.taken, steps.begun) == (2, 0), "this task goes on, and the one that hears of threads"
+
+    told: ContextVar[str] = ContextVar("told")
+    trio.run(main)
+
+
+def test_a_lock_that_is_free_costs_no_turn_of_the_loop() -> None:
+    async def main() -> None:
+        lock, steps, order = trio.Lock(), Steps(), list[str]()
+        trio.lowlevel.add_instrument(steps)
+        async with taken(lock):
+            assert lock.locked() and not steps.taken
+        trio.lowlevel.remove_instrument(steps)
+        assert not lock.locked()
+
+        async def second() -> None:
+            async with taken(lock):
+                order.append("second")
+
+        async with trio.open_nursery() as nursery, taken(lock):
+            nursery.start_soon(second)
+            await trio.testing.wait_all_tasks_blocked()
+            order.append("first")
+        assert order == ["first", "second"] and not lock.locked()
+
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            async with taken(lock):
+                order.append("cancelled")
+        assert scope.cancelled_caught and len(order) == 2 and not lock.locked()
+
+    trio.run(main)
+
+
+def test_calls_in_threads_take_turns_at_a_limiter() -> None:
+    async def main() -> None:
+        limiter, order = trio.CapacityLimiter(1), list[int]()
+
+        async def call(number: int) -> None:
+            await in_thread(partial(order.append, number), limiter=limiter)
+
+        async with trio.open_nursery() as nursery:
+            limiter.acquire_on_behalf_of_nowait("another")
+            for number in range(3):
+                nursery.start_soon(call, number)
+            await trio.testing.wait_all_tasks_blocked()
+            assert not order
+            limiter.release_on_behalf_of("another")
+        assert sorted(order) == [0, 1, 2] and not limiter.borrowed_tokens
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("abandon", [False, True])
+def test_a_cancelled_caller_of_a_thread(abandon: bool) -> None:
+    """It leaves its call, or waits for it; either way the limiter counts the call until it has ended."""
+
+    async def main() -> None:
+        limiter, goes_on = trio.CapacityLimiter(1), threading.Event()
+        ended = list[object]()
+
+        async def caller() -> None:
+            with trio.CancelScope() as scope:
+                scopes.append(scope)
+                ended.append(
+                    await in_thread(partial(goes_on.wait, 30), limiter=limiter, abandon_on_cancel=abandon)
+                )
+            ended.append("left")
+
+        scopes = list[trio.CancelScope]()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(caller)
+            await trio.testing.wait_all_tasks_blocked()
+            scopes[0].cancel()
+            await trio.testing.wait_all_tasks_blocked()
+            assert ended == (["left"] if abandon else []) and limiter.borrowed_tokens == 1
+            goes_on.set()
+            await limiter.acquire()
+            limiter.release()
+        assert ended == (["left"] if abandon else [True, "left"]) and not limiter.borrowed_tokens
 
     trio.run(main)
 

@@ -1,12 +1,12 @@
 """The holder: a small process that keeps a mount's connection to the kernel, and starts its daemon again when it dies.
 
 It runs in an interpreter of its own (`python -I -S -c LAUNCH …/fuse DIRECTORY COMMAND…`), without anything of cachefs, so
-that it stays small and does next to nothing that can fail. Daemons are its children. Each gets two descriptors (`DESCRIPTORS`): a memory
-file for what has to outlive it, whose first bytes are `DEATHS`; and a socket. On this a daemon waits until it is to begin,
-is given the descriptor of /dev/fuse if another one had it before, and otherwise passes its own once the kernel has agreed to
-repeat requests. From then on another daemon stands by: it has loaded all that it needs, and waits. When the daemon asks for
-it (`RENEW`), another one, as it is installed now, takes the place of the one that stands by; when the daemon ends with
-`HANDED_OVER`, that one goes on.
+that it stays small and does next to nothing that can fail. Daemons are its children. Each gets two descriptors
+(`DESCRIPTORS`): a memory file for what has to outlive it, whose first bytes are `DEATHS`; and a socket. On this a daemon
+waits until it is to begin, is given the descriptor of /dev/fuse if another one had it before, and otherwise passes its own
+once the kernel has agreed to repeat requests. From then on another daemon stands by: it has loaded all that it needs, and
+waits. When the daemon asks for it (`RENEW`), another one, as it is installed now, takes the place of the one that stands by;
+when the daemon ends with `HANDED_OVER`, that one goes on.
 
 Without /dev/fuse there is nothing to hold: then it ends as the daemon did. It also ends when the daemon ended as it was
 asked to, when the mount is gone, and when the daemon dies too often; the dead mount stays then, as without a holder.

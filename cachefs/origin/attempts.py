@@ -645,7 +645,7 @@ class Attempts:
             if fetch is not None:
                 await fetch(*given, transfer)
             elif read is not None:
-                await self._in_thread(lambda: transfer.drain(read(*given)))
+                await self.in_thread(lambda: transfer.drain(read(*given)))
             transfer.check()
 
         what = f"reading {self.name(key)}"
@@ -693,7 +693,7 @@ class Attempts:
             found = await now(body) if at_hand and now is not None else None
             if found is not None:
                 return found
-            return await self._in_thread(lambda: body.attempt(lambda: request(body)))
+            return await self.in_thread(lambda: body.attempt(lambda: request(body)))
 
         try:
             result = await self.repeat(attempt, what, counter, key, turn=turn, transfer=body)
@@ -719,7 +719,7 @@ class Attempts:
     ) -> T:
         """The result of `attempt`, a call that blocks. As `repeat`."""
         return await self.repeat(
-            lambda: self._in_thread(attempt),
+            lambda: self.in_thread(attempt),
             what,
             counter,
             key,
@@ -775,7 +775,7 @@ class Attempts:
                         raise Interrupted(f"{what}: {breaker.complaint()}")
                     continue
                 except PermissionDenied as exc:
-                    if tries.renewed or not await self._in_thread(partial(self.client.renew, since)):
+                    if tries.renewed or not await self.in_thread(partial(self.client.renew, since)):
                         raise self._failed(exc) from exc.__cause__
                     tries.renewed, wait_s = True, 0.0
                 except Transient as exc:
@@ -867,7 +867,8 @@ class Attempts:
         gate.leave(turn)
         self.metrics.ledger.origin_seconds[counter.removeprefix("origin_")].add(now - sent_at)
 
-    async def _in_thread(self, call: Callable[[], T]) -> T:
+    async def in_thread(self, call: Callable[[], T]) -> T:
+        """What a blocking call of the client returns, or raises; a cancelled caller leaves it."""
         try:
             return await in_thread(call, abandon_on_cancel=True, limiter=self.threads)
         except OSError as exc:

@@ -133,16 +133,16 @@ class SignedHttp:
         )
 
     async def ask_now(self, request: Request) -> Reply | None:
-        """As `ask`, on the trio thread, for a PUT of a small body that lies in memory. None: signing it would have to
-        wait."""
+        """As `ask`, on the trio thread, for a request without a body, or a PUT of a small one that lies in memory. None:
+        signing it would have to wait."""
         given, body, size = _described(request)
-        assert not isinstance(body, bytes)
         sign = self.place.signer()
         if sign is None:
             return None
         url, headers = sign(request.method, self._url(request), given, body)
         exchange = Exchange(request.method, url, headers, size=size)
-        exchange.pieces.extend(body.chunks())
+        if not isinstance(body, bytes):
+            exchange.pieces.extend(body.chunks())
         await self.transport.run(exchange)
         return self.checked(request, Reply(exchange.status, exchange.told, exchange.body, url))
 
@@ -185,6 +185,12 @@ class SignedHttp:
         """The key has no object afterwards."""
         with suppress(NotFound):
             self.ask(Request("DELETE", key))
+
+    async def delete_now(self, key: str) -> bool:
+        """As `Writer.delete_now`."""
+        with suppress(NotFound):
+            return await self.ask_now(Request("DELETE", key)) is not None
+        return True
 
     def document(self, reply: Reply, key: str) -> ElementTree.Element:
         """The reply's XML without namespaces. S3 sends the head of a reply before it has done a slow request, so an error

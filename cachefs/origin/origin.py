@@ -294,10 +294,13 @@ class Origin:
 
     async def delete(self, key: str) -> None:
         """Delete an object; a missing object is no error."""
-        writer = self.writer
-        await self._attempts.call(
-            lambda: writer.delete(key), f"deleting {self.name(key)}", "origin_delete", key
-        )
+        attempts, writer = self._attempts, self.writer
+
+        async def attempt() -> None:
+            if not await writer.delete_now(key):
+                await attempts.in_thread(lambda: writer.delete(key))
+
+        await attempts.repeat(attempt, f"deleting {self.name(key)}", "origin_delete", key)
 
     async def delete_many(self, keys: Iterable[str]) -> dict[str, CachefsError]:
         """Delete many objects, `limits.batch` a request. Returns the keys that remain, each with the reason. Where

@@ -297,6 +297,10 @@ class Writer(Protocol):
     def delete(self, key: str) -> None:
         """The key has no object afterwards; a missing object is no error."""
 
+    async def delete_now(self, key: str) -> bool:
+        """The same on the trio thread: no thread gets a turn. False: nothing was sent, use `delete`."""
+        return False
+
     def delete_many(self, keys: Sequence[str]) -> dict[str, CachefsError]:
         """Delete at most `limits.batch` objects. Returns the keys that remain, each with the reason."""
         raise Unsupported("one deletion names one object")

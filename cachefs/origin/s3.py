@@ -392,6 +392,9 @@ class S3Objects(Writer):
     def delete(self, key: str) -> None:
         self._http.delete(key)
 
+    async def delete_now(self, key: str) -> bool:
+        return isinstance(self._http.place, Bucket) and await self._http.delete_now(key)
+
     def delete_many(self, keys: Sequence[str]) -> dict[str, CachefsError]:
         named = [key for key in keys if plain(key)]
         left: dict[str, CachefsError] = {}

@@ -43,12 +43,12 @@ from typing import TypeVar
 
 import trio
 import xxhash
-from outcome import Outcome
+from outcome import Error, Outcome, Value
 
 from cachefs.base import ownership
 from cachefs.base.errors import CacheUnusable
 from cachefs.base.linux import cached_lstat, libc
-from cachefs.base.tasks import in_thread, in_thread_at_last
+from cachefs.base.tasks import in_thread_at_last, start_in_thread
 from cachefs.store.ram import take_away
 
 log = logging.getLogger(__name__)
@@ -110,9 +110,8 @@ class Disk:
         if self.down:
             finish(None)
             raise self._hangs()
-        ended = trio.Event()
-        result: T | None = None
-        failure: Exception | None = None
+        ended, slot = trio.Event(), object()
+        result: Outcome[T] | None = None
 
         def noted() -> T:
             if self.down:
@@ -120,27 +119,38 @@ class Disk:
             with self.busy():
                 return call()
 
-        async def carry_out() -> None:
-            nonlocal result, failure
+        def start() -> None:
             try:
-                result = await in_thread(noted, abandon_on_cancel=True, limiter=self._threads)
-            except Exception as exc:
-                failure = exc
-            finish(result)
+                start_in_thread(noted, end)
+            except OSError as exc:
+                end(Error(exc))
+
+        def end(found: Outcome[T]) -> None:
+            nonlocal result
+            result = found
+            self._threads.release_on_behalf_of(slot)
+            finish(found.value if isinstance(found, Value) else None)
             ended.set()
 
-        trio.lowlevel.spawn_system_task(carry_out)
+        async def start_in_turn() -> None:
+            await self._threads.acquire_on_behalf_of(slot)
+            start()
+
+        try:
+            self._threads.acquire_on_behalf_of_nowait(slot)
+        except trio.WouldBlock:
+            trio.lowlevel.spawn_system_task(start_in_turn)
+        else:
+            start()
         with trio.CancelScope() as scope:
             self._readers.add(scope)
             try:
                 await ended.wait()
             finally:
                 self._readers.discard(scope)
-        if not ended.is_set():
+        if result is None:
             raise self._hangs()
-        if failure is not None:
-            raise failure
-        return result  # type: ignore[return-value]
+        return result.unwrap()
 
     def _hangs(self) -> OSError:
         return TimeoutError(errno.ETIMEDOUT, f"the disk of {self._path} does not answer")

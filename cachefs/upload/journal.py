@@ -38,13 +38,17 @@ import trio
 from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.database import Database, Put, read_mark
 from cachefs.base.errors import CachefsError, CacheInUse, CacheUnusable
-from cachefs.base.tasks import in_thread
+from cachefs.base.tasks import in_thread, taken
 from cachefs.origin import Origin
 from cachefs.upload import orphans
 from cachefs.upload.content import Row
 from cachefs.upload.dirty_file import DirtyFile
 
 log = logging.getLogger(__name__)
+
+GATHER_S = 0.02
+"""How long rows are gathered that no caller waits for. Guessed: as long as it takes to save a few small files one after
+another, and no longer than a removal may wait that finds its file's upload at its end."""
 
 FORMAT = "journal-1"
 DIRTY_FILES, ORPHANS, NOTES = "drafts", "orphans", "notes"
@@ -77,7 +81,7 @@ class _Batch:
         self.rows: dict[tuple[str, bytes], bytes | None] = {}
         self.first: list[Callable[[], None]] = []
         self.then: list[Callable[[], None]] = []
-        self.ended = trio.Event()
+        self.hurry, self.ended = trio.Event(), trio.Event()
         self.error: Exception | None = None
 
 
@@ -139,14 +143,18 @@ class Journal:
         first: Callable[[], None] | None = None,
         then: Callable[[], None] | None = None,
         within_s: float = math.inf,
+        patient: bool = False,
     ) -> None:
         """Put a row, or remove it. `first` and `then`, which must not raise, are called in the worker thread before it is
-        written, and after it is on the disk. Raises `NoRoom`, `CacheUnusable`; and `DiskHangs` when a transaction takes
-        longer than `within_s`, or the disk is known to hang: the row is written all the same, once the disk answers."""
+        written, and after it is on the disk. One that is `patient` goes along with the next that is not, or alone after
+        `GATHER_S`. Raises `NoRoom`, `CacheUnusable`; and `DiskHangs` when a transaction takes longer than `within_s`, or
+        the disk is known to hang: the row is written all the same, once the disk answers."""
         batch = self._next
         batch.first += [first] if first is not None else []
         batch.then += [then] if then is not None else []
         batch.rows[table, key.encode()] = None if row is None else json.dumps(row).encode()
+        if not patient:
+            batch.hurry.set()
         if self._since == math.inf:
             self._since = trio.current_time()
             trio.lowlevel.spawn_system_task(self._work)
@@ -163,6 +171,9 @@ class Journal:
     async def _work(self) -> None:
         """One transaction after the other, until no row waits."""
         while self._next.rows:
+            if not self._next.hurry.is_set():
+                with trio.move_on_after(GATHER_S):
+                    await self._next.hurry.wait()
             batch, self._next = self._next, _Batch()
             self._since = trio.current_time()
             puts = [(where, name, value) for (where, name), value in batch.rows.items()]
@@ -212,7 +223,7 @@ class Records:
 
     async def keep(self, dirty_file: DirtyFile, within_s: float = math.inf) -> None:
         """Write the dirty file's row as it is now. Raises `NoRoom`, `CacheUnusable`; `DiskHangs` after `within_s`."""
-        async with dirty_file.record.turn:
+        async with taken(dirty_file.record.turn):
             if not dirty_file.discarded:
                 dirty_file.content.row = max(dirty_file.content.row, Row.NOTED)
                 await self._put(dirty_file, dirty_file.row(), within_s)
@@ -233,7 +244,7 @@ class Records:
             # Or the next mount would be promised a file that it cannot find.
             dirty_file.file.check_name()
             self.journal.check_name()
-        async with dirty_file.record.turn:
+        async with taken(dirty_file.record.turn):
             # What the origin has got meanwhile must not come back after a crash.
             if dirty_file.dirty and not dirty_file.acknowledged and not dirty_file.discarded:
                 dirty_file.content.row = Row.NOTED
@@ -255,13 +266,16 @@ class Records:
             within_s=within_s,
         )
 
-    async def forget(self, dirty_file: DirtyFile, within_s: float = math.inf) -> None:
-        """The origin has it, or it was removed: it must not come back. Raises `DiskHangs` after `within_s`."""
-        async with dirty_file.record.turn:
+    async def forget(
+        self, dirty_file: DirtyFile, within_s: float = math.inf, *, patient: bool = False
+    ) -> None:
+        """The origin has it, or it was removed: it must not come back. Raises `DiskHangs` after `within_s`. `patient`: no
+        caller waits for this."""
+        async with taken(dirty_file.record.turn):
             was, dirty_file.content.row = dirty_file.content.row, Row.NONE
             if was is not Row.NONE:
                 file = dirty_file.file.path if was is Row.ACKNOWLEDGED else None
-                await self._remove(dirty_file.id, file, within_s)
+                await self._remove(dirty_file.id, file, within_s, patient=patient)
 
     async def forget_replaced(self, dirty_file: DirtyFile) -> None:
         """Record that the file which `dirty_file` replaced does not come back.
@@ -305,10 +319,12 @@ class Records:
                 await self._wake.wait()
                 await trio.sleep(1)
 
-    async def _remove(self, name: str, file: Path | None = None, within_s: float = math.inf) -> None:
+    async def _remove(
+        self, name: str, file: Path | None = None, within_s: float = math.inf, *, patient: bool = False
+    ) -> None:
         first = None if file is None else partial(orphans.forget, file)
         try:
-            await self.journal.write(DIRTY_FILES, name, None, first=first, within_s=within_s)
+            await self.journal.write(DIRTY_FILES, name, None, first=first, within_s=within_s, patient=patient)
         except DiskHangs:
             raise
         except CachefsError as exc:

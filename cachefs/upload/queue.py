@@ -18,7 +18,7 @@ import trio
 from cachefs.base.errors import CachefsError, Conflict, NoSuchUpload, ObjectChanged, OriginFailed, Transient
 from cachefs.base.logs import Repeats
 from cachefs.base.metrics import Metrics
-from cachefs.base.tasks import contained
+from cachefs.base.tasks import contained, taken
 from cachefs.origin import ObjectInfo, new_token
 from cachefs.upload.content import Attempt, Row, Stored
 from cachefs.upload.dirty_file import DirtyFile
@@ -144,7 +144,7 @@ class Queue:
     async def _started(self, dirty_file: DirtyFile) -> Attempt | None:
         """The attempt under way, or a new one."""
         if dirty_file.attempt is None:
-            async with dirty_file.trying.turn:  # not while it is being renamed
+            async with taken(dirty_file.trying.turn):  # not while it is being renamed
                 if dirty_file.attempt is not None or dirty_file.discarded or not self._is_quiet(dirty_file):
                     return dirty_file.attempt
                 if dirty_file.dirty and (info := dirty_file.clear_suspicion()) is not None:
@@ -182,7 +182,7 @@ class Queue:
         sender.background = not attempt.waiters
         try:
             with attempt.scope, dirty_file.file.used():
-                async with dirty_file.lock:
+                async with taken(dirty_file.lock):
                     if dirty_file.kernel.in_passthrough:  # just now
                         attempt.scope.cancel()
                         await trio.lowlevel.checkpoint()
@@ -202,7 +202,8 @@ class Queue:
                 info, overtaken = await self._finish(dirty_file, pieces, attempt.frozen)
                 self._metrics.ledger.upload_seconds.add(trio.current_time() - began)
                 with trio.CancelScope(shield=True):
-                    await self._stored(dirty_file, Stored(attempt.generation, info, overtaken))
+                    stored = Stored(attempt.generation, info, overtaken)
+                    await self._stored(dirty_file, stored, patient=not attempt.waiters)
         except Exception as exc:
             attempt.error = error = expected(exc)
             dirty_file.trying.unsure |= isinstance(error, ABOUT_THE_STORE)
@@ -253,7 +254,7 @@ class Queue:
             await self._records.keep(dirty_file)  # before: a later run must know its own object
         return Preconditions(dirty_file.base, dirty_file.base is None, token)
 
-    async def _stored(self, dirty_file: DirtyFile, stored: Stored) -> None:
+    async def _stored(self, dirty_file: DirtyFile, stored: Stored, *, patient: bool) -> None:
         info, trying = stored.info, dirty_file.trying
         if not info.mtime_ns:  # asking for it would double the time that a small file takes
             info = replace(info, mtime_ns=dirty_file.mtime_ns)
@@ -267,7 +268,7 @@ class Queue:
         if dirty_file.record.over is not None:
             await self._records.forget_replaced(dirty_file)
         if not dirty_file.dirty and dirty_file.content.row is not Row.NONE:
-            await self._records.forget(dirty_file)
+            await self._records.forget(dirty_file, patient=patient)
 
     async def _failed(self, dirty_file: DirtyFile, error: CachefsError) -> None:
         dirty_file.trying.failure, dirty_file.trying.told = error, False

@@ -245,7 +245,7 @@ class StagingFile:
     @property
     def held(self) -> bytes | None:
         """All of it, if it lies in memory."""
-        return None if self._held is None or self._made else bytes(self._held)
+        return None if self._held is None or self._start else bytes(self._held)
 
     @property
     def ends_in_memory(self) -> bool:

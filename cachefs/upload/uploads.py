@@ -31,7 +31,7 @@ from cachefs.base.errors import CachefsError, CacheUnusable, NotFound, OriginFai
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.base.shared_memory import SharedMemory
-from cachefs.base.tasks import contained, run_contained
+from cachefs.base.tasks import contained, run_contained, taken
 from cachefs.origin import ObjectInfo, Origin, Upload, each
 from cachefs.store.backing import BackingFile
 from cachefs.upload import orphans
@@ -698,7 +698,7 @@ class Uploads:
 
     async def _settle(self, dirty_file: DirtyFile) -> None:
         """It is not in use and the origin has it: the cache adopts the file."""
-        async with dirty_file.lock:
+        async with taken(dirty_file.lock):
             try:
                 if dirty_file.kernel.in_passthrough and not dirty_file.reclaim():
                     return

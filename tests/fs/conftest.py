@@ -9,6 +9,7 @@ import trio
 import trio.testing
 
 from cachefs.base.behind import WriteBehind
+from tests import threads
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -42,5 +43,5 @@ async def run_inline(function: Callable[..., Any], *arguments: Any, **how: Any) 
 def no_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transactions run in place: a jumping clock does not wait for threads, and order becomes the same every time."""
     if "threads" not in request.keywords:
-        monkeypatch.setattr(trio.to_thread, "run_sync", run_inline)
+        threads.replace(monkeypatch, run_inline)
         monkeypatch.setattr(WriteBehind, "written", commit_inline)

@@ -32,6 +32,7 @@ from cachefs.fs.attributes import Attributes
 from cachefs.fuse.errno_table import errno_of
 from cachefs.fuse.walks import HELD_S, WalksAgain
 from cachefs.origin.protocol import ObjectInfo
+from tests import threads
 from tests.conftest import examples
 from tests.fs import linear
 from tests.fs.bucket import MTIME, Bytes, WritableBucket, content_of, etag_of
@@ -792,7 +793,7 @@ def shaken(monkeypatch: pytest.MonkeyPatch, no_threads: None) -> None:
 
     monkeypatch.setattr(_run, "_ALLOW_DETERMINISTIC_SCHEDULING", True)
     monkeypatch.setattr("tests.fs.mount.Bytes", Kept)
-    monkeypatch.setattr(trio.to_thread, "run_sync", in_a_thread)
+    threads.replace(monkeypatch, in_a_thread)
 
 
 @pytest.mark.parametrize("first", range(0, HISTORIES, IN_A_TEST))

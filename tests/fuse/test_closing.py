@@ -14,6 +14,7 @@ import trio
 
 from cachefs.fuse import callers
 from cachefs.fuse.callers import Writers
+from tests import threads
 
 HANDLE = 9
 RUN_SYNC = trio.to_thread.run_sync
@@ -156,7 +157,7 @@ def test_the_process_is_examined_beside_the_loop(
     """With real threads: while one looks, the loop goes on."""
     _, inode = file
     went_on = threading.Event()
-    monkeypatch.setattr(trio.to_thread, "run_sync", RUN_SYNC)
+    threads.replace(monkeypatch, RUN_SYNC)
     monkeypatch.setattr(callers, "_has_open", lambda *_: went_on.wait(30))
     monkeypatch.setattr(callers, "AT_ONCE", 0)
 

@@ -25,6 +25,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.names import OnOutage
 from cachefs.origin import ListPage, ObjectInfo, Origin
 from cachefs.origin.attempts import FAILING_S, FAILURES, SILENT_S, Attempts, Outage
+from tests import threads
 from tests.origin.reading import Collect
 
 # -- the policy ----------------------------------------------------------------------------------------
@@ -178,7 +179,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
         except Hang:
             await trio.sleep_forever()
 
-    monkeypatch.setattr(trio.to_thread, "run_sync", run_sync)
+    threads.replace(monkeypatch, run_sync)
 
 
 def play(how: OnOutage, scenario: Callable[[Origin, Store, Metrics], Awaitable[None]]) -> None:

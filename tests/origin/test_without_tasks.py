@@ -23,9 +23,10 @@ from cachefs.base.errors import CachefsError, NotFound, ObjectChanged, OriginFai
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.fetch import Fetcher
-from cachefs.origin import Origin
+from cachefs.origin import InMemory, Origin
 from cachefs.origin.http import _Loop
 from cachefs.store import open_store
+from tests import threads
 from tests.fetch.scripted import in_trio
 from tests.origin.servers import Lab
 from tests.origin.test_faults import SIZE, TABLE
@@ -133,6 +134,30 @@ def test_a_small_file_costs_the_trio_thread_few_calls(store: Lab, cache_dir: Pat
                 sys.setprofile(None)
             assert brought == [(len(SMALL), None)] * files
             assert calls / files <= CALLS, calls / files
+
+    in_trio(play)()
+
+
+def test_a_small_object_is_put_and_deleted_without_a_thread(
+    store: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_thread(*_: object, **__: object) -> None:
+        raise AssertionError("a thread gets a turn")
+
+    async def play() -> None:
+        origin = store.origin(metrics=Metrics())
+        try:
+            await origin.put(
+                "first", InMemory(SMALL), len(SMALL), settle=False
+            )  # its thread looks for credentials
+            threads.replace(monkeypatch, no_thread)
+            await origin.put("small", InMemory(SMALL), len(SMALL), settle=False)
+            await origin.delete("small")
+            await origin.delete("small")  # a missing object is no error
+        finally:
+            monkeypatch.undo()
+            await origin.aclose()
+        assert [request["kind"] for request in store.store.requests()] == ["put", "put", "delete", "delete"]
 
     in_trio(play)()
 

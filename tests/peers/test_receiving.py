@@ -12,10 +12,10 @@ import xxhash
 
 from cachefs.base.http1 import Reply
 from cachefs.base.names import ObjectId
-from cachefs.peers import client
 from cachefs.peers.client import LITTLE, Checked, Delivery, Receiver
 from cachefs.peers.health import Pace
 from cachefs.peers.wire import CHECKSUM, BlockRequest
+from tests import threads
 from tests.peers.exchange import KIB, content, in_trio
 
 BLOCK = 64 * KIB
@@ -124,7 +124,7 @@ async def test_a_thread_that_begins_after_its_reader_has_gone_touches_nothing(
         await trio.sleep_forever()
 
     with monkeypatch.context() as patch:
-        patch.setattr(client.trio.to_thread, "run_sync", later)
+        threads.replace(patch, later)
         async with trio.open_nursery() as nursery:
             take = Receiver().blocks
             nursery.start_soon(

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import trio
 
 from cachefs.base.behind import WriteBehind
+from tests import threads
 from tests.fs.conftest import commit_inline, pytest_pyfunc_call, run_inline
 
 __all__ = ["pytest_pyfunc_call"]
@@ -19,5 +19,5 @@ async def run_in_place(function: Callable[..., Any], *arguments: Any, **how: Any
 @pytest.fixture(autouse=True)
 def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A jumping clock does not wait for threads."""
-    monkeypatch.setattr(trio.to_thread, "run_sync", run_in_place)
+    threads.replace(monkeypatch, run_in_place)
     monkeypatch.setattr(WriteBehind, "written", commit_inline)

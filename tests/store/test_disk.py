@@ -133,6 +133,36 @@ async def test_readers_of_what_lies_there_are_sent_to_the_origin(
 
 
 @in_trio
+async def test_a_call_on_the_disk_begins_no_task(tmp_path: Path) -> None:
+    """It is one wait for its reader. Only calls for which no thread is free wait in tasks of their own, and end all the
+    same when their readers have left."""
+    disk, ended, goes_on = Disk("ssd", tmp_path), list[int | None](), threading.Event()
+    begun = SimpleNamespace(tasks=0)
+
+    class Tasks(trio.abc.Instrument):
+        def task_spawned(self, task: trio.lowlevel.Task) -> None:
+            begun.tasks += 1
+
+    assert await disk.run(lambda: 1, ended.append) == 1 and ended == [1]
+    instrument = Tasks()
+    trio.lowlevel.add_instrument(instrument)
+    try:
+        assert await disk.run(lambda: 2, ended.append) == 2 and ended == [1, 2]
+        with pytest.raises(ZeroDivisionError):
+            await disk.run(lambda: 1 // 0, ended.append)
+        assert ended == [1, 2, None] and not begun.tasks
+    finally:
+        trio.lowlevel.remove_instrument(instrument)
+    for _ in range(tier.READ_THREADS + 1):
+        with trio.move_on_after(0.01):
+            await disk.run(lambda: int(goes_on.wait(PATIENCE_S)) + 2, ended.append)
+    assert ended == [1, 2, None] and len(disk._calls) == tier.READ_THREADS
+    goes_on.set()
+    await until(lambda: ended == [1, 2, None, *[3] * (tier.READ_THREADS + 1)])
+    assert not disk._calls and not disk._threads.borrowed_tokens
+
+
+@in_trio
 async def test_a_call_that_takes_long_but_not_too_long(tmp_path: Path) -> None:
     disk, finished = Disk("ssd", tmp_path), []
     assert await disk.run(lambda: 5, finished.append) == 5

@@ -21,11 +21,13 @@ from unittest import mock
 import trio
 import trio.testing
 
+from cachefs.base import tasks
 from cachefs.base.errors import CachefsError, Conflict, NoSuchUpload, NotFound, ObjectChanged
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.origin import Limits, ObjectInfo, Part
 from cachefs.upload import DirtyFile, Uploads, staging
+from cachefs.upload.journal import GATHER_S
 from tests.upload import counters
 
 SOURCE = "scripted://bucket"
@@ -49,13 +51,15 @@ class _Threads:
     def __init__(self) -> None:
         self.busy = 0
         self._some = trio.Event()
-        self._run_sync = trio.to_thread.run_sync
 
-    async def run_sync(self, *args: Any, **kwargs: Any) -> Any:
+    def watched(self, run_sync: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        return functools.partial(self._run, run_sync)
+
+    async def _run(self, run_sync: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
         self.busy += 1
         self._some.set()
         try:
-            return await self._run_sync(*args, **kwargs)
+            return await run_sync(*args, **kwargs)
         finally:
             self.busy -= 1
 
@@ -76,7 +80,11 @@ def in_trio(function: Callable[..., Awaitable[None]]) -> Callable[..., None]:
         async def guarded() -> None:
             threads = _Threads()
             trio.lowlevel.spawn_system_task(threads.watch)
-            with trio.CancelScope() as scope, mock.patch("trio.to_thread.run_sync", threads.run_sync):
+            with (
+                trio.CancelScope() as scope,
+                mock.patch("trio.to_thread.run_sync", threads.watched(trio.to_thread.run_sync)),
+                mock.patch("cachefs.base.tasks.in_worker", threads.watched(tasks.in_worker)),
+            ):
                 token = trio.lowlevel.current_trio_token()
                 watchdog = threading.Timer(60, lambda: token.run_sync_soon(scope.cancel))
                 watchdog.start()
@@ -375,6 +383,9 @@ class Desk:
         """Until nothing happens any more by itself (but what time brings)."""
         for _ in range(3):
             await trio.testing.wait_all_tasks_blocked(0.01)
+            while self.uploads.journal._next.rows:  # what time brings soon: they are gathered
+                await trio.sleep(GATHER_S)
+                await trio.testing.wait_all_tasks_blocked(0.01)
 
     async def files(self) -> list[str]:
         """Of the staging directory, once what was removed has gone."""

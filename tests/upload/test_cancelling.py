@@ -68,7 +68,7 @@ async def test_a_rename_that_is_cancelled_leaves_one_name(tmp_path: Path, state:
             assert d.store.content(key) == data
             other = d.store.objects.get("b" if key == "a" else "a", ("", b""))[1]
             assert other in (b"", OLD, data) and (goes_on or (key == "b" and not other))
-    assert step > 3
+    assert step >= 3
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -90,7 +90,7 @@ async def test_a_removal_that_is_cancelled_happens_or_does_not(tmp_path: Path, s
             elif kept:
                 assert d.store.content("a") == data
             assert goes_on or gone
-    assert step > 3
+    assert step >= 3
 
 
 @pytest.mark.parametrize("writeback", [False, True])
@@ -134,7 +134,7 @@ async def test_a_beginning_that_is_cancelled_leaves_nothing(
                 d.uploads.open(dirty_file)
                 await ends(d, dirty_file)
             await d.quiet()
-    assert step > 3
+    assert step >= 3
 
 
 @in_trio
@@ -159,7 +159,7 @@ async def test_on_a_disk_that_hangs_a_cancelled_rename_keeps_the_old_name(
             await d.quiet()
             assert dirty_file.key == "a" and d.uploads.journal.rows("drafts")[dirty_file.id]["key"] == "a"
             await ends(d, dirty_file)
-    assert step > 3
+    assert step >= 3
 
 
 async def refused(d: Desk, dirty_file: DirtyFile) -> None:

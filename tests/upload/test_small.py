@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import trio
 from cachefs.base.errors import NoRoom, OriginFailed
 from cachefs.upload import staging
 from cachefs.upload.staging import HELD
+from tests import threads
 from tests.upload.scripted import ScriptedStore, add, desk, in_trio
 
 
@@ -27,7 +29,7 @@ class Turns:
             self.count += 1
             return await run_sync(*args, **how)
 
-        monkeypatch.setattr(trio.to_thread, "run_sync", counted)
+        threads.replace(monkeypatch, counted)
 
 
 @in_trio
@@ -233,3 +235,40 @@ async def test_the_end_of_a_file_without_a_name_is_its_users_until_they_close_it
         assert d.uploads._disk.memory_left == staging.HELD_ALTOGETHER - 30
         d.uploads.release(dirty_file)
         assert d.uploads._disk.memory_left == staging.HELD_ALTOGETHER and await d.files() == []
+
+
+@in_trio
+async def test_a_file_that_is_empty_on_the_disk_is_kept_from_memory(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        dirty_file = await d.create("k")
+        await dirty_file.file.land()
+        assert await d.files() != []
+        await add(dirty_file, b"more")
+        await d.close(dirty_file)
+        await d.quiet()
+        assert list(d.cache.adopted.values()) == [b"more"] and await d.files() == []
+        assert d.uploads._disk.memory_left == staging.HELD_ALTOGETHER
+
+
+class Steps(trio.abc.Instrument):
+    """Counts how often a test, and the tasks of uploads, go on."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._test = trio.lowlevel.current_task()
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        if task is self._test or task.name.endswith("run_contained"):
+            self.counts["test" if task is self._test else "upload"] += 1
+
+
+@in_trio
+async def test_a_commit_of_a_small_file_takes_few_turns_of_the_loop(tmp_path: Path) -> None:
+    """What it costs the thread that answers all requests, in a measure that no machine changes: the caller waits for the
+    upload once, and that for the store alone, which takes one turn."""
+    async with desk(tmp_path) as d:
+        dirty_file, steps = await d.create("k", b"1" * 10_000), Steps()
+        trio.lowlevel.add_instrument(steps)
+        await d.uploads.commit(dirty_file)
+        trio.lowlevel.remove_instrument(steps)
+        assert steps.counts == {"test": 1, "upload": 2}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import trio
 import trio.testing
 
 from cachefs.base.errors import CacheUnusable, NoRoom, OriginFailed, PermissionDenied
-from cachefs.upload.journal import Journal, Records
+from cachefs.upload.journal import GATHER_S, Journal, Records
 from tests.fetch.scripted import content
 from tests.upload.scripted import PART, SOURCE, ScriptedStore, add, desk, in_trio
 
@@ -449,6 +450,47 @@ def test_rows_written_at_once_share_a_transaction(tmp_path: Path) -> None:
         journal.close()
 
     trio.run(use)
+
+
+@in_trio
+async def test_a_row_that_no_caller_waits_for_goes_along_with_the_next(tmp_path: Path) -> None:
+    journal, transactions = Journal(tmp_path / "journal"), list[int]()
+    write = journal._database.write
+    journal._database.write = lambda puts: (transactions.append(len(puts)), write(puts))[1]  # type: ignore[assignment]
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(journal.write, "drafts", "0", {}, patient=True))
+            await trio.lowlevel.checkpoint()
+            await journal.write("drafts", "1", {})
+            assert transactions == [2]
+        began = trio.current_time()
+        await journal.write("drafts", "0", None, patient=True)
+        assert transactions == [2, 1] and trio.current_time() >= began + GATHER_S
+        began = trio.current_time()
+        await journal.write("drafts", "1", None)
+        assert transactions == [2, 1, 1] and trio.current_time() == began, "it waits for the disk alone"
+    finally:
+        journal.close()
+
+
+@in_trio
+async def test_an_upload_in_the_background_shares_its_transaction_with_the_next_save(tmp_path: Path) -> None:
+    """Of files that are saved one after another, each costs the disk one transaction and not two."""
+    async with desk(tmp_path, writeback=True, upload_delay_s=0.0) as d:
+        transactions = list[int]()
+        write = d.uploads.journal._database.write
+        d.uploads.journal._database.write = lambda puts: (  # type: ignore[assignment]
+            transactions.append(len(puts)),
+            write(puts),
+        )[1]
+        for number in range(4):
+            dirty_file = await d.create(str(number), b"1")
+            await d.uploads.commit(dirty_file)
+            d.uploads.release(dirty_file)
+            while d.metrics.uploaded_files <= number:
+                await trio.lowlevel.checkpoint()
+        await trio.sleep(1)
+        assert transactions == [1, 2, 2, 2, 1] and await d.files() == []
 
 
 @pytest.mark.parametrize("how", ["cut", "zeros", "version", "changed"])
