@@ -6,6 +6,8 @@ made of. No call may fail. Afterwards the origin has what was written, and the d
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import io
 import itertools
 import mmap
 import multiprocessing
@@ -22,6 +24,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -40,6 +43,8 @@ FILES, FILE_BYTES = 300, 60_000
 LARGE_BYTES = 24 * MIB
 """Larger than a tier, so that it is never read in passthrough only."""
 
+SHARDS, PER_SHARD = 2, 40
+
 CHECKPOINT_BYTES = 6 * MIB + 12_345
 
 MODES = {"durable": {}, "writeback": {"writeback": True, "upload_delay": "100ms"}}
@@ -51,7 +56,17 @@ ALLOWED = [
     "fails its checksum",  # the index does not know of the last second's evictions
 ]
 
-READERS = ("loader, forked", "loader, spawned", "mapping", "tar", "find")
+READERS = (
+    "loader, forked",
+    "loader, spawned",
+    "DataLoader, forked",
+    "DataLoader, spawned",
+    "webdataset",
+    "mapping",
+    "tar",
+    "find",
+)
+NEEDS = {"torch": ("DataLoader, forked", "DataLoader, spawned"), "webdataset": ("webdataset",)}
 
 HERE = Path(__file__).parents[2]
 
@@ -74,6 +89,28 @@ def load(root: Path, state: dict[str, Any]) -> None:
     """As a loader's worker: files in random order."""
     name = small(state["random"].randrange(FILES))
     assert (root / "data" / name).read_bytes() == content(name, FILE_BYTES), name
+
+
+def train(method: str, root: Path, state: dict[str, Any]) -> None:
+    """An epoch of PyTorch's DataLoader with two workers."""
+    command = [sys.executable, "-m", "tests.mount.loading", root / "data", method, FILES, FILE_BYTES]
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, cwd=HERE)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def samples(root: Path, state: dict[str, Any]) -> None:
+    """Shards, read by webdataset."""
+    import webdataset
+
+    urls = [f"file:{root}/shards/{number}.tar" for number in range(SHARDS)]
+    found = {
+        one["__key__"]: one["bin"]
+        for one in webdataset.WebDataset(urls, shardshuffle=False, empty_check=False)
+    }
+    names = [small(number) for number in range(SHARDS * PER_SHARD)]
+    assert sorted(found) == names
+    for name in names:
+        assert found[name] == content(name, FILE_BYTES), name
 
 
 def mapped(root: Path, state: dict[str, Any]) -> None:
@@ -172,6 +209,9 @@ def fio(root: Path, state: dict[str, Any]) -> None:
 PROGRAMS: dict[str, tuple[str, Callable[[Path, dict[str, Any]], None]]] = {
     "loader, forked": ("fork", load),
     "loader, spawned": ("spawn", load),
+    "DataLoader, forked": ("fork", partial(train, "fork")),
+    "DataLoader, spawned": ("fork", partial(train, "spawn")),
+    "webdataset": ("fork", samples),
     "mapping": ("fork", mapped),
     "tar": ("fork", tar),
     "untar": ("fork", untar),
@@ -212,6 +252,14 @@ def live(
 
 def fill(store: LabStore, place: Path) -> None:
     store.put("restarts", "large", content("large", LARGE_BYTES))
+    for shard in range(SHARDS):
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as archive:
+            for number in range(shard * PER_SHARD, (shard + 1) * PER_SHARD):
+                member = tarfile.TarInfo(f"{small(number)}.bin")
+                member.size = FILE_BYTES
+                archive.addfile(member, io.BytesIO(content(small(number), FILE_BYTES)))
+        store.put("restarts", f"shards/{shard}.tar", packed.getvalue())
     with tarfile.open(place / "archive.tar", "w") as archive:
         for number in range(FILES):
             name = small(number)
@@ -461,7 +509,14 @@ def main(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     if chosen.systemd and chosen.revision:
         parser.error("--from is for a mount without --systemd")
-    programs = [name for name in PROGRAMS if name != "fio" or shutil.which("fio")]
+    programs = list(PROGRAMS)
+    if not shutil.which("fio"):
+        programs.remove("fio")
+    for module, names in NEEDS.items():
+        if importlib.util.find_spec(module) is None:
+            programs = [name for name in programs if name not in names]
+    if left_out := sorted(set(PROGRAMS) - set(programs)):
+        print(f"not installed, so left out: {', '.join(left_out)}", flush=True)
     if chosen.read_only:
         programs = [name for name in programs if name in READERS]
     failed = False
