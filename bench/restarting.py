@@ -1,4 +1,4 @@
-"""What programs notice of a daemon that is killed or upgraded under `--restart`, and what records of open files cost."""
+"""What programs notice of a daemon that is killed or upgraded, and what records of open files cost."""
 
 from __future__ import annotations
 

@@ -431,7 +431,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_restart.py::test_everything_ends_with_the_mount",
         "tests/mount/test_restart.py::test_a_holder_without_its_daemon_unmounts_when_it_is_told_to_stop",
     ),
-    "Under the systemd unit, with `--restart`, no program gets an errno either when the holder or all processes of the "
+    "Under the systemd unit, no program gets an errno either when the holder or all processes of the "
     "unit are killed, or when the watchdog ends a daemon that hangs; a stop leaves no descriptor with systemd.": (
         "tests/mount/test_restart.py::test_a_service_manager_keeps_the_connection_of_a_holder_that_is_killed",
         "tests/mount/test_restart.py::test_what_hangs_is_ended_by_the_service_manager_and_gone_on_with",

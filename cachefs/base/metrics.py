@@ -250,7 +250,7 @@ SERIES = (
         "restarts",
         "counter",
         "restarts",
-        "times that another daemon went on with the mount (--restart)",
+        "times that another daemon went on with the mount",
     ),
     Series(
         "restart_pause_seconds_max",

@@ -1,4 +1,4 @@
-"""A small process that sends notifications to the kernel, for a daemon whose mount outlives it (`--restart`).
+"""A small process that sends notifications to the kernel, for a daemon whose mount outlives it.
 
 When a page is to be dropped, the kernel waits for the reader that has locked it, and that reader may wait for the daemon. A
 daemon that is alive answers it. But a thread that waits there cannot be killed: a dead daemon could not end, its locks would

@@ -131,11 +131,11 @@ class TestSidecar:
 
 
 class TestNothingIsNoticed:
-    """With CACHEFS_RESTART, as the manifests have it: process 1 stays when the daemon dies."""
+    """As the manifests have it: process 1 stays when the daemon dies."""
 
     @pytest.fixture
     def sidecar(self, engine: Engine, store: LabStore, share: Path) -> Iterator[str]:
-        words = [*TO_MOUNT, *to_the_store(store), "-e", "CACHEFS_RESTART=true", "--restart=on-failure"]
+        words = [*TO_MOUNT, *to_the_store(store), "--restart=on-failure"]
         words += ["-v", f"{share}:/mnt/share:rshared"]
         with engine.container(*words, "cachefs", "mount", "-f", "s3://held", "/mnt/share/data") as name:
             answers(share / "data")

@@ -1,4 +1,5 @@
-"""The unit, the mount helper and fstab, on machines with a systemd of their own."""
+"""The unit, the mount helper and fstab, on machines with a systemd of their own. The unit's mount ends with its daemon here;
+`test_systemd_restart.py` has the other one."""
 
 from __future__ import annotations
 
@@ -37,6 +38,7 @@ def machine_files(store: LabStore) -> dict[str, str]:
         keep_free = "16M"
         timeout = "5s"
         allow_other = true
+        restart = false
     """
     credentials = "".join(f"{name}={value}\n" for name, value in store.env.items())
     options = f"_netdev,nofail,ro,allow-other,cache_size=64M,keep-free=16M,ram=0,endpoint_url={store.endpoint},x-our.own"

@@ -1,4 +1,4 @@
-"""The unit with `restart = true`: what dies, and what programs notice of it. On a machine with a systemd of its own."""
+"""A mount that outlives its daemon, as a unit: what dies, and what programs notice of it. On a machine with a systemd of its own."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def booted(rootfs: Rootfs, store: LabStore, tmp_path_factory: pytest.TempPathFac
     files = machine_files(store)
     config = files["/etc/cachefs/mnt-data.toml"]
     config = config.replace("mnt-data", "mnt-held").replace("s3://data", "s3://held")
-    files["/etc/cachefs/mnt-held.toml"] = f"{config}\nrestart = true\n"
+    files["/etc/cachefs/mnt-held.toml"] = config.replace("restart = false", "")
     files["/etc/cachefs/mnt-held.env"] = files["/etc/cachefs/mnt-data.env"]
     files["/etc/tmpfiles.d/held.conf"] = f"d {PATH}\n"
     files["/opt/worker.py"] = (Path(__file__).parent / "worker.py").read_text()

@@ -65,14 +65,13 @@ class UnitMount:
 def unit_mount(
     place: Path, store: LabStore, source: str, options: Mapping[str, str | int]
 ) -> Iterator[UnitMount]:
-    """With `restart = true` and `options`; not started yet."""
+    """With `options`; not started yet."""
     rootfs = Rootfs(PLACE)
     files = machine_files(store)
     config = {
         "source": source,
         "endpoint_url": store.endpoint,
         "cache_dir": "/var/cache/cachefs/mnt-held",
-        "restart": True,
         "allow_other": True,
         **options,
     }
