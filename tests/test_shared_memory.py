@@ -201,6 +201,49 @@ def test_a_tail_is_as_long_as_was_said_last(monkeypatch: pytest.MonkeyPatch) -> 
 # -- rows that wait for their commit -------------------------------------------------------------------
 
 
+def test_the_latest_times_are_found(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "MOST_TIMES", 3)
+    times = again(fd).times
+    for ino, time_ns in ((1, 10), (2, 20), (3, 30), (1, 40), (4, 50)):
+        times.put(ino, time_ns)
+    later = again(fd).times
+    assert later.found() == {1: 40, 3: 30, 4: 50}
+    later.put(3, 60)
+    later.put(5, 70)
+    assert len(found := again(fd).times.found()) == 3
+    assert (found[3], found[5]) == (60, 70)
+
+
+def test_a_time_is_never_that_of_another_inode(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is killed at each store."""
+    monkeypatch.setattr(shared_memory, "MOST_TIMES", 1)
+    for left in range(4):
+        times = again(fd).times
+        times.put(1, 10)
+        times._words = Words(times._words, left)  # type: ignore[assignment]
+        with suppress(Killed):
+            times.put(2, 20)
+        assert again(fd).times.found() in ({1: 10}, {}, {2: 20})
+        os.pwrite(fd, bytes(16), mmap.PAGESIZE + shared_memory._TIMES_AT)
+
+
+class Words:
+    """Words whose owner is killed at the store behind the first `left` ones."""
+
+    def __init__(self, words: memoryview, left: int) -> None:
+        self.words, self.left = words, left
+
+    def __getitem__(self, where: int) -> int:
+        found: int = self.words[where]
+        return found
+
+    def __setitem__(self, where: int, value: int) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise Killed
+        self.words[where] = value
+
+
 def test_a_kill_loses_no_row(fd: int, tmp_path: Path) -> None:
     """Whatever is committed, is being committed or waits, and whichever commits fail."""
     rng = random.Random(1)

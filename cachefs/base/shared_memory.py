@@ -14,6 +14,7 @@ import json
 import mmap
 import os
 import struct
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,6 +28,9 @@ Only records that were ever in use at once take memory."""
 MOST_TAILS, TAIL_BYTES = 1024, 256 << 10
 """Files whose end waits in memory, and the longest such end (`staging.HELD`). What has no place here goes to the disk at
 once. Guessed: more than the files that are written at the same time."""
+
+MOST_TIMES = 16_384
+"""Directories whose last change is remembered, 16 bytes each. As many as `cachefs.fs.local_changes.TIMES_KEPT`."""
 
 GIVE_BACK_BYTES = 64 << 10
 """Memory beyond so many bytes is given back to the machine after its use. Guessed: a system call costs as much as filling so
@@ -55,7 +59,10 @@ _TAILS_AT = _TAIL_HEADS_AT + MOST_TAILS * _TAIL_STRIDE
 _USED_AT = 2 * _HALF.size
 """How many records there were at most, so that the next daemon does not touch the pages behind them."""
 
-LENGTH = _TAILS_AT + MOST_TAILS * TAIL_BYTES
+_TIMES_AT = _TAILS_AT + MOST_TAILS * TAIL_BYTES
+"""Two words each: inode (0: none), time (0: unknown)."""
+
+LENGTH = _TIMES_AT + MOST_TIMES * 2 * _WORD.size
 
 
 class SharedMemory:
@@ -68,6 +75,7 @@ class SharedMemory:
         self.rows = RowLog(memory)
         self.records = FileRecords(memory)
         self.tails = Tails(memory)
+        self.times = Times(memory)
 
 
 def _give_back(memory: mmap.mmap, at: int, length: int) -> None:
@@ -295,3 +303,34 @@ class Tails:
         _TAIL.pack_into(self.memory, head, 0, name.encode(), start, 0)
         _WORD.pack_into(self.memory, head, 1)
         return Tail(self, index, name, start, 0)
+
+
+class Times:
+    """When something was last changed in a directory, in ns since the epoch, by inode. The one that was changed least lately
+    makes room."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._words = memoryview(memory)[_TIMES_AT:LENGTH].cast("Q")
+        self._places: OrderedDict[int, int] = OrderedDict()
+
+    def found(self) -> dict[int, int]:
+        """Those of the daemon before. Once, before any is put."""
+        found = {}
+        for place in range(MOST_TIMES):
+            ino, time_ns = self._words[2 * place : 2 * place + 2]
+            if not ino:
+                break
+            self._places[ino] = place
+            if time_ns:
+                found[ino] = time_ns
+        return found
+
+    def put(self, ino: int, time_ns: int) -> None:
+        place = self._places.pop(ino, None)
+        if place is None and len(self._places) == MOST_TIMES:
+            place = self._places.popitem(last=False)[1]
+        self._places[ino] = place = len(self._places) if place is None else place
+        if self._words[2 * place] != ino:
+            self._words[2 * place + 1] = 0  # the process may be killed before the next line, or behind it
+            self._words[2 * place] = ino
+        self._words[2 * place + 1] = time_ns

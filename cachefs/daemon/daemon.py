@@ -370,6 +370,7 @@ class Daemon:
             Volume(s.name, o, ttls_of(config, s)) for s, o in zip(config.sources, self._origins, strict=True)
         ]
         self._ttls = [volume.ttls for volume in volumes if volume.ttls is not None]
+        memory = _outlives(config, self._held)
         self._fs = FileSystem(
             volumes,
             self._names,
@@ -382,6 +383,7 @@ class Daemon:
             ),
             self._metrics,
             writer=None if uploading is None else uploading.uploads,
+            lasting=None if memory is None else memory.times,
         )
         self._do_without()
         await self._fs.recover()

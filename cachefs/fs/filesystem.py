@@ -32,6 +32,7 @@ from cachefs.base.errors import (
 )
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
+from cachefs.base.shared_memory import Times
 from cachefs.fs import xattrs
 from cachefs.fs.attributes import DIRECTORY_SIZE, FOREVER, FREE_NAMES, Attributes, Entry, Options, Space
 from cachefs.fs.directories import DirectoryHandle, DirectoryReader
@@ -67,7 +68,8 @@ the pages that it has of this inode."""
 
 class FileSystem:
     """The tree below one mount point. Runs in one trio thread. `clock` is seconds since the epoch, also for times that are
-    shown; without one, these are by the wall clock, and how old answers are is by a `SteadyClock`."""
+    shown; without one, these are by the wall clock, and how old answers are is by a `SteadyClock`. `lasting` has the times
+    of directories for the next daemon."""
 
     def __init__(
         self,
@@ -78,6 +80,7 @@ class FileSystem:
         metrics: Metrics,
         clock: Callable[[], float] | None = None,
         writer: Writer | None = None,
+        lasting: Times | None = None,
     ) -> None:
         self.on_invalidate: InvalidateHook = _nobody_listens
         self.told: Callable[[], Awaitable[None]] = (
@@ -99,7 +102,7 @@ class FileSystem:
         self._writing: Writing | None = None
         if writer is not None:
             parts = (self._tree, self._freshness, self._looker, self._lister, self._files)
-            self._writing = Writing(*parts, writer, options, wall)
+            self._writing = Writing(*parts, writer, options, wall, lasting)
 
     @property
     def origins(self) -> list[Origin]:

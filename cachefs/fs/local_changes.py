@@ -28,6 +28,7 @@ from cachefs.fs.tree import Directory, Found, Tree, is_below, named
 from cachefs.origin.protocol import ObjectInfo
 
 if TYPE_CHECKING:
+    from cachefs.base.shared_memory import Times
     from cachefs.fs.files import FileHandle, OpenFiles
     from cachefs.fs.freshness import Freshness
     from cachefs.fs.listing import Lister
@@ -92,7 +93,9 @@ class LocalChanges:
         kept: Overrides,
         writer: Writer,
         wall: Callable[[], float],
+        lasting: Times | None = None,
     ) -> None:
+        """`lasting` has the times of directories for the next daemon."""
         self._tree = tree
         self._freshness = freshness
         self._lister = lister
@@ -103,7 +106,9 @@ class LocalChanges:
         self.nodes: dict[int, Node] = {}  # by number: those that are open
         self._places: dict[tuple[int, bytes], Node] = {}  # those that have a name, held or open
         self._by_dirty_file: dict[str, Node] = {}
-        self.times: dict[int, int] = {}  # of directories in which something was changed here, ns
+        # Of directories in which something was changed here, ns.
+        self.times: dict[int, int] = {} if lasting is None else lasting.found()
+        self._lasting = lasting
         self._doomed: list[int] = []  # directories that have lost their names
         self.held = freshness.held
 
@@ -463,7 +468,9 @@ class LocalChanges:
     def touch(self, directory: Directory) -> None:
         """Something in it has changed: programs look at its time to know whether to read it again."""
         self.times.pop(directory.ino, None)
-        self.times[directory.ino] = self.now_ns()
+        self.times[directory.ino] = now_ns = self.now_ns()
+        if self._lasting is not None:
+            self._lasting.put(directory.ino, now_ns)
         if len(self.times) > TIMES_KEPT:
             del self.times[next(iter(self.times))]
 

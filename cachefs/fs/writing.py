@@ -27,6 +27,7 @@ from cachefs.fs.tree import Directory, Found, Tree
 from cachefs.fs.tree_queries import object_of
 
 if TYPE_CHECKING:
+    from cachefs.base.shared_memory import Times
     from cachefs.fs.attributes import Options
     from cachefs.fs.files import FileHandle, OpenFiles
     from cachefs.fs.freshness import Freshness
@@ -55,13 +56,14 @@ class Writing:
         writer: Writer,
         options: Options,
         wall: Callable[[], float],
+        lasting: Times | None = None,
     ) -> None:
         self._tree = tree
         self._looker = looker
         self._files = files
         self._options = options
         self._kept = Overrides(tree.database)
-        self._local_changes = LocalChanges(tree, freshness, lister, files, self._kept, writer, wall)
+        self._local_changes = LocalChanges(tree, freshness, lister, files, self._kept, writer, wall, lasting)
         self.locks = NameLocks()
         self.dirty_files = DirtyFiles(self._local_changes, self._kept, files, writer, self.locks)
         writer.on_changed = self._changed_unseen

@@ -25,7 +25,7 @@ from cachefs.base.shared_memory import SharedMemory
 from cachefs.fuse import held, holder
 from cachefs.fuse.held import HandleRecord, HandleTable, Held, described
 
-LAYOUTS = {2: "eb6adad46cf4cc95", 3: "8942213eddc0df87"}
+LAYOUTS = {2: "eb6adad46cf4cc95", 3: "4d600c24182732ae"}
 """FORMAT → digest of what says where what lies in the memory file (`layout`)."""
 
 HERE = Path(__file__).parent
@@ -60,6 +60,7 @@ FILES: dict[str, tuple[int, dict[str, Any]]] = {
     NAMES[0]: (5, {"key": "d/\udcff", "ino": 77, "tokens": ["t"], "upload": None}),
     NAMES[1]: (-6, {"key": "other", "committed": True}),
 }
+TIMES = {7: 1 << 60, 1 << 40: 5}
 TAILS = [(NAMES[0], 0, b"small"), (NAMES[1], 300_000, bytes(range(256)))]
 
 
@@ -88,6 +89,8 @@ def written() -> int:
     for name, (mtime_ns, row) in FILES.items():
         memory.records.put(name, 0, {})
         memory.records.put(name, mtime_ns, row)
+    for ino, time_ns in TIMES.items():
+        memory.times.put(ino, time_ns)
     for name, start, data in TAILS:
         tail = memory.tails.make(name, start)
         assert tail is not None
@@ -134,6 +137,7 @@ NUMBERS = (
     "MOST_HANDLES",
     "MOST_RECORDS",
     "MOST_TAILS",
+    "MOST_TIMES",
     "READS",
     "READS_WRITTEN",
     "WRITES",
@@ -215,6 +219,7 @@ def test_what_a_version_has_left_is_read_or_refused_by_its_number(
     memory = SharedMemory(fd, held._SHARED_AT)
     assert list(memory.rows.found()) == ROWS
     assert memory.records.found() == FILES
+    assert memory.times.found() == TIMES
     assert [(tail.name, tail.start, bytes(tail)) for tail in memory.tails.found()] == TAILS
     daemon._socket.close()
     os.close(fd)

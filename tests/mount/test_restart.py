@@ -902,6 +902,18 @@ def test_what_set_times_and_modes_of_a_file_that_is_being_written_stays(
         os.close(fd)
 
 
+def test_the_times_of_directories_stay(mounted: Mounted, bucket: Bucket) -> None:
+    """`tar` says that a directory changed as it read it, and fails, if the time is another one."""
+    mount = held_mount(mounted, bucket, read_only=None)
+    for name in ("d", "d/e"):
+        (mount.path / name).mkdir()
+    (mount.path / "d/f").write_bytes(b"1")
+    before = [os.stat(mount.path / name).st_mtime_ns for name in (".", "d", "d/e")]
+    assert all(before)
+    kill(mount)
+    assert [os.stat(mount.path / name).st_mtime_ns for name in (".", "d", "d/e")] == before
+
+
 @pytest.mark.parametrize("mode", sorted(restarting.MODES))
 def test_programs_of_all_kinds_go_on(tmp_path: Path, mode: str) -> None:
     """`scripts/restarts` does it for longer, with more of them."""

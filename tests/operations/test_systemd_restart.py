@@ -1,4 +1,4 @@
-"""A mount that outlives its daemon, as a unit: what dies, and what programs notice of it. On a machine with a systemd of its own."""
+"""A mount that outlives its daemon, as a unit of a machine with its own systemd: what dies, and what programs notice."""
 
 from __future__ import annotations
 
