@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from tests.conftest import free_ports
 from tests.mount.conftest import ONE_BACKEND, Bucket, Mounted
 from tests.mount.mounts import Mount, eventually
+from tests.mount.restarting import next_daemon
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -66,6 +69,27 @@ def test_what_one_node_has_fetched_the_other_does_not_ask_the_store_for(
         assert [row["state"] for row in peers["members"]] == ["healthy", "healthy"]
         assert [row["here"] for row in peers["members"]].count(True) == 1
         assert sum(row["bytes_in"] for row in peers["members"]) == mount.metrics()["peer_bytes_in"] > 0
+
+
+@pytest.mark.backends("native")
+def test_a_node_is_the_same_one_after_its_daemon_was_killed(mounted: Mounted, bucket: Bucket) -> None:
+    """Its id, and so its share of the cache: others get bytes from it again."""
+    files = put_files(bucket)
+    first, second = together(mounted, bucket, 2, restart=True)
+
+    def ids(mount: Mount) -> list[tuple[str, bool, str]]:
+        return [(row["id"], row["here"], row["state"]) for row in mount.ask("status")["peers"]["members"]]
+
+    read_all([first], files)
+    before = ids(first)
+    first.allowed += ["the daemon has died", "was left by process"]
+    second.allowed += ["peer"]
+    first.killed = True
+    os.kill(first.pid, signal.SIGKILL)
+    next_daemon(first, 0, 30.0)
+    eventually(lambda: ids(first) == before and "healthy" == ids(second)[0][2] == ids(second)[1][2], "both")
+    read_all([first, second], files)
+    assert first.settled()["peer_bytes_out"] > 0
 
 
 @ONE_BACKEND
