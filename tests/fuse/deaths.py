@@ -12,17 +12,15 @@ import gc
 import mmap
 import os
 import select
-import shutil
 import signal
 import socket
 import struct
 import time
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cachefs.base import database, durable, logs, shared_memory
+from cachefs.base import database, logs, shared_memory
 from cachefs.base.client import control_path
 from cachefs.config import layers
 from cachefs.daemon import daemon, mounting
@@ -61,8 +59,7 @@ STEPS: list[tuple[Any, str]] = [
     (daemon.Uploading, "recover"),
     (daemon.FileSystem, "recover"),
     (daemon.FileSystem, "follow"),
-    (daemon.FileSystem, "restore_file"),
-    (daemon.FileSystem, "restore_written"),
+    (daemon.FileSystem, "restore"),
     (held.HandleTable, "drop"),
     (held.HandleTable, "unregistered"),
     (Device, "unregister"),
@@ -102,6 +99,7 @@ class Daemons:
     def start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         os.pwrite(self.state, holder.DEATHS.pack(self.deaths, time.monotonic(), 0), 0)
+        os.pwrite(self.state, holder.KILLED.pack(True), holder.KILLED_AT)
         gc.freeze()
         self.pid = os.fork()
         if not self.pid:
@@ -128,7 +126,6 @@ class Daemons:
             self._lie_in_wait()
             if kept.taking_over:
                 self._count_steps()
-            database._rewrite = _rewrite_here  # type: ignore[assignment]
             code = daemon.run(config, lambda: None, None, kept)
         except BaseException:
             with (self.place / "daemon.log").open("a") as file:
@@ -241,9 +238,8 @@ class Daemons:
         """Those that there is a record of."""
         at = held._TABLE_AT
         used, _ = held._USED.unpack(os.pread(self.state, held._USED.size, at))
-        table = os.pread(self.state, used * held.RECORD_BYTES, at + held._RECORDS_AT)
-        found = {held._HANDLE.unpack_from(table, at)[1] for at in range(0, len(table), held.RECORD_BYTES)}
-        return found - {0}
+        words = memoryview(os.pread(self.state, 16 * used, at + held._HANDLES_AT)).cast("Q")
+        return set(words[3::2]) - {0}  # unique and fh; the first place has no record
 
 
 class Deaths(Daemons):
@@ -313,16 +309,6 @@ class Deaths(Daemons):
             self.send(op, ino, body)
             assert not self.ask(Op.STATFS).error  # requests are handled in their order
             self.kill()
-
-
-def _rewrite_here(path: Path, tables: Sequence[str]) -> None:
-    """In place of the process that survives a damaged database: here, one is only ever left by a kill, and a new interpreter
-    takes as long as all the rest of a start."""
-    fresh = path / "fresh"
-    fresh.mkdir()
-    database._copy_rows(path, fresh, tables)
-    durable.put(fresh / "data.mdb", path / "data.mdb")
-    shutil.rmtree(fresh)
 
 
 def handlers() -> set[int]:
