@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import outcome
 import pytest
 import trio
 
 from cachefs.base import tasks
+from cachefs.store import tier
 
 
 def replace(monkeypatch: pytest.MonkeyPatch, run_sync: Callable[..., Any]) -> None:
-    """`run_sync` runs what would run in a thread: of ours, and of trio's own way."""
+    """`run_sync` runs what would run in a thread: of ours, of a tier's disk, and of trio's own way."""
+
+    def start(call: Callable[[], Any], end: Callable[[outcome.Outcome[Any]], object]) -> None:
+        async def run() -> None:
+            end(await outcome.acapture(run_sync, call))
+
+        trio.lowlevel.spawn_system_task(run)
+
     monkeypatch.setattr(trio.to_thread, "run_sync", run_sync)
     monkeypatch.setattr(tasks, "in_worker", run_sync)
+    monkeypatch.setattr(tier, "start_in_thread", start)

@@ -31,9 +31,9 @@ _OPENAT2, _AT_FDCWD, _RESOLVE_CACHED = 437, -100, 0x20
 _LOOK = (ctypes.c_uint64 * 3)(os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, 0, _RESOLVE_CACHED)
 
 
-def release(text: str = "") -> tuple[int, ...]:
+def release(text: str | None = None) -> tuple[int, ...]:
     """The numbers of the running kernel's version, two at most; or of that one ("6.18.44-…")."""
-    numbers = (text or os.uname().release).split("-")[0].split(".")[:2]
+    numbers = (os.uname().release if text is None else text).split("-")[0].split(".")[:2]
     return tuple(int(number) for number in numbers if number.isdigit())
 
 

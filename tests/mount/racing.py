@@ -29,7 +29,7 @@ from pathlib import Path
 from bench.lab.client import LabStore
 from cachefs.fuse import holder
 from tests.mount.mounts import Mount, alive, eventually
-from tests.mount.restarting import ALLOWED, end
+from tests.mount.restarting import ALLOWED, DAEMON, end
 
 MODES = {"durable": {}, "writeback": {"writeback": True, "upload_delay": "50ms"}}
 
@@ -233,7 +233,7 @@ def kill(mount: Mount, kills: int, seconds: float, wrong: list[str]) -> None:
             time.sleep(chance.uniform(0.5, 1.5) * seconds / (kills + 1))
             if number and not number % (holder.MOST_SHORT - 1):
                 time.sleep(holder.LONG_S)  # else this is a crash loop, and ends the mount
-            end(mount, upgrade=False)
+            end(mount, DAEMON)
     except Exception as exc:
         wrong.append(f"the next daemon: {type(exc).__name__}: {exc}")
 

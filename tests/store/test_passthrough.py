@@ -839,11 +839,12 @@ async def test_a_block_that_is_dropped_while_it_is_verified_is_not_verified(
         await fill(lab, object_id)
     async with running(cache_dir, origin) as lab:
         obj, real = lab.store.object(object_id), store._take_steps
+        token = trio.lowlevel.current_trio_token()
 
         def take_and_drop(steps: list[store.Step], *args: Any) -> Any:
             found = real(steps, *args)
             if steps[0].block == 1:
-                trio.from_thread.run_sync(drop, lab, object_id, SSD, 0, 0b10)
+                trio.from_thread.run_sync(drop, lab, object_id, SSD, 0, 0b10, trio_token=token)
             return found
 
         monkeypatch.setattr(store, "_take_steps", take_and_drop)
