@@ -16,6 +16,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 
 LONGEST = 1 << 16
 """Of a notification, in bytes. Derived: a name has 255 at most."""
@@ -77,17 +78,15 @@ class Notifier:
 
 
 def serve(fuse_fd: int, channel: socket.socket) -> None:
-    """Until the daemon has closed its end."""
-    while message := channel.recv(LONGEST):
-        number = 0
-        try:
-            os.write(fuse_fd, message)
-        except OSError as exc:
-            number = exc.errno or errno.EIO
-        try:
+    """Until the daemon has closed its end, or died, with an answer unread or not yet sent."""
+    with suppress(ConnectionError):
+        while message := channel.recv(LONGEST):
+            number = 0
+            try:
+                os.write(fuse_fd, message)
+            except OSError as exc:
+                number = exc.errno or errno.EIO
             channel.send(number.to_bytes(_ANSWER_BYTES, sys.byteorder))
-        except BrokenPipeError:
-            return  # the daemon died meanwhile
 
 
 if __name__ == "__main__":

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,16 @@ def test_a_notifier_whose_daemon_died_amid_a_notice_ends_without_a_word(tmp_path
         ours.close()
         notifier.serve(fuse.fileno(), theirs)
     assert (tmp_path / "fuse").read_bytes() == b"one"
+
+
+def test_a_notifier_whose_daemon_died_before_it_read_the_answer_ends_without_a_word(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with open(tmp_path / "fuse", "wb") as fuse, theirs, ThreadPoolExecutor(1) as threads:
+        serving = threads.submit(notifier.serve, fuse.fileno(), theirs)
+        ours.send(b"one")
+        select.select([ours], [], [], 30)
+        ours.close()
+        serving.result(30)
 
 
 def children() -> set[int]:
