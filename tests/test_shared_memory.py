@@ -207,11 +207,15 @@ def test_the_latest_times_are_found(fd: int, monkeypatch: pytest.MonkeyPatch) ->
     for ino, time_ns in ((1, 10), (2, 20), (3, 30), (1, 40), (4, 50)):
         times.put(ino, time_ns)
     later = again(fd).times
-    assert later.found() == {1: 40, 3: 30, 4: 50}
+    assert [later.get(ino) for ino in range(1, 6)] == [40, None, 30, 50, None]
     later.put(3, 60)
     later.put(5, 70)
-    assert len(found := again(fd).times.found()) == 3
-    assert (found[3], found[5]) == (60, 70)
+    later.drop(3)
+    later.drop(9)
+    last = again(fd).times
+    assert [last.get(ino) for ino in (3, 5)] == [None, 70] and (last.get(1) is None) != (last.get(4) is None)
+    last.put(3, 80)
+    assert again(fd).times.get(3) == 80
 
 
 def test_a_time_is_never_that_of_another_inode(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +227,8 @@ def test_a_time_is_never_that_of_another_inode(fd: int, monkeypatch: pytest.Monk
         times._words = Words(times._words, left)  # type: ignore[assignment]
         with suppress(Killed):
             times.put(2, 20)
-        assert again(fd).times.found() in ({1: 10}, {}, {2: 20})
+        found = again(fd).times
+        assert (found.get(1), found.get(2)) in ((10, None), (None, None), (None, 20))
         os.pwrite(fd, bytes(16), mmap.PAGESIZE + shared_memory._TIMES_AT)
 
 

@@ -1,8 +1,9 @@
 """Memory that outlives this process: what the next daemon goes on from.
 
 It is a part of a memory file that another process keeps (the holder of a mount). It survives the death of this process, not
-that of the machine. Three tables lie in it: rows of a database that wait for their commit (`RowLog`), records of files that
-are being written (`FileRecords`), and the ends of such files that wait in memory (`Tails`).
+that of the machine. Four tables lie in it: rows of a database that wait for their commit (`RowLog`), records of files that
+are being written (`FileRecords`), the ends of such files that wait in memory (`Tails`), and when something was last changed in
+each directory (`Times`).
 
 A process may be killed between any two instructions. So each table writes the bytes first, and then one word that makes them
 count: what was torn is never read. One thread at a time uses a table.
@@ -30,7 +31,7 @@ MOST_TAILS, TAIL_BYTES = 1024, 256 << 10
 once. Guessed: more than the files that are written at the same time."""
 
 MOST_TIMES = 16_384
-"""Directories whose last change is remembered, 16 bytes each. As many as `cachefs.fs.local_changes.TIMES_KEPT`."""
+"""Directories whose last change is remembered, 16 bytes each and about 120 of the process. Guessed."""
 
 GIVE_BACK_BYTES = 64 << 10
 """Memory beyond so many bytes is given back to the machine after its use. Guessed: a system call costs as much as filling so
@@ -62,7 +63,9 @@ _USED_AT = 2 * _HALF.size
 _TIMES_AT = _TAILS_AT + MOST_TAILS * TAIL_BYTES
 """Two words each: inode (0: none), time (0: unknown)."""
 
-LENGTH = _TIMES_AT + MOST_TIMES * 2 * _WORD.size
+_TIMES_BYTES = MOST_TIMES * 2 * _WORD.size
+
+LENGTH = _TIMES_AT + _TIMES_BYTES
 
 
 class SharedMemory:
@@ -75,7 +78,7 @@ class SharedMemory:
         self.rows = RowLog(memory)
         self.records = FileRecords(memory)
         self.tails = Tails(memory)
-        self.times = Times(memory)
+        self.times = Times(memoryview(memory)[_TIMES_AT:LENGTH])
 
 
 def _give_back(memory: mmap.mmap, at: int, length: int) -> None:
@@ -307,23 +310,19 @@ class Tails:
 
 class Times:
     """When something was last changed in a directory, in ns since the epoch, by inode. The one that was changed least lately
-    makes room."""
+    makes room. Without `memory` they end with this process."""
 
-    def __init__(self, memory: mmap.mmap) -> None:
-        self._words = memoryview(memory)[_TIMES_AT:LENGTH].cast("Q")
+    def __init__(self, memory: memoryview | None = None) -> None:
+        self._words = (memoryview(bytearray(_TIMES_BYTES)) if memory is None else memory).cast("Q")
         self._places: OrderedDict[int, int] = OrderedDict()
-
-    def found(self) -> dict[int, int]:
-        """Those of the daemon before. Once, before any is put."""
-        found = {}
-        for place in range(MOST_TIMES):
-            ino, time_ns = self._words[2 * place : 2 * place + 2]
-            if not ino:
+        for place in range(MOST_TIMES):  # those of the daemon before
+            if not (ino := self._words[2 * place]):
                 break
             self._places[ino] = place
-            if time_ns:
-                found[ino] = time_ns
-        return found
+
+    def get(self, ino: int) -> int | None:
+        place = self._places.get(ino)
+        return None if place is None else self._words[2 * place + 1] or None
 
     def put(self, ino: int, time_ns: int) -> None:
         place = self._places.pop(ino, None)
@@ -334,3 +333,8 @@ class Times:
             self._words[2 * place + 1] = 0  # the process may be killed before the next line, or behind it
             self._words[2 * place] = ino
         self._words[2 * place + 1] = time_ns
+
+    def drop(self, ino: int) -> None:
+        """It is kept elsewhere from now on."""
+        if (place := self._places.get(ino)) is not None:
+            self._words[2 * place + 1] = 0

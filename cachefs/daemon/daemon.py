@@ -383,7 +383,7 @@ class Daemon:
             ),
             self._metrics,
             writer=None if uploading is None else uploading.uploads,
-            lasting=None if memory is None else memory.times,
+            times=None if memory is None else memory.times,
         )
         self._do_without()
         await self._fs.recover()

@@ -68,8 +68,8 @@ the pages that it has of this inode."""
 
 class FileSystem:
     """The tree below one mount point. Runs in one trio thread. `clock` is seconds since the epoch, also for times that are
-    shown; without one, these are by the wall clock, and how old answers are is by a `SteadyClock`. `lasting` has the times
-    of directories for the next daemon."""
+    shown; without one, these are by the wall clock, and how old answers are is by a `SteadyClock`. `times` are those of
+    directories, where they outlive this process."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class FileSystem:
         metrics: Metrics,
         clock: Callable[[], float] | None = None,
         writer: Writer | None = None,
-        lasting: Times | None = None,
+        times: Times | None = None,
     ) -> None:
         self.on_invalidate: InvalidateHook = _nobody_listens
         self.told: Callable[[], Awaitable[None]] = (
@@ -102,7 +102,7 @@ class FileSystem:
         self._writing: Writing | None = None
         if writer is not None:
             parts = (self._tree, self._freshness, self._looker, self._lister, self._files)
-            self._writing = Writing(*parts, writer, options, wall, lasting)
+            self._writing = Writing(*parts, writer, options, wall, times or Times())
 
     @property
     def origins(self) -> list[Origin]:

@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from cachefs.origin import Origin
 
 
-TIMES_KEPT = 16_384
-"""Directories whose last change by this node is remembered, about 120 bytes each. Guessed."""
-
 DIRTY_FILE_ETAG = "draft "
 """What the version of a dirty file begins with, in place of an etag; no store's etag is like that."""
 
@@ -93,9 +90,8 @@ class LocalChanges:
         kept: Overrides,
         writer: Writer,
         wall: Callable[[], float],
-        lasting: Times | None = None,
+        times: Times,
     ) -> None:
-        """`lasting` has the times of directories for the next daemon."""
         self._tree = tree
         self._freshness = freshness
         self._lister = lister
@@ -106,9 +102,7 @@ class LocalChanges:
         self.nodes: dict[int, Node] = {}  # by number: those that are open
         self._places: dict[tuple[int, bytes], Node] = {}  # those that have a name, held or open
         self._by_dirty_file: dict[str, Node] = {}
-        # Of directories in which something was changed here, ns.
-        self.times: dict[int, int] = {} if lasting is None else lasting.found()
-        self._lasting = lasting
+        self.times = times  # of directories in which something was changed here
         self._doomed: list[int] = []  # directories that have lost their names
         self.held = freshness.held
 
@@ -467,12 +461,7 @@ class LocalChanges:
 
     def touch(self, directory: Directory) -> None:
         """Something in it has changed: programs look at its time to know whether to read it again."""
-        self.times.pop(directory.ino, None)
-        self.times[directory.ino] = now_ns = self.now_ns()
-        if self._lasting is not None:
-            self._lasting.put(directory.ino, now_ns)
-        if len(self.times) > TIMES_KEPT:
-            del self.times[next(iter(self.times))]
+        self.times.put(directory.ino, self.now_ns())
 
     def doubt(self, ino: int, directory: Directory, name: bytes) -> None:
         """The inode that the name leads to may be gone at the origin."""

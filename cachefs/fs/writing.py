@@ -56,14 +56,14 @@ class Writing:
         writer: Writer,
         options: Options,
         wall: Callable[[], float],
-        lasting: Times | None = None,
+        times: Times,
     ) -> None:
         self._tree = tree
         self._looker = looker
         self._files = files
         self._options = options
         self._kept = Overrides(tree.database)
-        self._local_changes = LocalChanges(tree, freshness, lister, files, self._kept, writer, wall, lasting)
+        self._local_changes = LocalChanges(tree, freshness, lister, files, self._kept, writer, wall, times)
         self.locks = NameLocks()
         self.dirty_files = DirtyFiles(self._local_changes, self._kept, files, writer, self.locks)
         writer.on_changed = self._changed_unseen
@@ -213,12 +213,12 @@ class Writing:
             row = self._tree.row(directory, mark)
             if row is not None:
                 mtime_ns = row.mtime_ns
-        changed = self._local_changes.times
-        if ino in changed:
-            mtime_ns = changed.pop(ino)
+        if (changed := self._local_changes.times.get(ino)) is not None:
+            mtime_ns = changed
             news = {"mtime_ns": mtime_ns, **news}
         kept = self._kept.get(ino)
         self._kept.put(ino, kept | _with_atime(kept, mtime_ns, news))
+        self._local_changes.times.drop(ino)  # not before: the process may be killed in between
         return True
 
     async def kept(self) -> None:
