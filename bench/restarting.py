@@ -115,9 +115,9 @@ def restart_unnoticed(work: Workspace, rounds: int) -> Result:
     told = Series("pause of a reader", "s", {"killed": pauses, "upgraded": upgrades})
     result.series.append(told)
     for name, values in told.values.items():
-        worst = sorted(values)
-        p99 = worst[min(round(0.99 * len(worst)), len(worst) - 1)]
-        result.note(f"{name}: median {median(worst):.2f} s, p99 {p99:.2f} s, worst {worst[-1]:.2f} s")
+        ordered = sorted(values)
+        p99 = ordered[min(round(0.99 * len(ordered)), len(ordered) - 1)]
+        result.note(f"{name}: median {median(ordered):.2f} s, p99 {p99:.2f} s, worst {ordered[-1]:.2f} s")
     result.note(f"with {work.scale.blocks:,} blocks in the index")
     result.demand("median pause of a reader", median(pauses), "≤", 1.0, " s")
     result.demand("longest pause of a reader", max(pauses), "≤", 2.0, " s")

@@ -17,6 +17,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -100,19 +101,26 @@ def ask(mountpoint: Path, verb: str, /, timeout_s: float = 5.0, **arguments: Any
     mount = mount_at(mountpoint)
     # The kernel names the user that mounted it: root asks that user's daemon, and no other's.
     owners = {mount.owner} if mount is not None and mount.is_cachefs and mount.owner is not None else ()
-    for _ in range(2):
+
+    def answer() -> Any:
         for place in sockets(mountpoint):
             try:
                 return request(place, verb, timeout_s, owners=owners, **arguments)
             except NotRunning:
                 continue
-        if mount is None or not mount.is_cachefs:
-            raise MountError(f"{mountpoint} is not a cachefs mount: cachefs status lists those there are")
-        # Between two daemons of a mount the kernel keeps this waiting for the next one, which listens by then.
-        if is_dead(probe(mountpoint)):
-            raise MountError(
-                f"the daemon of {mountpoint} has died: cachefs umount {mountpoint}, then mount it again"
-            )
+        raise NotRunning(f"no cachefs answers for {mountpoint}")
+
+    with suppress(NotRunning):
+        return answer()
+    if mount is None or not mount.is_cachefs:
+        raise MountError(f"{mountpoint} is not a cachefs mount: cachefs status lists those there are")
+    # Between two daemons of a mount the kernel keeps this waiting for the next one, which listens by then.
+    if is_dead(probe(mountpoint)):
+        raise MountError(
+            f"the daemon of {mountpoint} has died: cachefs umount {mountpoint}, then mount it again"
+        )
+    with suppress(NotRunning):
+        return answer()
     raise MountError(
         f"the daemon of {mountpoint} does not answer this user: ask as the one who mounted it, or as root"
     )

@@ -8,9 +8,8 @@ How damage is noticed, without scanning a healthy database at start: beside the 
 format of the rows and a state. `closed HASH` is the xxh3 of the file, so the next open compares one hash (a gigabyte a
 second and more). `open BOOT_ID` is there before LMDB changes anything, and until a clean close has written out all else; a
 mark that is missing or cannot be read says the same. Each mark is on the disk before what follows it, so a power cut at any
-moment leaves a state that opens. What was not closed is rewritten, unless
-it is known that its process was killed: a process of its own writes every row into a fresh file,
-which takes the old one's place. Whatever a damaged page makes LMDB do (raise, SIGBUS, SIGSEGV, loop), it does to that
+moment leaves a state that opens. What was not closed is rewritten: a process of its own writes every row into a fresh file,
+which takes the old one's place. That is not done where the caller knows that SIGKILL ended the process before (`killed`). Whatever a damaged page makes LMDB do (raise, SIGBUS, SIGSEGV, loop), it does to that
 process, and no such page is ever written to. That is half a second for a million rows. `fsync=False` gives up the ordering
 of writes on power loss, so such a database is dropped when it was not closed and the machine has been rebooted since.
 
@@ -186,9 +185,10 @@ class Database:
                 return "its contents changed since it was closed"
             self.was_clean = True
             return None
-        if not self._fsync and state != f"open {_boot_id()}":
+        same_boot = state == f"open {_boot_id()}"
+        if not self._fsync and not same_boot:
             return "the machine stopped before it was written out"
-        if self._killed and state == f"open {_boot_id()}":
+        if self._killed and same_boot:
             return None  # the page cache has each write that LMDB had made, and LMDB is right after each
         return _rewrite(self.path, self.tables)
 

@@ -2,8 +2,8 @@
 
 It is a part of a memory file that another process keeps (the holder of a mount). It survives the death of this process, not
 that of the machine. Four tables lie in it: rows of a database that wait for their commit (`RowLog`), records of files that
-are being written (`FileRecords`), the ends of such files that wait in memory (`Tails`), and when something was last changed in
-each directory (`Times`).
+are being written (`FileRecords`), the ends of such files that wait in memory (`Tails`), and when something was last changed
+in each directory (`Times`).
 
 A process may be killed between any two instructions. So each table writes the bytes first, and then one word that makes them
 count: what was torn is never read. One thread at a time uses a table.

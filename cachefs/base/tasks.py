@@ -76,7 +76,7 @@ async def in_thread(
 async def in_worker(
     call: Callable[[], T], *, limiter: trio.CapacityLimiter | None, abandon_on_cancel: bool
 ) -> T:
-    """As `trio.to_thread.run_sync`, for half its processor time: a free slot of the limiter costs no checkpoint, the thread
+    """As `trio.to_thread.run_sync`, for less processor time: a free slot of the limiter costs no checkpoint, the thread
     keeps its name, and `call` cannot call back as this task (`trio.from_thread` needs a token)."""
     await trio.lowlevel.checkpoint_if_cancelled()
     limiter = limiter or trio.to_thread.current_default_thread_limiter()
@@ -132,9 +132,18 @@ async def in_thread_at_last(
         await trio.sleep(RETRY_S)
 
 
+async def take(lock: trio.Lock) -> None:
+    """As `lock.acquire()`, but a lock that is free costs no turn of the loop, after which others would have their turns
+    first."""
+    await trio.lowlevel.checkpoint_if_cancelled()
+    try:
+        lock.acquire_nowait()
+    except trio.WouldBlock:
+        await lock.acquire()
+
+
 class taken:
-    """Hold a lock while the block runs. As `async with lock`, but one that is free costs no turn of the loop, after which
-    others would have their turns first."""
+    """Hold a lock, which `take` has taken, while the block runs."""
 
     __slots__ = ("_lock",)
 
@@ -142,11 +151,7 @@ class taken:
         self._lock = lock
 
     async def __aenter__(self) -> None:
-        await trio.lowlevel.checkpoint_if_cancelled()
-        try:
-            self._lock.acquire_nowait()
-        except trio.WouldBlock:
-            await self._lock.acquire()
+        await take(self._lock)
 
     async def __aexit__(self, *_: object) -> None:
         self._lock.release()

@@ -34,7 +34,7 @@ from cachefs.base.behind import WriteBehind
 from cachefs.base.clock import Machine, SteadyClock
 from cachefs.base.database import Put
 from cachefs.base.errors import ConfigError, NotADirectory, ObjectChanged
-from cachefs.base.tasks import taken
+from cachefs.base.tasks import take
 from cachefs.fs.attributes import Ttls
 from cachefs.fs.inodes import NUMBER_BYTES, ROOT, Numbers, inode_key
 from cachefs.fs.keys import mark_of_directory, name_in, nameable
@@ -195,15 +195,15 @@ class _Turn:
 
     def __init__(self, database: WriteBehind) -> None:
         self._database = database
-        self._lock = taken(trio.Lock())
+        self._lock = trio.Lock()
 
     async def __aenter__(self) -> None:
         if self._database.crowded:
             await self._database.uncrowded()
-        await self._lock.__aenter__()
+        await take(self._lock)
 
     async def __aexit__(self, *_: object) -> None:
-        await self._lock.__aexit__()
+        self._lock.release()
 
 
 class Tree:

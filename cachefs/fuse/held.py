@@ -143,16 +143,16 @@ class Held:
         self._identity = hashlib.blake2b(identity.encode(), digest_size=_IDENTITY_BYTES).digest()
         before = self._state[_IDENTITY_AT : _IDENTITY_AT + _IDENTITY_BYTES]
         (found,) = struct.unpack_from("=I", self._state, _CONNECTION_AT)
-        STANDBY.pack_into(self._state, STANDBY_AT, 0, FORMAT, version.encode()[:40])
-        struct.pack_into("=I", self._state, STANDBY_AT, os.getpid())  # last: a reader waits for it
-        if found not in (0, FORMAT):
-            log.error("this version cannot go on with a mount of state %d: it knows %d", found, FORMAT)
-            os._exit(1)
-        if any(before) and before != self._identity:
+        if found == FORMAT and before != self._identity:
             log.error(
                 "the configuration has other sources, another cache directory or block size than the mount: no daemon goes "
                 "on with it until they are as before"
             )
+            os._exit(1)  # without a word: the daemon that asks for this one goes on itself
+        STANDBY.pack_into(self._state, STANDBY_AT, 0, FORMAT, version.encode()[:40])
+        struct.pack_into("=I", self._state, STANDBY_AT, os.getpid())  # last: a reader waits for it
+        if found not in (0, FORMAT):
+            log.error("this version cannot go on with a mount of state %d: it knows %d", found, FORMAT)
             os._exit(1)
 
     def wait(self) -> None:

@@ -110,7 +110,8 @@ class Holder:
                 return code  # a service manager starts another holder; without one the mount is dead
             if self._stopping:
                 return self._take_away(code)
-            if not self._count("" if code == HANDED_OVER else _how(code)):
+            killed = code == 128 + signal.SIGKILL
+            if not self._count("" if code == HANDED_OVER else _how(code), killed=killed):
                 return self._end(code)
             self._wait_s, self._load_at = STAND_BY_S, 0.0
             self._socket.close()
@@ -123,7 +124,7 @@ class Holder:
         with suppress(OSError):  # it has died
             _send(self._socket, b"begin", [self._fuse] if self._fuse >= 0 else [])
 
-    def _count(self, how: str) -> bool:
+    def _count(self, how: str, *, killed: bool = False) -> bool:
         """A daemon has died ("": it has handed over). False: no other is started."""
         died = time.monotonic()
         short, began = LIVES.unpack(self._read(LIVES_AT, LIVES.size))
@@ -136,7 +137,7 @@ class Holder:
             return False
         restarts, _, handed_over = DEATHS.unpack(self._read(0, DEATHS.size))
         os.pwrite(self._state, LIVES.pack(short, began), LIVES_AT)
-        os.pwrite(self._state, KILLED.pack(how == _how(128 + signal.SIGKILL)), KILLED_AT)
+        os.pwrite(self._state, KILLED.pack(killed), KILLED_AT)
         os.pwrite(self._state, DEATHS.pack(restarts + 1, died, handed_over + (not how)), 0)
         if how:
             _say(f"the daemon has died ({how}): starting it again")
@@ -188,9 +189,8 @@ class Holder:
             elif (found := signal.sigtimedwait(_WAITED_FOR, STAND_BY_S)) is not None:
                 self._heed(found)
             elif self._aborting:
-                os.kill(
-                    self._child, signal.SIGKILL
-                )  # it had time to say where it hangs; a stopped process says nothing
+                # It had time to say where it hangs; a stopped process says nothing.
+                os.kill(self._child, signal.SIGKILL)
             elif self._standby is None and not self._stopping and time.monotonic() >= self._load_at:
                 self._stand_by()
 

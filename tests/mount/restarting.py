@@ -1,4 +1,4 @@
-"""Programs of all kinds use a mount with `--restart` while its daemon is killed and upgraded (`scripts/restarts`).
+"""Programs of all kinds use a mount while its daemon is killed and upgraded (`scripts/restarts`).
 
 Each program is a process of its own and compares every byte that it reads with what it wrote, or with what the dataset is
 made of. No call may fail. Afterwards the origin has what was written, and the daemon's log is clean."""

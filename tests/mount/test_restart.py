@@ -1168,7 +1168,7 @@ def test_a_crash_loop_of_holders_ends_and_nothing_is_kept(mounted: Mounted, buck
 
 
 def test_a_version_that_cannot_go_on_with_what_is_kept_gives_it_up(mounted: Mounted, bucket: Bucket) -> None:
-    """It was installed before the holder died. The service manager then has it mount anew."""
+    """It was installed before the holder died. The service manager then has it mount again."""
     data = bucket.put("file", MIB)
     mount = held_mount(mounted, bucket, start=False)
     mount.allowed += ["this version cannot go on", "took away a dead mount"]

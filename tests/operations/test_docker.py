@@ -192,7 +192,7 @@ class TestNothingIsNoticed:
         assert engine.state(sidecar)["RestartCount"] == 0
 
     def test_of_the_end_of_process_1_all_is_noticed(self, engine: Engine, share: Path, sidecar: str) -> None:
-        """Its descriptors end with it, and so does the connection. The next container mounts anew."""
+        """Its descriptors end with it, and so does the connection. The next container mounts again."""
         with (share / "data" / "file-1").open("rb") as kept:
             engine.kill(sidecar)
             eventually(lambda: engine.state(sidecar)["RestartCount"] == 1, "a restart")

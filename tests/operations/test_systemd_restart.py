@@ -148,7 +148,7 @@ class TestDying:
         assert machine.layers(PATH) == 1
 
     def test_a_crash_loop(self, machine: Machine) -> None:
-        """The holder gives up: programs get an errno, and the unit mounts anew."""
+        """The holder gives up: programs get an errno, and the unit mounts again."""
         before = systemd_restarts(machine)
         for number in range(holder.MOST_SHORT):
             done = machine.run("cachefs", "status", "--json", PATH)
