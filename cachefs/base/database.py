@@ -9,9 +9,10 @@ format of the rows and a state. `closed HASH` is the xxh3 of the file, so the ne
 second and more). `open BOOT_ID` is there before LMDB changes anything, and until a clean close has written out all else; a
 mark that is missing or cannot be read says the same. Each mark is on the disk before what follows it, so a power cut at any
 moment leaves a state that opens. What was not closed is rewritten: a process of its own writes every row into a fresh file,
-which takes the old one's place. That is not done where the caller knows that SIGKILL ended the process before (`killed`). Whatever a damaged page makes LMDB do (raise, SIGBUS, SIGSEGV, loop), it does to that
-process, and no such page is ever written to. That is half a second for a million rows. `fsync=False` gives up the ordering
-of writes on power loss, so such a database is dropped when it was not closed and the machine has been rebooted since.
+which takes the old one's place. Whatever a damaged page makes LMDB do (raise, SIGBUS, SIGSEGV, loop), it does to that
+process, and no such page is ever written to. That is half a second for a million rows. It is not done where the caller knows
+that SIGKILL ended the process before (`killed`). `fsync=False` gives up the ordering of writes on power loss, so such a
+database is dropped when it was not closed and the machine has been rebooted since.
 
 What LMDB leaves to its user is done here. Pages it has read stay mapped and count as the process's memory: `release_memory`
 unmaps them (they stay in the page cache, where the kernel can take them when it needs to). A failed write of its meta page
