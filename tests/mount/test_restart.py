@@ -400,7 +400,7 @@ def test_what_the_daemon_says_at_start_reaches_the_caller(mounted: Mounted, buck
     assert not processes_with(str(mount.cache))
 
 
-@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("killed", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_failure_in_the_daemon_is_a_death_like_any_other(
     mounted: Mounted, bucket: Bucket, killed: bool
 ) -> None:
@@ -660,7 +660,7 @@ def test_a_mount_that_ends_with_its_daemon_is_not_upgraded(mounted: Mounted, buc
 # -- mounts that are written -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("writeback", [False, True])
+@pytest.mark.parametrize("writeback", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_file_that_is_being_written_goes_on(mounted: Mounted, bucket: Bucket, writeback: bool) -> None:
     """What was written is there, and what is written later is added; of files of every size, also in memory."""
     bucket.put("old", MIB)
@@ -702,8 +702,15 @@ def upgrade(mount: Mount) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("writeback", [False, True])
-@pytest.mark.parametrize("end", [kill, upgrade])
+@pytest.mark.parametrize(
+    ("end", "writeback"),
+    [
+        (kill, False),
+        (upgrade, True),
+        pytest.param(kill, True, marks=pytest.mark.long),
+        pytest.param(upgrade, False, marks=pytest.mark.long),
+    ],
+)
 def test_no_writer_notices(
     mounted: Mounted, bucket: Bucket, writeback: bool, end: Callable[[Mount], object]
 ) -> None:
@@ -831,7 +838,7 @@ def test_a_call_that_waits_for_the_upload_is_answered_by_the_next_daemon(
     assert stored(bucket, "file") == data
 
 
-@pytest.mark.parametrize("writeback", [False, True])
+@pytest.mark.parametrize("writeback", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_file_that_has_lost_its_name_goes_on(mounted: Mounted, bucket: Bucket, writeback: bool) -> None:
     mount = held_mount(mounted, bucket, read_only=None, writeback=writeback)
     small, large = (os.open(mount.path / name, os.O_RDWR | os.O_CREAT) for name in ("small", "large"))
@@ -862,7 +869,7 @@ def test_a_file_that_has_lost_its_name_goes_on(mounted: Mounted, bucket: Bucket,
     eventually(lambda: not list(staging.iterdir()), "no staging file is left")
 
 
-@pytest.mark.parametrize("writeback", [False, True])
+@pytest.mark.parametrize("writeback", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_mapping_that_is_written_goes_on(mounted: Mounted, bucket: Bucket, writeback: bool) -> None:
     """Of a file that its readers have in passthrough, too."""
     data = bytearray(bucket.put("file", 2 * MIB))
@@ -916,7 +923,7 @@ def test_the_times_of_directories_stay(mounted: Mounted, bucket: Bucket) -> None
     assert [os.stat(mount.path / name).st_mtime_ns for name in (".", "d", "d/e")] == before
 
 
-@pytest.mark.parametrize("mode", sorted(restarting.MODES))
+@pytest.mark.parametrize("mode", ["writeback", pytest.param("durable", marks=pytest.mark.long)])
 def test_programs_of_all_kinds_go_on(tmp_path: Path, mode: str) -> None:
     """`scripts/restarts` does it for longer, with more of them."""
     programs = ("loader, spawned", "mapping", "untar", "find", "checkpoint", "log", "table")
