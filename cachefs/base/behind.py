@@ -52,7 +52,7 @@ _MISSING = object()
 
 
 class _Rows:
-    """Rows that wait, by table and key in one word, so that one `update` brings in all rows of a write: a reader in another
+    """Rows that wait, by table and key in one key, so that one `update` brings in all rows of a write: a reader in another
     thread sees all of them or none. None stands for a row that is deleted."""
 
     __slots__ = ("_order", "values")
@@ -62,7 +62,7 @@ class _Rows:
         self._order: list[bytes] = []
 
     def between(self, start: bytes, stop: bytes, limit: int) -> tuple[dict[bytes, bytes | None], bytes]:
-        """At most `limit` of them with start <= word < stop; and the word up to which these are all."""
+        """At most `limit` of them with start <= key < stop; and the key up to which these are all."""
         order = self._order
         if len(order) != len(self.values):  # none ever goes, so as many are the same
             order = self._order = sorted(self.values)
@@ -71,7 +71,7 @@ class _Rows:
         if last - first > limit:
             last = first + limit
             stop = order[last]
-        return {word: self.values[word] for word in order[first:last]}, stop
+        return {key: self.values[key] for key in order[first:last]}, stop
 
 
 class WriteBehind:
@@ -96,7 +96,7 @@ class WriteBehind:
             names = self._tables
             try:
                 if not database.dropped:  # else they would be a part of what was lost
-                    database.write([(names[word[0]], word[1:], value) for word, value in left.items()])
+                    database.write([(names[key[0]], key[1:], value) for key, value in left.items()])
                 row_log.clear()
             except CachefsError as exc:  # the disk is full, perhaps: with the next rows
                 log.warning("%s; trying again", exc)
@@ -135,9 +135,9 @@ class WriteBehind:
         """See `Database`."""
         new, going = self._waiting  # before the database is looked at: what is not there any more is in it
         if new.values or going.values:
-            word = self._prefix[table] + key
+            prefixed = self._prefix[table] + key
             for rows in (new, going):
-                value = rows.values.get(word, _MISSING)
+                value = rows.values.get(prefixed, _MISSING)
                 if value is not _MISSING:
                     return value  # type: ignore[return-value]
         return self._database.get(table, key)
@@ -149,13 +149,13 @@ class WriteBehind:
         if not new.values and not going.values:
             return self._database.get_many(table, keys)
         prefix = self._prefix[table]
-        words = [prefix + key for key in keys]
+        prefixed = [prefix + key for key in keys]
         # Not a loop of ours: a page that another thread writes is seen as a whole.
-        found: list[object] = list(map(new.values.get, words, repeat(_MISSING)))
+        found: list[object] = list(map(new.values.get, prefixed, repeat(_MISSING)))
         if going.values:
             found = [
-                going.values.get(word, _MISSING) if value is _MISSING else value
-                for word, value in zip(words, found, strict=True)
+                going.values.get(key, _MISSING) if value is _MISSING else value
+                for key, value in zip(prefixed, found, strict=True)
             ]
         missing = [index for index, value in enumerate(found) if value is _MISSING]
         if missing:
@@ -187,9 +187,7 @@ class WriteBehind:
             merged.update(changed)
             merged.update(newer)
             found += [
-                (word[1:], value)
-                for word, value in sorted(merged.items())
-                if value is not None and word < upto
+                (key[1:], value) for key, value in sorted(merged.items()) if value is not None and key < upto
             ]
             at = upto
         return found if limit is None else found[:limit]
@@ -324,7 +322,7 @@ class WriteBehind:
             return None
         names = self._tables
         try:
-            self._database.write([(names[word[0]], word[1:], value) for word, value in going.values.items()])
+            self._database.write([(names[key[0]], key[1:], value) for key, value in going.values.items()])
         except CachefsError as exc:
             return exc
         return None

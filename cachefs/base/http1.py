@@ -116,13 +116,13 @@ def _last(minor: bytes, headers: Mapping[str, str]) -> bool:
 
 def spell_request(target: str, headers: Mapping[str, str]) -> bytes:
     """A GET."""
-    return _spelled(f"GET {target} HTTP/1.1", headers)
+    return _spell(f"GET {target} HTTP/1.1", headers)
 
 
 def spell_reply(status: int, headers: Mapping[str, str]) -> bytes:
-    return _spelled(f"HTTP/1.1 {status} {_PHRASES[status]}", headers)
+    return _spell(f"HTTP/1.1 {status} {_PHRASES[status]}", headers)
 
 
-def _spelled(first: str, headers: Mapping[str, str]) -> bytes:
-    said = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-    return f"{first}\r\n{said}\r\n".encode("latin-1")
+def _spell(first: str, headers: Mapping[str, str]) -> bytes:
+    lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+    return f"{first}\r\n{lines}\r\n".encode("latin-1")

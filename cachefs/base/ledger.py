@@ -207,17 +207,17 @@ class SlowRead(NamedTuple):
 
 
 class Waits:
-    """Processes that waited, for how long and for what. Times are seconds of `clock`; `look` finds a thread's process."""
+    """Processes that waited, how long and what for. Times are seconds of `clock`; `identify` finds a thread's process."""
 
-    def __init__(self, clock: Callable[[], float], look: Callable[[int], Identity]) -> None:
+    def __init__(self, clock: Callable[[], float], identify: Callable[[int], Identity]) -> None:
         self.clock = clock
-        self._look = look
+        self._identify = identify
         self._threads: OrderedDict[int, tuple[float, Process]] = OrderedDict()
         self._processes: OrderedDict[tuple[int, int], Process] = OrderedDict()
         self._numbers = count()
         self._slow: list[SlowRead] = []
         self._waiting: set[Wait] = set()
-        self.everybody = Process(Identity(0, 0, 0, "all"), clock())
+        self.total = Process(Identity(0, 0, 0, "all"), clock())
         self.read_seconds = Histogram()
         self.open_seconds = Histogram()
 
@@ -227,7 +227,7 @@ class Waits:
         known = self._threads.get(thread)
         if known is not None and now < known[0]:
             return known[1]
-        process = self._row(self._look(thread) if thread else UNSEEN, now)
+        process = self._row(self._identify(thread) if thread else UNSEEN, now)
         _put(self._threads, thread, (now + THREAD_S, process))
         return process
 
@@ -244,10 +244,10 @@ class Waits:
 
     def _forget_one(self, now: float) -> None:
         """Forget the process that was seen least recently, of those that do not wait now."""
-        rest = self._processes.setdefault((-1, 0), Process(Identity(-1, 0, 0, OTHERS), now))
+        others = self._processes.setdefault((-1, 0), Process(Identity(-1, 0, 0, OTHERS), now))
         for key, process in self._processes.items():
-            if not process.waiting and process is not rest:
-                rest.add(process)
+            if not process.waiting and process is not others:
+                others.add(process)
                 del self._processes[key]
                 self._threads.clear()  # some may lead to it
                 break
@@ -261,7 +261,7 @@ class Waits:
         return self._began(Wait(self, thread, on, request))
 
     def _began(self, wait: Wait) -> Wait:
-        for process in (wait.process, self.everybody):
+        for process in (wait.process, self.total):
             process.began(wait.began)
         self._waiting.add(wait)
         return wait
@@ -271,7 +271,7 @@ class Waits:
         self._waiting.discard(wait)
         now = self.clock()
         seconds, is_read = now - wait.began, wait.request == "read"
-        for process in (wait.process, self.everybody):
+        for process in (wait.process, self.total):
             process.ended(now)
             process.reads += is_read
             process.calls += not is_read
@@ -301,7 +301,7 @@ class Waits:
 
     def totals(self) -> dict[str, Any]:
         """All processes together: `blocked_s` are seconds in which at least one of them waited."""
-        return _shown(self.everybody, self.clock())
+        return _shown(self.total, self.clock())
 
     def slowest(self) -> list[dict[str, Any]]:
         """The slowest reads of the last quarter of an hour, the slowest first."""
@@ -358,12 +358,12 @@ def _shown(process: Process, now: float) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Miss:
-    """The last time that a reader had to wait for blocks of an extent. `at` is the time of day; `way` says where they were
+    """The last time that a reader had to wait for blocks of an extent. `at` is the time of day; `asked` says where they were
     asked for, in that order."""
 
     at: float
     reason: str
-    way: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
 
 
 class Misses:
@@ -387,25 +387,27 @@ class Misses:
         if before is None or before[0] != object_id.digest:
             _put(self._versions, name, (object_id.digest, before is not None))
 
-    def missed(self, object_id: ObjectId, extent: int, *, joins: bool = False, late: bool) -> str:
+    def missed(
+        self, object_id: ObjectId, extent: int, *, joins: bool = False, prefetch_in_flight: bool
+    ) -> str:
         """Note that a reader has to wait for blocks of that extent. Returns the reason. `joins`: another reader
         waits for them already."""
         place = object_id.digest, extent
         before = self._last.get(place) if joins else None
-        reason = "prefetch_in_flight" if late else self._gone.get(place, "")
+        reason = "prefetch_in_flight" if prefetch_in_flight else self._gone.get(place, "")
         if not reason:
             digest, changed = self._versions.get(
                 hash((object_id.source, object_id.key)), (object_id.digest, False)
             )
             reason = "changed" if changed or digest != object_id.digest else "cold"
-        _put(self._last, place, Miss(self._clock(), reason, before.way if before is not None else []))
+        _put(self._last, place, Miss(self._clock(), reason, before.asked if before is not None else []))
         return reason
 
-    def asked(self, digest: bytes, extent: int, way: str) -> None:
+    def asked(self, digest: bytes, extent: int, place: str) -> None:
         """Note where missing blocks were asked for, and the outcome."""
         miss = self._last.get((digest, extent))
-        if miss is not None and len(miss.way) < 8 and way not in miss.way[-1:]:
-            miss.way.append(way)
+        if miss is not None and len(miss.asked) < 8 and place not in miss.asked[-1:]:
+            miss.asked.append(place)
 
     def last(self, digest: bytes, extents: int) -> Iterator[tuple[int, Miss]]:
         """(extent, its last miss) of a version with so many extents."""

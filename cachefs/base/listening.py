@@ -35,10 +35,10 @@ class Listener(trio.abc.Listener[trio.SocketStream]):
 
     async def accept(self) -> trio.SocketStream:
         while True:
-            self._restock()
-            for give in (False, True):
-                if give:
-                    self._spend()
+            self._open_reserve()
+            for use_reserve in (False, True):
+                if use_reserve:
+                    self._close_reserve()
                 try:
                     return await self._socket.accept()
                 except OSError as exc:
@@ -51,15 +51,15 @@ class Listener(trio.abc.Listener[trio.SocketStream]):
             await trio.sleep(AGAIN_S)
 
     async def aclose(self) -> None:
-        self._spend()
+        self._close_reserve()
         await self._socket.aclose()
 
-    def _restock(self) -> None:
+    def _open_reserve(self) -> None:
         if self._reserve < 0:
             with suppress(OSError):  # when another connection has ended
                 self._reserve = os.open("/dev/null", os.O_RDONLY)
 
-    def _spend(self) -> None:
+    def _close_reserve(self) -> None:
         if self._reserve >= 0:
             os.close(self._reserve)
             self._reserve = -1

@@ -113,7 +113,7 @@ class Explainer:
                     "owner": self._owner(version, extent),
                     "last_miss": None
                     if miss is None
-                    else {"at": miss.at, "reason": miss.reason, "asked": miss.way},
+                    else {"at": miss.at, "reason": miss.reason, "asked": miss.asked},
                 }
             )
         return rows

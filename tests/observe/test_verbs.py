@@ -40,8 +40,8 @@ class Daemon:
         self.now = 100.0
         self.metrics = Metrics()
         self.metrics.ledger.waits.clock = lambda: self.now
-        self.metrics.ledger.waits.everybody.since = self.now
-        self.metrics.ledger.waits._look = lambda thread: _identity(thread)
+        self.metrics.ledger.waits.total.since = self.now
+        self.metrics.ledger.waits._identify = lambda thread: _identity(thread)
         self.happens: list[Any] = []
 
     def answer(self) -> dict[str, Any]:
