@@ -412,7 +412,7 @@ async def test_what_was_set_goes_with_the_inode() -> None:
         mount.clock.now += 61
         found = await mount.stat("f")
         assert found is not None and (found.mode & 0o777, found.uid) == (0o644, 1000) and found.ino != ino
-        mount.database._flush()
+        mount.database.flush()
         assert mount.database.count("kept") == 0
 
 
