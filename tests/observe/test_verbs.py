@@ -225,7 +225,7 @@ async def test_why_tells_where_extents_are_and_why_they_were_missed(cache_dir: P
         await lab.read(version, 0, BLOCK)
         text = "\n".join(await lines())
         assert re.search(r"extent 0 +ssd; missed .* ago: evicted, asked origin", text)
-        assert "evicted: it was here and went" in text
+        assert "evicted: it was here and was evicted" in text
         with pytest.raises(NotFound):
             await explainer.explain("nothing")
         with pytest.raises(IsADirectory):
