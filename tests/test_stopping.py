@@ -96,7 +96,7 @@ def test_a_log_that_cannot_be_written_holds_up_nothing() -> None:
     log = logging.getLogger("cachefs.test")
     mutable = ["as it was"]
     try:
-        with logs.beside():
+        with logs.in_background():
             for number in range(logs.QUEUED_RECORDS + 100):
                 log.info("%d %s", number, mutable)
             mutable[0] = "changed"

@@ -28,7 +28,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 
 _OPENAT2, _AT_FDCWD, _RESOLVE_CACHED = 437, -100, 0x20
-_LOOK = (ctypes.c_uint64 * 3)(os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, 0, _RESOLVE_CACHED)
+_HOW = (ctypes.c_uint64 * 3)(os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, 0, _RESOLVE_CACHED)
 
 
 def release(text: str | None = None) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ def end_with_parent() -> None:
 
 def cached_lstat(path: str) -> os.stat_result | None:
     """`os.lstat`; None where the kernel would have to read the disk for it, and before Linux 5.12."""
-    fd: int = libc.syscall(_OPENAT2, _AT_FDCWD, os.fsencode(path), ctypes.byref(_LOOK), ctypes.sizeof(_LOOK))
+    fd: int = libc.syscall(_OPENAT2, _AT_FDCWD, os.fsencode(path), ctypes.byref(_HOW), ctypes.sizeof(_HOW))
     if fd < 0:
         if ctypes.get_errno() == errno.ENOENT:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
@@ -321,7 +321,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def may(capability: int) -> bool:
+def has_capability(capability: int) -> bool:
     """Whether this process has the capability; True where /proc does not say."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()

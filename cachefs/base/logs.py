@@ -25,7 +25,7 @@ from cachefs.base import ownership
 from cachefs.base.units import printable
 
 MAX_FILE_BYTES = 10 << 20
-KEPT_FILES = 3
+OLD_FILES = 3
 HANDLER = "cachefs"
 
 REPEATED_EVERY_S = 60.0
@@ -81,7 +81,7 @@ class _Rotating(logging.handlers.RotatingFileHandler):
 
     def __init__(self, path: Path) -> None:
         super().__init__(
-            path, maxBytes=MAX_FILE_BYTES, backupCount=KEPT_FILES, encoding="utf-8", errors="backslashreplace"
+            path, maxBytes=MAX_FILE_BYTES, backupCount=OLD_FILES, encoding="utf-8", errors="backslashreplace"
         )
 
     def _open(self) -> TextIOWrapper:
@@ -170,30 +170,30 @@ class _Queue(logging.handlers.QueueHandler):
 
 
 @contextmanager
-def beside() -> Iterator[None]:
+def in_background() -> Iterator[None]:
     """Have a thread write records in this context: the log may lie on a disk that hangs, or be a pipe that is not read."""
     root = logging.getLogger()
-    written = [handler for handler in root.handlers if handler.get_name() == HANDLER]
+    handlers = [handler for handler in root.handlers if handler.get_name() == HANDLER]
     records: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
-    taking = _Queue(records)
-    taking.set_name(HANDLER)
+    queued = _Queue(records)
+    queued.set_name(HANDLER)
 
     def write() -> None:
         while (record := records.get()) is not None:
-            for handler in written:
+            for handler in handlers:
                 handler.handle(record)
 
     thread = threading.Thread(target=write, name="log", daemon=True)
     thread.start()
-    root.handlers = [*(handler for handler in root.handlers if handler not in written), taking]
+    root.handlers = [*(handler for handler in root.handlers if handler not in handlers), queued]
     try:
         yield
     finally:
         records.put(None)
         thread.join(DRAINED_WITHIN_S)
-        root.handlers = [handler for handler in root.handlers if handler is not taking]
+        root.handlers = [handler for handler in root.handlers if handler is not queued]
         if not thread.is_alive():
-            root.handlers += written
+            root.handlers += handlers
 
 
 def set_level(level: str) -> None:
