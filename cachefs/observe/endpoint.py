@@ -22,10 +22,10 @@ from cachefs.base.tasks import containing
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 32
-"""Guessed: some scrapers, probes and open pages."""
+"""Bound of open connections. Guessed: some scrapers, probes and open pages; further ones are closed at once."""
 
-REQUEST_S, REPLY_S = 5.0, 15.0
-"""For a request to come, and for its reply to be made and taken. Guessed."""
+ANSWER_S = 15.0
+"""Deadline of a connection, until its client has received the reply. Guessed: longer than a scraper waits."""
 
 
 class Reply(NamedTuple):
@@ -111,18 +111,15 @@ class Endpoint:
         await trio.serve_listeners(containing("a request for metrics", handle), listeners)
 
     async def _converse(self, stream: trio.SocketStream, pages: Mapping[str, Page]) -> None:
-        request = None
-        with trio.move_on_after(REQUEST_S):
+        with trio.move_on_after(ANSWER_S):
             try:
                 request = await _request(stream)
             except NotHttp as exc:
                 await _send(stream, plain(str(exc), exc.status))
                 return
-        if request is None:
-            return
-        with trio.move_on_after(REPLY_S):
-            reply = await self._answer(request, pages)
-            await _send(stream, reply, body=request.method != "HEAD")
+            if request is not None:
+                reply = await self._answer(request, pages)
+                await _send(stream, reply, body=request.method != "HEAD")
 
     async def _answer(self, request: Request, pages: Mapping[str, Page]) -> Reply:
         path = request.target.partition("?")[0]
