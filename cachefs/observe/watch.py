@@ -32,8 +32,8 @@ class Pauses:
 
     def __init__(self) -> None:
         self._longest_s = 0.0
-        # (when, how long); each is longer than all after it.
-        self._recent: deque[tuple[float, float]] = deque()
+        # (when, how long) of each look: at most so many fit into `RECENT_S`.
+        self._recent: deque[tuple[float, float]] = deque(maxlen=round(RECENT_S / LOOK_EVERY_S) + 1)
 
     async def run(self) -> None:
         """Look until cancelled."""
@@ -42,24 +42,15 @@ class Pauses:
             due += LOOK_EVERY_S
             await trio.sleep_until(due)
             now = trio.current_time()
-            self._saw(now, now - due)
+            self._longest_s = max(self._longest_s, now - due)
+            self._recent.append((now, now - due))
             due = now
-
-    def _saw(self, now: float, pause_s: float) -> None:
-        self._longest_s = max(self._longest_s, pause_s)
-        self._forget(now)
-        while self._recent and self._recent[-1][1] <= pause_s:
-            self._recent.pop()
-        self._recent.append((now, pause_s))
-
-    def _forget(self, now: float) -> None:
-        while self._recent and self._recent[0][0] < now - RECENT_S:
-            self._recent.popleft()
 
     def status(self) -> dict[str, float]:
         """The longest pause of the last minute, and since the start, in seconds."""
-        self._forget(trio.current_time())
-        return {"minute": self._recent[0][1] if self._recent else 0.0, "run": self._longest_s}
+        since = trio.current_time() - RECENT_S
+        recent = (pause_s for when, pause_s in self._recent if when >= since)
+        return {"minute": max(recent, default=0.0), "run": self._longest_s}
 
 
 SAMPLE_EVERY_S = 2.0
