@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 from cachefs import __version__
 from cachefs.base import client
 from cachefs.base.errors import MountError
-from cachefs.base.linux import memory_limit, mounts
+from cachefs.base.linux import memory_limit, mounts, release
 from cachefs.base.units import about_bytes
 from cachefs.config.config import default_cache_dir
 from cachefs.daemon import asking, mounting
@@ -143,23 +143,22 @@ def machine() -> Iterator[Finding]:
     yield kernel(platform.release(), os.getuid())
 
 
-def kernel(release: str, uid: int) -> Finding:
-    numbers = tuple(int(number) for number in re.findall(r"\d+", release)[:2])
-    if numbers < PASSTHROUGH_SINCE:
+def kernel(text: str, uid: int) -> Finding:
+    if release(text) < PASSTHROUGH_SINCE:
         return Finding(
             "note",
             "kernel",
-            f"{release}: every read of a cached file goes through the daemon",
+            f"{text}: every read of a cached file goes through the daemon",
             "from Linux 6.9 on, and as root, the kernel reads whole cached files by itself",
         )
     if uid != 0:
         return Finding(
             "note",
             "kernel",
-            f"{release}, not root: every read of a cached file goes through the daemon",
+            f"{text}, not root: every read of a cached file goes through the daemon",
             "mounted by root, the kernel reads whole cached files by itself",
         )
-    return Finding("ok", "kernel", f"{release}: reads whole cached files by itself")
+    return Finding("ok", "kernel", f"{text}: reads whole cached files by itself")
 
 
 def rights() -> Iterator[Finding]:
