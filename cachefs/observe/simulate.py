@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -52,10 +53,10 @@ class Trace:
         if epoch is not None:
             self.epochs.append(epoch)
 
-    def read(self, files: Iterable[int], epoch: int, again: int = 1) -> None:
-        """Access each file whole, `again` times in a row."""
+    def read(self, files: Iterable[int], epoch: int, times: int = 1) -> None:
+        """Access each file whole, `times` times in a row."""
         for file in files:
-            for _ in range(again):
+            for _ in range(times):
                 self.access(file, 0, self.sizes[file], epoch)
 
 
@@ -286,14 +287,9 @@ def shape(name: str, dataset_bytes: int, file_bytes: int, epochs: int, seed: int
     return trace
 
 
-def _shuffled(trace: Trace, files: list[int], epochs: int, rng: random.Random) -> None:
+def _shuffled(trace: Trace, files: list[int], epochs: int, rng: random.Random, times: int = 1) -> None:
     for epoch in range(1, epochs + 1):
-        trace.read(rng.sample(files, len(files)), epoch)
-
-
-def _twice(trace: Trace, files: list[int], epochs: int, rng: random.Random) -> None:
-    for epoch in range(1, epochs + 1):
-        trace.read(rng.sample(files, len(files)), epoch, again=2)
+        trace.read(rng.sample(files, len(files)), epoch, times)
 
 
 def _scan(trace: Trace, files: list[int], epochs: int, rng: random.Random) -> None:
@@ -353,7 +349,7 @@ SHAPES: dict[str, Callable[[Trace, list[int], int, random.Random], None]] = {
     "scan": _scan,
     "zipf": _zipf,
     "uniform": _uniform,
-    "opened-twice": _twice,
+    "opened-twice": partial(_shuffled, times=2),
     "validated": _validated,
     "takeover": _takeover,
     "turns": _turns,
