@@ -1,4 +1,4 @@
-"""The metrics table in Prometheus' words: counters as they are counted, series as `status` and the ledger show them."""
+"""The metrics in Prometheus' text format: the counters, and the series, whose values are in the status and the ledger."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ PREFIX = "cachefs_"
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 Sample = tuple[tuple[str, ...], float]
-"""Values of a row's labels, in their order, and the number."""
+"""(values of the row's labels, in their order; the number)."""
 
 
 def expose(metrics: Metrics, status: Mapping[str, Any]) -> bytes:
-    """Everything, in the text format. Rows that `status` knows nothing of (peers of a mount without any) have no samples."""
+    """The text. A row whose value `status` does not have (peers, of a mount without any) has no samples."""
     text: bytes = generate_latest(_Families(metrics, status))
     return text
 
@@ -67,13 +67,13 @@ def _looked_up(metrics: Metrics, status: Mapping[str, Any]) -> Iterator[Metric]:
         family = GaugeMetricFamily if row.kind == "gauge" else CounterMetricFamily
         metric = family(PREFIX + row.name, help, labels=row.labels)
         for labels, value in values.get(row.name, ()):
-            # Keys need not be UTF-8; labels have to be.
+            # Keys need not be UTF-8; labels must be.
             metric.add_metric([text.encode("utf-8", "replace").decode() for text in labels], value)
         yield metric
 
 
 def _histograms(metrics: Metrics) -> dict[str, dict[tuple[str, ...], Histogram]]:
-    """By name of the row and values of its labels."""
+    """Name of the row → values of its labels → durations."""
     ledger = metrics.ledger
     return {
         "read_wait_seconds": {(): ledger.waits.read_seconds},
@@ -89,7 +89,7 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
 
 
 def _values(metrics: Metrics, status: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[Sample]]]:
-    """(name of a row, its samples). What `status` has not is left out."""
+    """(name of a row, its samples)."""
 
     def one(value: float | None) -> list[Sample]:
         return [] if value is None else [((), value)]
@@ -117,7 +117,7 @@ def _values(metrics: Metrics, status: Mapping[str, Any]) -> Iterator[tuple[str, 
 
 
 def _origins(origins: list[Mapping[str, Any]]) -> Iterator[tuple[str, Iterable[Sample]]]:
-    # Two sources may be two prefixes of one origin: what they have in flight adds up.
+    # Two sources may be two prefixes of one origin: their values are added.
     def summed(values: Iterable[Sample]) -> list[Sample]:
         total: Counter[tuple[str, ...]] = Counter()
         for labels, value in values:

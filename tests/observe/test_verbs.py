@@ -8,10 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import trio
 from click.testing import CliRunner, Result
+from trio.testing import MockClock
 
 from cachefs.base.errors import ConfigError, IsADirectory, MountError, NotFound
 from cachefs.base.linux import descendants
@@ -310,6 +313,38 @@ def test_kernels_and_limits() -> None:
     assert "root" in doctor.kernel("6.9.0", 1000).todo
     assert [finding.level for finding in doctor.limits(1024, 1 << 34)] == ["problem", "ok"]
     assert [finding.level for finding in doctor.limits(-1, 1 << 29)] == ["ok", "note"]
+    assert [next(doctor.limits(files, 1 << 34)).level for files in (4095, 4096)] == ["problem", "ok"]
+
+
+def test_an_origin_that_hangs_is_probed_until_a_deadline() -> None:
+    origin = SimpleNamespace(source="s3://a", check=trio.sleep_forever)
+    explainer = Explainer(*[cast(Any, None)] * 3, cast(Any, [origin]), Metrics(), cast(Any, None))
+
+    async def main() -> Any:
+        with trio.fail_after(3600):
+            return await explainer.probe()
+
+    found = trio.run(main, clock=MockClock(autojump_threshold=0))
+    assert found == [{"source": "s3://a", "error": "no answer within 15 s"}]
+
+
+@pytest.mark.parametrize(("seconds", "level"), [(0.08, "ok"), (0.15, "note")])
+def test_an_origin_in_another_region_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, level: str
+) -> None:
+    monkeypatch.setattr(doctor.asking, "ask", lambda *_: [{"source": "s3://a", "seconds": seconds}])
+    [found] = doctor.origins({"mountpoint": "/m", "sources": []})
+    assert found.level == level and f"{1000 * seconds:.0f}" in found.found
+
+
+@pytest.mark.parametrize(("mib_a_second", "level"), [(150, "note"), (250, "ok")])
+def test_a_slow_disk_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mib_a_second: int, level: str
+) -> None:
+    times = iter((0.0, 64 / 1000, 1.0, 1.0 + 64 / mib_a_second))  # written fast; read
+    monkeypatch.setattr(doctor, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    found = doctor.speed("the disk", tmp_path)
+    assert found.level == level and f"{mib_a_second} MiB/s read" in found.found
 
 
 def test_what_a_mount_says_is_wrong() -> None:
