@@ -21,21 +21,32 @@ import click
 from cachefs.base.errors import ConfigError, MountError, NotFound
 from cachefs.base.units import about_bytes, about_share, format_bytes, parse_capacity
 from cachefs.cli import show
-from cachefs.cli.places import Place, below, listed, mounts_of, only, profiled, seconds_of, wanted_of
+from cachefs.cli.places import (
+    Place,
+    list_option,
+    mounts_of,
+    parse_seconds,
+    parts_in_recording,
+    paths_by_mount,
+    paths_in_list,
+    single_path,
+)
 from cachefs.cli.show import as_json, note, say
 from cachefs.config.config import Eviction
 
-NAMED = 3
+FAILURES_NAMED = 3
 """Failures named in one line."""
 
 paths = click.argument("paths", nargs=-1, metavar="PATH…", type=Place())
-at_once = click.option("-p", "--parallel", type=click.IntRange(1), help="Files at a time.  [--concurrency]")
+parallel_option = click.option(
+    "-p", "--parallel", type=click.IntRange(1), help="Files at a time.  [--concurrency]"
+)
 
 
 @click.command(short_help="Fetch files into the cache.")
 @paths
-@listed
-@at_once
+@list_option
+@parallel_option
 @click.option("--check", is_flag=True, help="Fetch nothing: say how much is cached; exit 1 if not all of it.")
 @click.option("--background", is_flag=True, help="Return at once; cachefs status shows how far it is.")
 @click.option("--stop", is_flag=True, help="End what runs in the background below PATH's mount.")
@@ -76,7 +87,11 @@ def warm(
     if profile and list_file is not None:
         raise ConfigError("--profile and -T are two lists of what to fetch: give one of them")
     wanted: Mapping[Path, Iterable[Any]]
-    wanted = profiled(profile, only(paths, "--profile")) if profile else wanted_of(paths, list_file)
+    wanted = (
+        parts_in_recording(profile, single_path(paths, "--profile"))
+        if profile
+        else paths_by_mount(paths, list_file)
+    )
     if background:
         if check:
             raise ConfigError("--background returns before anything is known, so it does not go with --check")
@@ -124,22 +139,22 @@ def warm(
 
 @click.command(short_help="Drop files from the cache.")
 @paths
-@listed
+@list_option
 @as_json("What became of it, as JSON.")
 def evict(paths: tuple[Path, ...], list_file: str | None, as_json: bool) -> None:
     """Drop what is cached of the files at and below PATH. Pinned files stay.
 
     An open file is dropped when it is closed. Reading the files later fetches them again.
     """
-    done = _jobs("evict", wanted_of(paths, list_file), as_json=as_json)
+    done = _jobs("evict", paths_by_mount(paths, list_file), as_json=as_json)
     kept = f"; {done['kept_files']:,} files stay, pinned or in use" if done["kept_files"] else ""
     note(f"freed {about_bytes(done['freed_bytes'])} of {done['done_files']:,} files{kept}")
 
 
 @click.command(short_help="Fetch files and never evict them.")
 @paths
-@listed
-@at_once
+@list_option
+@parallel_option
 @as_json("What became of it, as JSON.")
 def pin(paths: tuple[Path, ...], list_file: str | None, parallel: int | None, as_json: bool) -> None:
     """Fetch the files at and below PATH, and keep them until cachefs unpin: they are never evicted.
@@ -147,7 +162,7 @@ def pin(paths: tuple[Path, ...], list_file: str | None, parallel: int | None, as
     Pins survive restarts. A pin is of the present version of a file: a file that is replaced at the origin is not
     pinned. All pins together are bounded by the mount's --pin-budget.
     """
-    done = _jobs("pin", wanted_of(paths, list_file), parallel, as_json=as_json)
+    done = _jobs("pin", paths_by_mount(paths, list_file), parallel, as_json=as_json)
     note(
         f"pinned {done['done_files']:,} files, {about_bytes(done['done_bytes'])} "
         f"({about_bytes(done['fetched_bytes'])} fetched)"
@@ -156,11 +171,11 @@ def pin(paths: tuple[Path, ...], list_file: str | None, parallel: int | None, as
 
 @click.command(short_help="Allow pinned files to be evicted.")
 @paths
-@listed
+@list_option
 @as_json("What became of it, as JSON.")
 def unpin(paths: tuple[Path, ...], list_file: str | None, as_json: bool) -> None:
     """Allow the files at and below PATH to be evicted again. They stay cached until their space is needed."""
-    done = _jobs("unpin", wanted_of(paths, list_file), as_json=as_json)
+    done = _jobs("unpin", paths_by_mount(paths, list_file), as_json=as_json)
     note(f"unpinned {done['done_files']:,} files")
 
 
@@ -193,8 +208,8 @@ def _jobs(
             raise MountError(f"job {done['id']} was stopped after {done['done_files']:,} files")
     if total["failed"]:
         failures = [failure for job in ended for failure in job["failures"]]
-        more = ", …" if total["failed"] > NAMED else ""
-        raise MountError(f"{total['failed']:,} paths failed: {'; '.join(failures[:NAMED])}{more}")
+        more = ", …" if total["failed"] > FAILURES_NAMED else ""
+        raise MountError(f"{total['failed']:,} paths failed: {'; '.join(failures[:FAILURES_NAMED])}{more}")
     return total
 
 
@@ -206,7 +221,7 @@ PLAN = "hint"
 
 @click.command(short_help="Tell a mount what will be read next.")
 @click.argument("mountpoint", type=Place())
-@listed
+@list_option
 @click.option("--plan", default=PLAN, help=f"The name of the list, for several at a time.  [{PLAN}]")
 @click.option("--epoch", type=click.IntRange(0), default=0, help="Which round over the files this is.  [0]")
 @click.option("--drop", is_flag=True, help="Forget the plan.")
@@ -227,7 +242,7 @@ def hint(mountpoint: Path, list_file: str | None, plan: str, epoch: int, drop: b
         return
     if list_file is None:
         raise ConfigError("no LIST: give the paths with -T, one a line")
-    wanted = below(list_file, mountpoint)
+    wanted = paths_in_list(list_file, mountpoint)
     if list(wanted) != [mount]:
         raise ConfigError(f"{list_file} has paths that are not below {mount}")
     hints.send_files(mount, plan, wanted[mount])
@@ -253,7 +268,7 @@ def record(mountpoint: Path, output: str, how_long: str | None) -> None:
     from cachefs.daemon import asking
 
     mount, _ = asking.mount_of(mountpoint)
-    until = float("inf") if how_long is None else time.monotonic() + seconds_of(how_long, "--for")
+    until = float("inf") if how_long is None else time.monotonic() + parse_seconds(how_long, "--for")
     enough = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: enough.set())

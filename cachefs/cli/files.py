@@ -28,66 +28,72 @@ EXTENTS_LISTED = 64
 CACHED = "user.cachefs.cached"
 
 
-only_cached = click.option("--cached", is_flag=True, help="Accepted: it is what this shows.")
+cached_option = click.option(
+    "--cached", is_flag=True, expose_value=False, help="Accepted: it is what this shows."
+)
 
 
 @click.command("ls", short_help="Show how much of each file is cached.")
 @click.argument("path", type=Place())
-@only_cached
+@cached_option
 @as_json("A list of objects: path, size, cached.")
-def list_cached(path: Path, cached: bool, as_json: bool) -> None:
+def list_cached(path: Path, as_json: bool) -> None:
     """Show size, cached bytes and share of the file PATH, or of each file in the directory PATH."""
-    _below_a_mount(path)
+    _refuse_outside_mounts(path)
     try:
-        entries = sorted(os.scandir(path), key=lambda e: e.name) if path.is_dir() else [_Plain(path)]
-        rows = [(*_held(entry), entry) for entry in entries]
+        entries = sorted(os.scandir(path), key=lambda e: e.name) if path.is_dir() else [_PathEntry(path)]
+        rows = [(*_size_and_cached(entry), entry) for entry in entries]
     except OSError as exc:
         raise MountError(f"{exc.filename or path}: {exc.strerror}") from exc
     if as_json:
-        files = [{"path": e.path, "size": size, "cached": held} for size, held, e in rows if not e.is_dir()]
+        files = [
+            {"path": e.path, "size": size, "cached": cached} for size, cached, e in rows if not e.is_dir()
+        ]
         show.data(files)
         return
-    for size, held, entry in rows:
+    for size, cached, entry in rows:
         say(
-            f"{'-':>10} {'-':>10} {'-':>7}  {entry.name}/" if entry.is_dir() else _row(size, held, entry.name)
+            f"{'-':>10} {'-':>10} {'-':>7}  {entry.name}/"
+            if entry.is_dir()
+            else _row(size, cached, entry.name)
         )
 
 
 @click.command("du", short_help="Add up how much of a directory is cached.")
 @click.argument("path", type=Place())
-@only_cached
+@cached_option
 @click.option("-d", "--max-depth", type=click.IntRange(0), help="Show directories down to this depth.")
 @click.option("-s", "--summarize", is_flag=True, help="Show the total alone.")
 @as_json("A list of objects: path, files, size, cached.")
-def add_up(path: Path, cached: bool, max_depth: int | None, summarize: bool, as_json: bool) -> None:
+def add_up(path: Path, max_depth: int | None, summarize: bool, as_json: bool) -> None:
     """Add up size and cached bytes of the files below PATH, directory by directory, the total last."""
-    _below_a_mount(path)
+    _refuse_outside_mounts(path)
     found: list[dict[str, Any]] = []
     deepest = 0 if summarize else max_depth
 
     def visit(directory: Any, depth: int) -> tuple[int, int, int]:
-        files = size = held = 0
+        files = size = cached = 0
         if not directory.is_dir():
-            files, (size, held) = 1, _held(directory)
+            files, (size, cached) = 1, _size_and_cached(directory)
         else:
             for entry in sorted(os.scandir(directory.path), key=lambda e: e.name):
-                more = visit(entry, depth + 1) if entry.is_dir() else (1, *_held(entry))
-                files, size, held = files + more[0], size + more[1], held + more[2]
+                more = visit(entry, depth + 1) if entry.is_dir() else (1, *_size_and_cached(entry))
+                files, size, cached = files + more[0], size + more[1], cached + more[2]
         if deepest is None or depth <= deepest:
-            found.append({"path": directory.path, "files": files, "size": size, "cached": held})
+            found.append({"path": directory.path, "files": files, "size": size, "cached": cached})
             if not as_json:
-                say(_row(size, held, directory.path))
-        return files, size, held
+                say(_row(size, cached, directory.path))
+        return files, size, cached
 
     try:
-        visit(_Plain(path), 0)
+        visit(_PathEntry(path), 0)
     except OSError as exc:
         raise MountError(f"{exc.filename or path}: {exc.strerror}") from exc
     if as_json:
         show.data(found)
 
 
-class _Plain:
+class _PathEntry:
     """A path that looks like an entry of a directory."""
 
     def __init__(self, path: Path) -> None:
@@ -101,27 +107,27 @@ class _Plain:
         return self._path.stat()
 
 
-def _held(entry: Any) -> tuple[int, int]:
+def _size_and_cached(entry: Any) -> tuple[int, int]:
     """(size, cached bytes): zeros for a directory, and for a file that has just been removed."""
     if entry.is_dir():
         return 0, 0
     try:
         return entry.stat().st_size, int(os.getxattr(entry.path, CACHED))
     except FileNotFoundError:
-        if isinstance(entry, _Plain):
+        if isinstance(entry, _PathEntry):
             raise
         return 0, 0
 
 
-def _below_a_mount(path: Path) -> None:
+def _refuse_outside_mounts(path: Path) -> None:
     """Refuse a path outside of a mount with our words rather than with the errno of a missing attribute."""
     from cachefs.daemon import asking
 
     asking.mount_of(path)
 
 
-def _row(size: int, held: int, name: str) -> str:
-    return f"{about_bytes(held):>10} {about_bytes(size):>10} {about_share(held, size):>7}  {name}"
+def _row(size: int, cached: int, name: str) -> str:
+    return f"{about_bytes(cached):>10} {about_bytes(size):>10} {about_share(cached, size):>7}  {name}"
 
 
 @click.command(short_help="Which nodes hold files.")
@@ -140,13 +146,13 @@ def locate(paths: tuple[Path, ...], as_json: bool) -> None:
         return
     rows = []
     for answer in answers:
-        for node, held in sorted(answer["nodes"].items()):
+        for node, cached in sorted(answer["nodes"].items()):
             lost = node in answer["unreachable"]
             rows.append(
                 (
-                    "?" if lost else about_bytes(held),
+                    "?" if lost else about_bytes(cached),
                     about_bytes(answer["bytes"]),
-                    "?" if lost else about_share(held, answer["bytes"]),
+                    "?" if lost else about_share(cached, answer["bytes"]),
                     node,
                     answer["path"],
                 )
@@ -160,7 +166,7 @@ def locate(paths: tuple[Path, ...], as_json: bool) -> None:
 # -- why -------------------------------------------------------------------------------------------
 
 
-def _explained(path: Path) -> dict[str, Any] | None:
+def _explanation(path: Path) -> dict[str, Any] | None:
     """What the daemon knows of a file. Returns None for a directory."""
     from cachefs.daemon import asking
 
@@ -181,16 +187,19 @@ def info(path: Path, as_json: bool) -> None:
     """Show which object PATH is, and how much of it is cached; of a directory, all below it."""
     from cachefs.daemon import asking
 
-    known = _explained(path)
+    known = _explanation(path)
     if known is None:
         mountpoint, relative = asking.mount_of(path)
-        held = asking.ask(mountpoint, "locate", 60.0, path=relative)
-        known = {"path": relative, **held}
+        located = asking.ask(mountpoint, "locate", 60.0, path=relative)
+        known = {"path": relative, **located}
         lines = [
             ("path", f"{mountpoint / relative}/"),
-            ("files", f"{held['files']:,}"),
-            ("size", about_bytes(held["bytes"])),
-            *((f"on {node}", _of(count, held["bytes"])) for node, count in sorted(held["nodes"].items())),
+            ("files", f"{located['files']:,}"),
+            ("size", about_bytes(located["bytes"])),
+            *(
+                (f"on {node}", _of(count, located["bytes"]))
+                for node, count in sorted(located["nodes"].items())
+            ),
         ]
     else:
         extents = known.pop("extents")
@@ -232,7 +241,7 @@ def why(path: Path, as_json: bool) -> None:
 
     A part is an extent of 16 blocks. Reasons are remembered for some thousand extents, since the mount began.
     """
-    known = _explained(path)
+    known = _explanation(path)
     if known is None:
         raise MountError(f"{path} is a directory: name a file, or ask cachefs info")
     if as_json:

@@ -20,22 +20,24 @@ from cachefs.base.linux import descendants
 from cachefs.base.metrics import hit_ratios
 from cachefs.base.units import about_bytes
 from cachefs.cli import show
-from cachefs.cli.places import mount_meant, mountpoint, seconds_of
+from cachefs.cli.places import mountpoint, parse_seconds, resolve_mount
 from cachefs.cli.show import as_json, rate, say, share
 
 HEADS_EVERY = 20
 
-every = click.option("-i", "--interval", metavar="TIME", help="Between two looks.  [1s; top: 2s]")
-times = click.option("-n", "--count", type=click.IntRange(1), help="End after so many.  [until Ctrl-C]")
+interval_option = click.option("-i", "--interval", metavar="TIME", help="Between two looks.  [1s; top: 2s]")
+count_option = click.option(
+    "-n", "--count", type=click.IntRange(1), help="End after so many.  [until Ctrl-C]"
+)
 
-Known = Mapping[str, Any]
+Answer = Mapping[str, Any]
 
 
-def _looks(mountpoint: Path, interval: str, count: int | None) -> Iterator[tuple[Known, Known, float]]:
+def _samples(mountpoint: Path, interval: str, count: int | None) -> Iterator[tuple[Answer, Answer, float]]:
     """(before, after, seconds between them), until Ctrl-C. Raises when the daemon goes."""
     from cachefs.daemon import asking
 
-    interval_s = seconds_of(interval, "--interval")
+    interval_s = parse_seconds(interval, "--interval")
     if not 0.05 <= interval_s <= 86400:
         raise ConfigError(f"--interval: {interval!r} is not between 50ms and 1d")
     before, at = asking.ask(mountpoint, "watch"), time.monotonic()
@@ -77,8 +79,8 @@ def _line(cells: tuple[str, ...]) -> str:
 
 @click.command(short_help="What a mount does, a line a second.")
 @mountpoint
-@every
-@times
+@interval_option
+@count_option
 @as_json("Each line an object: what every counter grew by.")
 def stats(mountpoint: Path | None, interval: str | None, count: int | None, as_json: bool) -> None:
     """Print what the mount at MOUNTPOINT did in the last second, every second.
@@ -91,14 +93,14 @@ def stats(mountpoint: Path | None, interval: str | None, count: int | None, as_j
     ORIGIN   received from the origin, in GETs; PEERS the same from other nodes; SENT to the origin
     WAIT     the part of the time in which at least one request of a program waited; NOW how many wait now
     """
-    looks = _looks(mount_meant(mountpoint), interval or "1s", count)
-    for number, (before, after, passed) in enumerate(looks):
+    samples = _samples(resolve_mount(mountpoint), interval or "1s", count)
+    for number, (before, after, seconds) in enumerate(samples):
         grown = _grown(after["metrics"], before["metrics"])
         blocked_s = after["reads"]["blocked_s"] - before["reads"]["blocked_s"]
         if as_json:
             line = {
                 "time": round(time.time(), 3),
-                "seconds": round(passed, 3),
+                "seconds": round(seconds, 3),
                 "blocked_s": round(blocked_s, 6),
             }
             waiting, pauses = after["reads"]["waiting"], after["loop_pause_s"]
@@ -109,15 +111,15 @@ def stats(mountpoint: Path | None, interval: str | None, count: int | None, as_j
         ratios = ("-" if ratio is None else share(ratio, 1) for ratio in hit_ratios(grown))
         cells = (
             *ratios,
-            rate(grown["fuse_read_bytes"], passed),
-            f"{grown['fuse_open'] / passed:,.0f}",
+            rate(grown["fuse_read_bytes"], seconds),
+            f"{grown['fuse_open'] / seconds:,.0f}",
             share(grown["passthrough_opens"], grown["fuse_open"]),
-            rate(grown["origin_bytes"], passed),
-            f"{grown['origin_get'] / passed:,.0f}",
-            rate(grown["peer_bytes_in"], passed),
-            rate(grown["origin_bytes_sent"], passed),
+            rate(grown["origin_bytes"], seconds),
+            f"{grown['origin_get'] / seconds:,.0f}",
+            rate(grown["peer_bytes_in"], seconds),
+            rate(grown["origin_bytes_sent"], seconds),
             f"{grown['evicted_blocks']:,}",
-            share(blocked_s, passed),
+            share(blocked_s, seconds),
             str(after["reads"]["waiting"]),
         )
         say(_line(cells))
@@ -128,8 +130,8 @@ def stats(mountpoint: Path | None, interval: str | None, count: int | None, as_j
 
 @click.command(short_help="Which processes and datasets keep a mount busy.")
 @mountpoint
-@every
-@times
+@interval_option
+@count_option
 @click.option("--by", type=click.Choice(["process", "dataset"]), help="Only these.  [both]")
 @click.option("--pid", type=click.IntRange(1), help="Only this process and its descendants.")
 @click.option("--total", is_flag=True, help="Since each process was first seen, once; with --json.")
@@ -160,16 +162,16 @@ def top(
 
     if total and not as_json:
         raise ConfigError("--total goes with --json")
-    mount, pids = mount_meant(mountpoint), None if pid is None else descendants(pid)
+    mount, pids = resolve_mount(mountpoint), None if pid is None else descendants(pid)
     if total:
-        show.data(waited(None, asking.ask(mount, "watch"), pids))
+        show.data(process_waits(None, asking.ask(mount, "watch"), pids))
         return
-    looks = _looks(mount, interval or "2s", count)
+    samples = _samples(mount, interval or "2s", count)
     if as_json:
-        for before, after, _ in looks:
-            show.data(waited(before, after, pids), line=True)
+        for before, after, _ in samples:
+            show.data(process_waits(before, after, pids), line=True)
         return
-    show.screens(_frame(before, after, passed, by, pids) for before, after, passed in looks)
+    show.screens(_frame(before, after, seconds, by, pids) for before, after, seconds in samples)
 
 
 PROCESS_HEADS = (
@@ -186,22 +188,24 @@ DATASET_HEADS = ("DATASET", "#GET/s", "#LIST/s", "#HEAD/s", "#PUT/s", "#FROM ORI
 
 
 def _frame(
-    before: Known, after: Known, passed: float, by: str | None, pids: set[int] | None
+    before: Answer, after: Answer, seconds: float, by: str | None, pids: set[int] | None
 ) -> Iterator[str]:
-    blocked = share(after["reads"]["blocked_s"] - before["reads"]["blocked_s"], passed)
+    blocked = share(after["reads"]["blocked_s"] - before["reads"]["blocked_s"], seconds)
     yield (
         f"{after['mountpoint']}: {after['reads']['waiting']} requests wait now; programs waited {blocked} of the last "
-        f"{passed:.0f} s"
+        f"{seconds:.0f} s"
     )
     if by != "dataset":
         yield ""
-        yield from show.table(PROCESS_HEADS, _process_rows(before, after, passed, pids))
+        yield from show.table(PROCESS_HEADS, _process_rows(before, after, seconds, pids))
     if by != "process":
         yield ""
-        yield from show.table(DATASET_HEADS, _dataset_rows(before, after, passed))
+        yield from show.table(DATASET_HEADS, _dataset_rows(before, after, seconds))
 
 
-def _process_rows(before: Known, after: Known, passed: float, pids: set[int] | None) -> list[tuple[str, ...]]:
+def _process_rows(
+    before: Answer, after: Answer, seconds: float, pids: set[int] | None
+) -> list[tuple[str, ...]]:
     waiting: dict[int, str] = {}
     for wait in after["waiting"]:
         what = " ".join(part for part in (wait["request"], wait["key"]) if part)
@@ -210,19 +214,19 @@ def _process_rows(before: Known, after: Known, passed: float, pids: set[int] | N
         (
             row["name"],
             str(row["pid"]) if row["pid"] > 0 else "",
-            share(row["blocked_s"], passed),
-            f"{row['reads'] / passed:,.0f}",
-            f"{row['calls'] / passed:,.0f}",
-            f"{row['requests'].get('origin_get', 0) / passed:,.0f}",
-            rate(row["requests"].get("origin_bytes", 0), passed),
+            share(row["blocked_s"], seconds),
+            f"{row['reads'] / seconds:,.0f}",
+            f"{row['calls'] / seconds:,.0f}",
+            f"{row['requests'].get('origin_get', 0) / seconds:,.0f}",
+            rate(row["requests"].get("origin_bytes", 0), seconds),
             waiting.get(row["pid"], ""),
         )
-        for row in waited(before, after, pids)["processes"]
+        for row in process_waits(before, after, pids)["processes"]
         if row["reads"] or row["calls"] or row["blocked_s"] > 0
     ]
 
 
-def _dataset_rows(before: Known, after: Known, passed: float) -> list[tuple[str, ...]]:
+def _dataset_rows(before: Answer, after: Answer, seconds: float) -> list[tuple[str, ...]]:
     rows = []
     for name, account in after["datasets"].items():
         grown = _grown(account, before["datasets"].get(name, {}))
@@ -235,18 +239,18 @@ def _dataset_rows(before: Known, after: Known, passed: float) -> list[tuple[str,
             grown.get("origin_put", 0) + grown.get("origin_put_part", 0),
         )
         received, sent = grown.get("origin_bytes", 0), grown.get("origin_bytes_sent", 0)
-        cells = (name or "/", *(f"{number / passed:,.0f}" for number in requests))
-        rows.append((sum(requests), (*cells, rate(received, passed), rate(sent, passed))))
+        cells = (name or "/", *(f"{number / seconds:,.0f}" for number in requests))
+        rows.append((sum(requests), (*cells, rate(received, seconds), rate(sent, seconds))))
     return [cells for _, cells in sorted(rows, key=lambda row: -row[0])]
 
 
-def waited(before: Known | None, after: Known, pids: set[int] | None = None) -> dict[str, Any]:
-    """How long each process waited between two looks, or since it was first seen; the longest first."""
+def process_waits(before: Answer | None, after: Answer, pids: set[int] | None = None) -> dict[str, Any]:
+    """How long each process waited between two samples, or since it was first seen; the longest first."""
     earlier = {(row["pid"], row["name"]): row for row in before["processes"]} if before else {}
-    passed = after["reads"]["seen_s"] - before["reads"]["seen_s"] if before else None
+    between_s = after["reads"]["seen_s"] - before["reads"]["seen_s"] if before else None
 
-    def row_of(row: Known, old: Known) -> dict[str, Any]:
-        seconds = passed if passed is not None else row["seen_s"]
+    def row_of(row: Answer, old: Answer) -> dict[str, Any]:
+        seconds = row["seen_s"] if between_s is None else between_s
         blocked_s = row["blocked_s"] - old.get("blocked_s", 0.0)
         before_s = old.get("waited_s", {})
         return {
@@ -298,7 +302,7 @@ def ledger(mountpoint: Path | None, prices: Path | None, as_json: bool) -> None:
     """
     from cachefs.daemon import asking
 
-    known = asking.ask(mount_meant(mountpoint), "watch")
+    known = asking.ask(resolve_mount(mountpoint), "watch")
     price = Prices.read(prices) if prices is not None else None
     datasets = [_entry(name or "/", account, price) for name, account in known["datasets"].items()]
     total = _entry("all", known["metrics"], price)
@@ -350,7 +354,7 @@ class Prices:
 
     currency: str
     requests: Mapping[str, float]
-    moved: Mapping[str, float]
+    bytes: Mapping[str, float]
 
     @classmethod
     def read(cls, path: Path) -> Prices:
@@ -374,7 +378,7 @@ class Prices:
 
     def cost(self, requests: Mapping[str, int], bytes_in: int, bytes_out: int) -> float:
         asked = sum(self.requests.get(kind, 0.0) * count / 1000 for kind, count in requests.items())
-        return asked + (self.moved.get("in", 0.0) * bytes_in + self.moved.get("out", 0.0) * bytes_out) / 1e9
+        return asked + (self.bytes.get("in", 0.0) * bytes_in + self.bytes.get("out", 0.0) * bytes_out) / 1e9
 
 
 COMMANDS = (stats, top, ledger)

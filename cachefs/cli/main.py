@@ -27,7 +27,7 @@ from cachefs.cli import cache, files, live, show, status, writing
 from cachefs.cli.places import Place
 from cachefs.cli.show import as_json, note, say
 from cachefs.config.config import GROUPS, ROWS, Config
-from cachefs.config.options import Row, directory
+from cachefs.config.options import Row, base_directory
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ ALIASES = {"unmount": "umount", "warmup": "warm", "load": "warm", "prefetch": "w
 
 VERBS = {
     "Mounting": ("mount", "umount", "upgrade", "config"),
-    "Looking": ("status", "stats", "top", "ledger", "logs", "log-level", "doctor", "peers"),
+    "Monitoring": ("status", "stats", "top", "ledger", "logs", "log-level", "doctor", "peers"),
     "Files": ("info", "why", "ls", "du", "locate", "refresh"),
     "Caching": ("warm", "evict", "pin", "unpin", "hint", "record", "simulate"),
     "Written files": ("flush", "recover"),
@@ -56,7 +56,7 @@ class OneLine(click.Group):
         return super().get_command(ctx, ALIASES.get(cmd_name, cmd_name))
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        cmd.params.extend(show.MANNERS)
+        cmd.params.extend(show.COMMON_OPTIONS)
         super().add_command(cmd, name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -180,7 +180,7 @@ def cli() -> None:
     """
 
 
-cli.params.extend(show.MANNERS)
+cli.params.extend(show.COMMON_OPTIONS)
 
 
 @cli.command(cls=MountCommand, short_help="Show an origin as files below a directory.")
@@ -254,11 +254,11 @@ def _mount_config(
         given["source" if "://" in places[0] else "mountpoint"] = places[0]
     if in_background:
         given["foreground"] = False  # -f is how the parent calls its child: its log is still a file
-    token = directory.set(cwd)
+    token = base_directory.set(cwd)
     try:
         return mounting.located(layers.load(given, o))
     finally:
-        directory.reset(token)
+        base_directory.reset(token)
 
 
 def _mount_in_background(arguments: list[str], config: Config) -> None:
@@ -406,7 +406,7 @@ def check(file: str | None, as_json: bool) -> int:
     return 0
 
 
-check.params.extend(show.MANNERS)
+check.params.extend(show.COMMON_OPTIONS)
 for room in (status, live, cache, writing, files):
     for command in room.COMMANDS:
         cli.add_command(command)

@@ -15,7 +15,7 @@ import click
 from cachefs.base.errors import ConfigError, MountError
 from cachefs.base.units import parse_duration
 
-NAMED = 8
+MOUNTS_NAMED = 8
 """Mounts that are named in a line."""
 
 
@@ -27,13 +27,13 @@ class Place(click.Path):
 
 
 # -f stays in the foreground or follows, in every verb that has it; -T is what tar calls a list.
-listed = click.option(
+list_option = click.option(
     "-T", "--files-from", "list_file", metavar="LIST", help="Paths, one a line; - reads standard input."
 )
 mountpoint = click.argument("mountpoint", required=False, type=Place())
 
 
-def mount_meant(mountpoint: Path | None) -> Path:
+def resolve_mount(mountpoint: Path | None) -> Path:
     """The mount that is named, or the only one of this user."""
     from cachefs.daemon import asking
     from cachefs.daemon.mounting import canonical
@@ -42,12 +42,12 @@ def mount_meant(mountpoint: Path | None) -> Path:
         return canonical(mountpoint)
     found = asking.all_statuses()
     if len(found) != 1:
-        some = ", ".join(str(status["mountpoint"]) for status in found[:NAMED])
+        some = ", ".join(str(status["mountpoint"]) for status in found[:MOUNTS_NAMED])
         raise MountError(f"{len(found)} cachefs mounts: name one: {some}" if found else "no cachefs mounts")
     return Path(found[0]["mountpoint"])
 
 
-def seconds_of(text: str, option: str) -> float:
+def parse_seconds(text: str, option: str) -> float:
     """The value of an option that is a time. Raises `ConfigError`."""
     try:
         return parse_duration(text)
@@ -55,7 +55,7 @@ def seconds_of(text: str, option: str) -> float:
         raise ConfigError(f"{option}: {text!r} is {exc}") from None
 
 
-def wanted_of(paths: Sequence[Path], list_file: str | None) -> dict[Path, list[str]]:
+def paths_by_mount(paths: Sequence[Path], list_file: str | None) -> dict[Path, list[str]]:
     """Paths relative to their mounts, by mount. With a list, a path is where its relative lines begin."""
     from cachefs.daemon import asking
 
@@ -67,10 +67,10 @@ def wanted_of(paths: Sequence[Path], list_file: str | None) -> dict[Path, list[s
             mountpoint, relative = asking.mount_of(path)
             wanted.setdefault(mountpoint, []).append(relative)
         return wanted
-    return below(list_file, only(paths, "-T") if paths else None)
+    return paths_in_list(list_file, single_path(paths, "-T") if paths else None)
 
 
-def only(paths: Sequence[Path], option: str) -> Path:
+def single_path(paths: Sequence[Path], option: str) -> Path:
     if len(paths) != 1:
         raise ConfigError(
             f"{option} takes one PATH: the mount, or a directory of it, that its paths are below"
@@ -78,7 +78,7 @@ def only(paths: Sequence[Path], option: str) -> Path:
     return paths[0]
 
 
-def below(list_file: str, base: Path | None) -> dict[Path, list[str]]:
+def paths_in_list(list_file: str, base: Path | None) -> dict[Path, list[str]]:
     from cachefs.base.linux import Finder
     from cachefs.daemon import asking
 
@@ -104,7 +104,7 @@ def below(list_file: str, base: Path | None) -> dict[Path, list[str]]:
     return wanted
 
 
-def profiled(file: str, base: Path) -> dict[Path, list[Any]]:
+def parts_in_recording(file: str, base: Path) -> dict[Path, list[Any]]:
     """What a recording has touched, in its order, each part once: paths, and [path, offset, length]."""
     from cachefs.daemon import asking
     from cachefs.daemon.recording import parsed

@@ -46,7 +46,7 @@ def _color(ctx: click.Context, param: click.Parameter, value: str | None) -> Non
         ctx.color = False
 
 
-MANNERS = (
+COMMON_OPTIONS = (
     click.Option(
         ["-q", "--quiet"],
         is_flag=True,

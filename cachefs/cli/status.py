@@ -16,15 +16,15 @@ from cachefs.base.linux import mount_at
 from cachefs.base.metrics import hit_ratios
 from cachefs.base.units import about_bytes, about_files
 from cachefs.cli import show
-from cachefs.cli.places import Place, mount_meant, mountpoint
+from cachefs.cli.places import Place, mountpoint, resolve_mount
 from cachefs.cli.show import as_json, note, say
 from cachefs.config.config import LOG_NAME
 from cachefs.daemon.mounting import canonical
 
-NAMED = 2
+FAILURES_NAMED = 2
 """Failures of a job that has ended."""
 
-DATASETS = 6
+DATASETS_NAMED = 6
 """Named in one line."""
 
 FOLLOW_EVERY_S = 0.5
@@ -263,7 +263,7 @@ def _job(job: Mapping[str, Any]) -> str:
 def _ended(job: Mapping[str, Any]) -> str:
     failures = [job["error"]] if job.get("error") else list(job.get("failures") or [])
     failed = f", {job['failed']:,} failed" if job["failed"] else ""
-    why = f": {'; '.join(failures[:NAMED])}" if failures else ""
+    why = f": {'; '.join(failures[:FAILURES_NAMED])}" if failures else ""
     return (
         f"{job['action']}: {job['state']} {show.duration(time.time() - job['ended'])} ago, {job['done_files']:,} of "
         f"{job['files']:,} files{failed}{why}"
@@ -277,8 +277,8 @@ def _eviction(eviction: Mapping[str, Any], pinned: int) -> Iterator[tuple[str, s
             f"{dataset.get('name') or '/'} by {'epochs' if dataset.get('mode') == 'epoch' else 'last use'}"
             for dataset in eviction.get("datasets") or []
         ]
-        more = [f"{len(modes) - DATASETS} more"] if len(modes) > DATASETS else []
-        named = f": {', '.join(modes[:DATASETS] + more)}" if modes else ""
+        more = [f"{len(modes) - DATASETS_NAMED} more"] if len(modes) > DATASETS_NAMED else []
+        named = f": {', '.join(modes[:DATASETS_NAMED] + more)}" if modes else ""
         yield "eviction", f"{eviction['policy']}{named}"
     shown = [d for d in eviction.get("datasets") or [] if d.get("mode") == "epoch" and d.get("epoch", 1) > 1]
     for dataset in shown[:3]:
@@ -435,7 +435,7 @@ def log_level(level: str, mountpoint: Path | None) -> None:
     """Have the mount at MOUNTPOINT log at LEVEL from now on, until it ends or is told otherwise."""
     from cachefs.daemon import asking
 
-    mount = mount_meant(mountpoint)
+    mount = resolve_mount(mountpoint)
     asking.ask(mount, "log_level", level=level)
     note(f"{mount}: logs at {level}")
 
@@ -467,7 +467,7 @@ def _log_of(place: Path | None) -> Path:
 
     if place is not None and mount_at(canonical(place)) is None and (place / LOG_NAME).is_file():
         return place / LOG_NAME
-    mount = mount_meant(place)
+    mount = resolve_mount(place)
     path = asking.ask(mount, "status").get("log_file")
     if not path:
         raise MountError(f"{mount} logs to the stderr of its daemon: ask its service manager (journalctl -u)")

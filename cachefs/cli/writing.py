@@ -13,7 +13,7 @@ import click
 from cachefs.base.errors import ConfigError, MountError, OriginFailed
 from cachefs.base.units import FOREVER, about_bytes, about_files, printable
 from cachefs.cli import show
-from cachefs.cli.places import Place, seconds_of
+from cachefs.cli.places import Place, parse_seconds
 from cachefs.cli.show import as_json, note, say
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def flush(path: Path | None, timeout: str | None, as_json: bool) -> None:
     """
     from cachefs.daemon import asking
 
-    deadline_s = FOREVER if timeout is None else seconds_of(timeout, "--timeout")
+    deadline_s = FOREVER if timeout is None else parse_seconds(timeout, "--timeout")
     if path is not None:
         wanted = [asking.mount_of(path)]
         _must_exist(path)

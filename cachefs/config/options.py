@@ -39,14 +39,14 @@ _SECRET_WORD = re.compile(
 )
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://.*", re.DOTALL)
 
-directory: ContextVar[str] = ContextVar("directory", default="")
-"""What relative paths are relative to, while a configuration is read; "": the current directory. A daemon that reads its
-configuration again is in another one."""
+base_directory: ContextVar[str] = ContextVar("base_directory", default="")
+"""What relative paths are relative to, while a configuration is read; "": the working directory. A daemon, which works
+in another one, reads its configuration again."""
 
 
 def absolute(path: str) -> str:
     """Made absolute by its text alone: touching a path may hang in a dead mount."""
-    return os.path.abspath(os.path.join(directory.get(), os.path.expanduser(path)))
+    return os.path.abspath(os.path.join(base_directory.get(), os.path.expanduser(path)))
 
 
 SECRET_ADVICE = (

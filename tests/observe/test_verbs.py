@@ -22,7 +22,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.cli import files as why
 from cachefs.cli import live as look
-from cachefs.cli.live import Prices, waited
+from cachefs.cli.live import Prices, process_waits
 from cachefs.cli.main import cli
 from cachefs.observe import doctor
 from cachefs.observe.explaining import Explainer
@@ -126,7 +126,7 @@ def test_stall_says_what_share_of_the_time(daemon: Daemon) -> None:
     daemon.wait(7, 3, "peer")
     daemon.wait(8, 1, "disk")
     daemon.now += 4
-    found = waited(before, daemon.answer())
+    found = process_waits(before, daemon.answer())
     assert (found["seconds"], found["blocked_s"], found["blocked_share"]) == (8, 4, 0.5)
     first, second = found["processes"]
     assert (first["pid"], first["blocked_share"], first["waited_s"]) == (
@@ -135,7 +135,7 @@ def test_stall_says_what_share_of_the_time(daemon: Daemon) -> None:
         {"origin": 0, "peer": 3, "disk": 0, "names": 0, "writes": 0},
     )
     assert (second["pid"], second["reads"], second["bytes"]) == (8, 1, 1000)
-    since = waited(None, daemon.answer(), {7})
+    since = process_waits(None, daemon.answer(), {7})
     assert [(row["pid"], row["blocked_s"], row["seconds"]) for row in since["processes"]] == [(7, 5, 10)]
     assert since["seconds"] == 10
 
