@@ -58,8 +58,8 @@ REASONS = {
 }
 """Why a reader had to wait for a block → the words for people. Each has a counter `misses_…`."""
 
-ORIGIN_REQUESTS = ("get", "head", "list", "put", "put_part", "upload", "copy", "delete")
-"""Kinds of requests. Each has a counter `origin_…`."""
+ORIGIN_REQUESTS = ("get", "list", "head", "put", "put_part", "upload", "copy", "delete")
+"""Kinds of requests, in the order of `cachefs ledger`. Each has a counter `origin_…`."""
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Upper bounds of the histograms."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import click
 
 from cachefs.base.errors import ConfigError
+from cachefs.base.ledger import ORIGIN_REQUESTS
 from cachefs.base.linux import descendants
 from cachefs.base.metrics import hit_ratios
 from cachefs.base.units import about_bytes
@@ -51,8 +53,8 @@ def _samples(mountpoint: Path, interval: str, count: int | None) -> Iterator[tup
         return
 
 
-def _grown(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    return {name: count - before.get(name, 0) for name, count in now.items()}
+def _grown(now: Mapping[str, int], before: Mapping[str, int]) -> Counter[str]:
+    return Counter({name: count - before.get(name, 0) for name, count in now.items()})
 
 
 # -- stats -----------------------------------------------------------------------------------------
@@ -217,8 +219,8 @@ def _process_rows(
             share(row["blocked_s"], seconds),
             f"{row['reads'] / seconds:,.0f}",
             f"{row['calls'] / seconds:,.0f}",
-            f"{row['requests'].get('origin_get', 0) / seconds:,.0f}",
-            rate(row["requests"].get("origin_bytes", 0), seconds),
+            f"{row['requests']['origin_get'] / seconds:,.0f}",
+            rate(row["requests"]["origin_bytes"], seconds),
             waiting.get(row["pid"], ""),
         )
         for row in process_waits(before, after, pids)["processes"]
@@ -232,15 +234,11 @@ def _dataset_rows(before: Answer, after: Answer, seconds: float) -> list[tuple[s
         grown = _grown(account, before["datasets"].get(name, {}))
         if not any(grown.values()):
             continue
-        requests = (
-            grown.get("origin_get", 0),
-            grown.get("origin_list", 0),
-            grown.get("origin_head", 0),
-            grown.get("origin_put", 0) + grown.get("origin_put_part", 0),
-        )
-        received, sent = grown.get("origin_bytes", 0), grown.get("origin_bytes_sent", 0)
+        puts = grown["origin_put"] + grown["origin_put_part"]
+        requests = (grown["origin_get"], grown["origin_list"], grown["origin_head"], puts)
         cells = (name or "/", *(f"{number / seconds:,.0f}" for number in requests))
-        rows.append((sum(requests), (*cells, rate(received, seconds), rate(sent, seconds))))
+        moved = (rate(grown[counter], seconds) for counter in ("origin_bytes", "origin_bytes_sent"))
+        rows.append((sum(requests), (*cells, *moved)))
     return [cells for _, cells in sorted(rows, key=lambda row: -row[0])]
 
 
@@ -278,8 +276,6 @@ def process_waits(before: Answer | None, after: Answer, pids: set[int] | None = 
 
 # -- ledger ----------------------------------------------------------------------------------------
 
-KINDS = ("get", "list", "head", "put", "put_part", "upload", "copy", "delete")
-
 
 @click.command(short_help="What was asked of the origin, and what it cost.")
 @mountpoint
@@ -316,7 +312,7 @@ def ledger(mountpoint: Path | None, prices: Path | None, as_json: bool) -> None:
         answer = {"since_s": since_s, "total": total, "datasets": datasets, "processes": processes}
         show.data({**answer, "currency": price.currency if price else None})
         return
-    shown = [kind for kind in KINDS if total["requests"].get(kind)]
+    shown = [kind for kind in ORIGIN_REQUESTS if total["requests"].get(kind)]
     heads = [
         "DATASET",
         *(f"#{kind.upper().replace('_', ' ')}" for kind in shown),
@@ -340,7 +336,7 @@ def ledger(mountpoint: Path | None, prices: Path | None, as_json: bool) -> None:
 
 
 def _entry(name: str, account: Mapping[str, int], price: Prices | None) -> dict[str, Any]:
-    requests = {kind: account[f"origin_{kind}"] for kind in KINDS if account.get(f"origin_{kind}")}
+    requests = {kind: account[f"origin_{kind}"] for kind in ORIGIN_REQUESTS if account.get(f"origin_{kind}")}
     bytes_in, bytes_out = account.get("origin_bytes", 0), account.get("origin_bytes_sent", 0)
     entry: dict[str, Any] = {"name": name, "requests": requests, "bytes_in": bytes_in, "bytes_out": bytes_out}
     if price is not None:
@@ -365,11 +361,11 @@ class Prices:
             raise ConfigError(f"{path}: {getattr(exc, 'strerror', None) or exc}") from exc
         requests, moved = table.get("requests", {}), table.get("bytes", {})
         strange = (table.keys() - {"currency", "requests", "bytes"}) | (moved.keys() - {"in", "out"})
-        strange |= requests.keys() - set(KINDS)
+        strange |= requests.keys() - set(ORIGIN_REQUESTS)
         if strange:
             raise ConfigError(
                 f"{path}: {', '.join(sorted(strange))}: not in a price list, which has currency, [requests] with "
-                f"{', '.join(KINDS)}, and [bytes] with in, out"
+                f"{', '.join(ORIGIN_REQUESTS)}, and [bytes] with in, out"
             )
         wrong = [name for name, value in {**requests, **moved}.items() if not isinstance(value, int | float)]
         if wrong:

@@ -319,8 +319,8 @@ def _serve(config: Config, ready: Any, reread: Callable[[], Config], held: Any) 
 @click.option("-r", "read_only", is_flag=True)
 @click.option("-f", "fake", is_flag=True)
 @click.option("-N", "namespace")
-@click.option("-t", "fstype")
-@click.option("-s", "-n", "-w", "ignored", is_flag=True)
+@click.option("-t", "fstype", expose_value=False)
+@click.option("-s", "-n", "-w", "ignored", is_flag=True, expose_value=False)
 @click.pass_context
 def mount_cachefs(
     ctx: click.Context,
@@ -330,8 +330,6 @@ def mount_cachefs(
     read_only: bool,
     fake: bool,
     namespace: str | None,
-    fstype: str | None,
-    ignored: bool,
 ) -> Any:
     """What mount(8) calls for `mount -t cachefs` and for lines of fstab; SOURCE may also be a TOML file.
 

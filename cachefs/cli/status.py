@@ -101,11 +101,13 @@ def lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "daemon", ", ".join(_daemon(status))
     for tier in status.get("tiers") or []:
         yield str(tier.get("name", "tier")), _tier(tier)
-    yield from _counts(status.get("metrics") or {})
-    yield from _writing(status.get("uploads") or {}, status.get("metrics") or {})
+    metrics = Counter[str](status.get("metrics") or {})
+    if metrics:
+        yield from _counts(metrics)
+    yield from _writing(status.get("uploads") or {}, metrics)
     yield from _eviction(status.get("eviction") or {}, int(status.get("pinned_bytes", 0)))
-    yield from _prefetch(status.get("prefetch") or {}, status.get("metrics") or {})
-    yield from _peers(status.get("peers") or {}, status.get("metrics") or {})
+    yield from _prefetch(status.get("prefetch") or {}, metrics)
+    yield from _peers(status.get("peers") or {}, metrics)
     for job in status.get("jobs") or []:
         yield f"job {job['id']}", _job(job)
     if "fuse" in status and "fuse_reason" in status:
@@ -153,12 +155,7 @@ def _tier(tier: Mapping[str, Any]) -> str:
     )
 
 
-def _counts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    def count(name: str) -> int:
-        return int(metrics.get(name, 0))
-
-    if not metrics:
-        return
+def _counts(metrics: Counter[str]) -> Iterator[tuple[str, str]]:
     overall, through_daemon = hit_ratios(metrics)
     if overall is not None:
         names = {
@@ -167,16 +164,16 @@ def _counts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             "ssd_hits": "SSD",
             "misses": "waited for",
         }
-        parts = [f"{count(name):,} {words}" for name, words in names.items() if count(name)]
-        total = sum(count(name) for name in (*names, "heap_hits"))
+        parts = [f"{metrics[name]:,} {words}" for name, words in names.items() if metrics[name]]
+        total = sum(metrics[name] for name in (*names, "heap_hits"))
         daemon = ""
-        if through_daemon is not None and count("passthrough_blocks"):
+        if through_daemon is not None and metrics["passthrough_blocks"]:
             daemon = f"; {100 * through_daemon:.1f} % of those read through the daemon"
         yield "hits", f"{100 * overall:.1f} % of {total:,} blocks ({', '.join(parts)}){daemon}"
     yield (
         "origin",
-        f"{count('origin_get'):,} GET, {count('origin_head'):,} HEAD, {count('origin_list'):,} LIST, "
-        f"{about_bytes(count('origin_bytes'))} received",
+        f"{metrics['origin_get']:,} GET, {metrics['origin_head']:,} HEAD, {metrics['origin_list']:,} LIST, "
+        f"{about_bytes(metrics['origin_bytes'])} received",
     )
     trouble = {
         "origin_retries": "retries",
@@ -186,12 +183,13 @@ def _counts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         "tier_errors": "tier errors",
         "fuse_errors": "failed operations",
     }
-    met = [f"{count(name):,} {words}" for name, words in trouble.items() if count(name)]
+    met = [f"{metrics[name]:,} {words}" for name, words in trouble.items() if metrics[name]]
     if met:
         yield "trouble", ", ".join(met)
     yield (
         "readers",
-        f"{count('fuse_open'):,} opens, {count('fuse_read'):,} reads, {about_bytes(count('fuse_read_bytes'))} returned",
+        f"{metrics['fuse_open']:,} opens, {metrics['fuse_read']:,} reads, "
+        f"{about_bytes(metrics['fuse_read_bytes'])} returned",
     )
 
 
@@ -204,19 +202,16 @@ def _mode(status: Mapping[str, Any]) -> str:
     )
 
 
-def _writing(uploads: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    def count(name: str) -> int:
-        return int(metrics.get(name, 0))
-
+def _writing(uploads: Mapping[str, Any], metrics: Counter[str]) -> Iterator[tuple[str, str]]:
     if not uploads:
         return
-    if count("fuse_write") or count("origin_bytes_sent"):
+    if metrics["fuse_write"] or metrics["origin_bytes_sent"]:
         yield (
             "written",
-            f"{about_bytes(count('fuse_write_bytes'))} through the daemon, "
-            f"{about_bytes(count('origin_bytes_sent'))} sent in "
-            f"{count('origin_put'):,} PUT, {count('origin_put_part'):,} parts; "
-            f"{count('origin_copy'):,} COPY, {count('origin_delete'):,} DELETE",
+            f"{about_bytes(metrics['fuse_write_bytes'])} through the daemon, "
+            f"{about_bytes(metrics['origin_bytes_sent'])} sent in "
+            f"{metrics['origin_put']:,} PUT, {metrics['origin_put_part']:,} parts; "
+            f"{metrics['origin_copy']:,} COPY, {metrics['origin_delete']:,} DELETE",
         )
     if uploads.get("pending"):
         failed = uploads.get("failed")
@@ -228,7 +223,7 @@ def _writing(uploads: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator
         )
 
 
-def _peers(peers: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _peers(peers: Mapping[str, Any], metrics: Counter[str]) -> Iterator[tuple[str, str]]:
     members = peers.get("members")
     if members is None:
         return
@@ -243,9 +238,8 @@ def _peers(peers: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator[tup
     )
     yield (
         "shared",
-        f"{about_bytes(metrics.get('peer_bytes_in', 0))} from others, "
-        f"{about_bytes(metrics.get('peer_bytes_out', 0))} to them; "
-        f"{metrics.get('peer_misses', 0):,} blocks they did not give",
+        f"{about_bytes(metrics['peer_bytes_in'])} from others, {about_bytes(metrics['peer_bytes_out'])} to them; "
+        f"{metrics['peer_misses']:,} blocks they did not give",
     )
 
 
@@ -282,11 +276,9 @@ def _eviction(eviction: Mapping[str, Any], pinned: int) -> Iterator[tuple[str, s
         yield "eviction", f"{eviction['policy']}{named}"
     shown = [d for d in eviction.get("datasets") or [] if d.get("mode") == "epoch" and d.get("epoch", 1) > 1]
     for dataset in shown[:3]:
-        ratio = (
-            dataset.get("hit_ratio")
-            if dataset.get("hit_ratio") is not None
-            else dataset.get("last_hit_ratio")
-        )
+        ratio = dataset.get("hit_ratio")
+        if ratio is None:
+            ratio = dataset.get("last_hit_ratio")
         hits = f", {100 * ratio:.0f} % cached" if ratio is not None else ""
         yield (
             "epochs",
@@ -297,8 +289,8 @@ def _eviction(eviction: Mapping[str, Any], pinned: int) -> Iterator[tuple[str, s
         yield "pinned", about_bytes(pinned)
 
 
-def _prefetch(prefetch: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    fetched, used = int(metrics.get("prefetch_files", 0)), int(metrics.get("prefetch_used_files", 0))
+def _prefetch(prefetch: Mapping[str, Any], metrics: Counter[str]) -> Iterator[tuple[str, str]]:
+    fetched, used = metrics["prefetch_files"], metrics["prefetch_used_files"]
     if prefetch and (fetched or prefetch.get("in_flight")):
         paused = f", pausing: {prefetch['paused']}" if prefetch.get("paused") else ""
         yield (
