@@ -1,6 +1,6 @@
 """The verbs about files: info, why, ls, du, locate.
 
-`ls` and `du` read the mount's extended attributes, so they also work where the daemon's socket is out of reach, as in a
+`ls` and `du` read the mount's extended attributes, so they also work where the daemon's socket is not visible, as in a
 container.
 """
 
@@ -23,10 +23,9 @@ from cachefs.cli.places import Place
 from cachefs.cli.show import as_json, say
 
 EXTENTS_LISTED = 64
-"""Rows of `why`, without --json."""
+"""Most rows of `why`; --json has all."""
 
 CACHED = "user.cachefs.cached"
-
 
 cached_option = click.option(
     "--cached", is_flag=True, expose_value=False, help="Accepted: it is what this shows."
@@ -94,7 +93,7 @@ def add_up(path: Path, max_depth: int | None, summarize: bool, as_json: bool) ->
 
 
 class _PathEntry:
-    """A path that looks like an entry of a directory."""
+    """A path with the attributes of an `os.DirEntry`."""
 
     def __init__(self, path: Path) -> None:
         self.path = self.name = str(path)
@@ -120,7 +119,7 @@ def _size_and_cached(entry: Any) -> tuple[int, int]:
 
 
 def _refuse_outside_mounts(path: Path) -> None:
-    """Refuse a path outside of a mount with our words rather than with the errno of a missing attribute."""
+    """Raise `MountError` for a path outside of a mount: reading the attribute would raise an unspecific errno."""
     from cachefs.daemon import asking
 
     asking.mount_of(path)
@@ -167,7 +166,7 @@ def locate(paths: tuple[Path, ...], as_json: bool) -> None:
 
 
 def _explanation(path: Path) -> dict[str, Any] | None:
-    """What the daemon knows of a file. Returns None for a directory."""
+    """The daemon's answer to `explain`; None for a directory."""
     from cachefs.daemon import asking
 
     mountpoint, relative = asking.mount_of(path)
@@ -180,11 +179,11 @@ def _explanation(path: Path) -> dict[str, Any] | None:
     return known
 
 
-@click.command(short_help="What is known of a file or directory.")
+@click.command(short_help="Object, size and cached bytes of a file or directory.")
 @click.argument("path", type=Place())
 @as_json()
 def info(path: Path, as_json: bool) -> None:
-    """Show which object PATH is, and how much of it is cached; of a directory, all below it."""
+    """Show which object the file PATH is, and how much of it is cached; of a directory, the sums of all files below."""
     from cachefs.daemon import asking
 
     known = _explanation(path)
@@ -235,11 +234,11 @@ def _of(part: int, whole: int) -> str:
 
 @click.command(short_help="Why a file is as fast or slow as it is.")
 @click.argument("path", type=Place())
-@as_json("Of every extent, as JSON.")
+@as_json("All extents as JSON.")
 def why(path: Path, as_json: bool) -> None:
     """Show where each part of the file PATH is, and why it was not cached when it was last read.
 
-    A part is an extent of 16 blocks. Reasons are remembered for some thousand extents, since the mount began.
+    A part is an extent of 16 blocks. The daemon remembers the reasons of some thousand extents.
     """
     known = _explanation(path)
     if known is None:
@@ -252,12 +251,12 @@ def why(path: Path, as_json: bool) -> None:
 
 
 def explain(known: Mapping[str, Any], now: float) -> Iterator[str]:
-    """The answer in words: the file, then its extents; neighbours that are alike share a line."""
+    """The answer for people: the file, then its extents. Adjacent extents with equal text share a line."""
     yield f"{known['key']}: {_of(known['cached_bytes'], known['size'])} here"
     if known["passthrough_on"]:
         yield f"whole and verified on {known['passthrough_on']}: the kernel reads it by itself from the next open on"
     elif known["cached_bytes"] >= known["size"] > 0:
-        yield "whole, but over several tiers or not verified yet: it is read through the daemon"
+        yield "whole, but in several tiers or not verified yet: it is read through the daemon"
     runs: list[tuple[int, int, str]] = []
     for row in known["extents"]:
         said = _extent(row, now)
@@ -281,17 +280,17 @@ def _extent(row: Mapping[str, Any], now: float) -> str:
     parts = []
     for copy in row["tiers"]:
         if copy["blocks"]:
-            more = [word for word in ("pinned", "borrowed") if copy[word]]
+            more = [word for word, key in (("pinned", "pinned"), ("remote-owned", "borrowed")) if copy[key]]
             if copy["verified"] < copy["blocks"]:
                 more.append("not verified yet")
             some = "" if copy["blocks"] == row["blocks"] else f" {copy['blocks']} of {row['blocks']} blocks"
             parts.append(f"{copy['tier']}{some}{' (' + ', '.join(more) + ')' if more else ''}")
     if row["on_its_way"]:
-        parts.append(f"{row['on_its_way']} blocks on their way")
+        parts.append(f"{row['on_its_way']} blocks in flight")
     if not parts:
         parts.append("not here")
     if row["owner"]:
-        parts.append(f"kept by {row['owner']}")
+        parts.append(f"owned by {row['owner']}")
     miss = row["last_miss"]
     if miss:
         asked = f", asked {', then '.join(miss['asked'])}" if miss["asked"] else ""

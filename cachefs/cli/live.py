@@ -1,6 +1,6 @@
-"""The verbs that look at a mount while it works: stats, top, ledger.
+"""The verbs that monitor a mount: stats, top, ledger.
 
-Each asks the daemon for its counters and ledger (`watch`) and shows what changed between two answers.
+Each requests the daemon's counters and ledger (verb `watch`). `stats` and `top` show the difference of two answers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from cachefs.cli.show import as_json, rate, say, share
 
 HEADS_EVERY = 20
 
-interval_option = click.option("-i", "--interval", metavar="TIME", help="Between two looks.  [1s; top: 2s]")
+interval_option = click.option(
+    "-i", "--interval", metavar="TIME", help="Time between two lines or screens.  [1s; top: 2s]"
+)
 count_option = click.option(
     "-n", "--count", type=click.IntRange(1), help="End after so many.  [until Ctrl-C]"
 )
@@ -36,7 +38,7 @@ Answer = Mapping[str, Any]
 
 
 def _samples(mountpoint: Path, interval: str, count: int | None) -> Iterator[tuple[Answer, Answer, float]]:
-    """(before, after, seconds between them), until Ctrl-C. Raises when the daemon goes."""
+    """(before, after, seconds between them), until Ctrl-C. Raises `ControlError` or `MountError` when the daemon ends."""
     from cachefs.daemon import asking
 
     interval_s = parse_seconds(interval, "--interval")
@@ -79,21 +81,21 @@ def _line(cells: tuple[str, ...]) -> str:
     return " ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, COLUMNS, strict=True))
 
 
-@click.command(short_help="What a mount does, a line a second.")
+@click.command(short_help="Activity of a mount, a line a second.")
 @mountpoint
 @interval_option
 @count_option
-@as_json("Each line an object: what every counter grew by.")
+@as_json("An object a line: by how much each counter grew.")
 def stats(mountpoint: Path | None, interval: str | None, count: int | None, as_json: bool) -> None:
     """Print what the mount at MOUNTPOINT did in the last second, every second.
 
     \b
-    HIT      of the blocks that programs asked for, how many were cached; a file that is opened in passthrough
-             counts with its size
+    HIT      share of the requested blocks that were cached; a file that is opened in passthrough counts with
+             its size
     DAEMON   the same of the blocks that were read through the daemon
-    READS    to readers, through the daemon; OPENS, and how many of them the kernel serves by itself (PASS)
-    ORIGIN   received from the origin, in GETs; PEERS the same from other nodes; SENT to the origin
-    WAIT     the part of the time in which at least one request of a program waited; NOW how many wait now
+    READS    bytes to readers through the daemon; OPENS, and the share of them in passthrough (PASS)
+    ORIGIN   bytes from the origin, in GET requests; PEERS: from other nodes; SENT: to the origin
+    WAIT     share of the time in which at least one request of a program waited; NOW: requests that wait now
     """
     samples = _samples(resolve_mount(mountpoint), interval or "1s", count)
     for number, (before, after, seconds) in enumerate(samples):
@@ -136,8 +138,8 @@ def stats(mountpoint: Path | None, interval: str | None, count: int | None, as_j
 @count_option
 @click.option("--by", type=click.Choice(["process", "dataset"]), help="Only these.  [both]")
 @click.option("--pid", type=click.IntRange(1), help="Only this process and its descendants.")
-@click.option("--total", is_flag=True, help="Since each process was first seen, once; with --json.")
-@as_json("Who waited how long, on what: an object a line.")
+@click.option("--total", is_flag=True, help="Since each process was first seen, once; needs --json.")
+@as_json("An object a line: which process waited how long, and for what.")
 def top(
     mountpoint: Path | None,
     interval: str | None,
@@ -149,13 +151,13 @@ def top(
 ) -> None:
     """Show which processes wait for the mount at MOUNTPOINT and what for, and which requests each dataset causes.
 
-    A process is seen when one of its requests has to wait: a read, a listing, a close. Requests that the kernel or the
-    cache answers at once are not seen.
+    A process appears once one of its requests has to wait: a read, a listing, a close. Requests that the kernel or the
+    cache answers at once are not counted.
 
-    In JSON, blocked_s are seconds in which at least one request of the process waited, blocked_share the part of its time
-    (seconds) that this was. waited_s are seconds added up over its requests, by what for: its reads for the
-    origin, a peer or this node's disk, other requests for names (looking up, listing, opening, renaming) or writes
-    (write, close, fsync). So a training loop can log "waited 38 % on data":
+    In JSON, blocked_s are the seconds in which at least one request of the process waited, and blocked_share is their share
+    of the time (seconds). waited_s are the sums of its requests' waits by what for: reads wait for the origin, a peer or
+    this node's disk, other requests for names (lookup, listing, open, rename) or writes (write, close, fsync). So a
+    training loop can log "waited 38 % on data":
 
     \b
     cachefs top --json -i 60s -n 1 --pid $TRAINER /mnt/data | jq .processes[].blocked_share
@@ -163,7 +165,7 @@ def top(
     from cachefs.daemon import asking
 
     if total and not as_json:
-        raise ConfigError("--total goes with --json")
+        raise ConfigError("--total needs --json")
     mount, pids = resolve_mount(mountpoint), None if pid is None else descendants(pid)
     if total:
         show.data(process_waits(None, asking.ask(mount, "watch"), pids))
@@ -277,23 +279,23 @@ def process_waits(before: Answer | None, after: Answer, pids: set[int] | None = 
 # -- ledger ----------------------------------------------------------------------------------------
 
 
-@click.command(short_help="What was asked of the origin, and what it cost.")
+@click.command(short_help="Requests to the origin, and their cost.")
 @mountpoint
 @click.option(
-    "--prices", type=click.Path(path_type=Path), help="TOML file with what requests and bytes cost."
+    "--prices", type=click.Path(path_type=Path), help="TOML file with the prices of requests and bytes."
 )
 @as_json("The same as JSON, also by process.")
 def ledger(mountpoint: Path | None, prices: Path | None, as_json: bool) -> None:
-    """Show the requests and bytes that the mount at MOUNTPOINT exchanged with its origins, by dataset, since it began.
+    """Show the requests and bytes that the mount at MOUNTPOINT exchanged with its origins since it began, by dataset.
 
-    --json has the same by process, without prefetched files. A price list looks like this; what it leaves out is free:
+    --json has the same by process, without prefetched files. An example of a price list, in which all else is free:
 
     \b
     currency = "USD"
     [requests]            # for a thousand of them
     get = 0.0004
     list = 0.005
-    [bytes]               # for 10^9 of them: "in" is from the origin to here
+    [bytes]               # for 10^9 of them: "in" is from the origin
     in = 0.09
     """
     from cachefs.daemon import asking
@@ -346,7 +348,7 @@ def _entry(name: str, account: Mapping[str, int], price: Prices | None) -> dict[
 
 @dataclass(frozen=True)
 class Prices:
-    """The cost of a thousand requests of each kind, and of 10⁹ bytes each way ("in", "out")."""
+    """The prices of a thousand requests of each kind, and of 10⁹ bytes in each direction ("in", "out")."""
 
     currency: str
     requests: Mapping[str, float]
@@ -354,7 +356,7 @@ class Prices:
 
     @classmethod
     def read(cls, path: Path) -> Prices:
-        """Raises `ConfigError` for a file that is no price list."""
+        """Read a price list. Raises `ConfigError`."""
         try:
             table = tomllib.loads(path.read_text())
         except (OSError, ValueError) as exc:

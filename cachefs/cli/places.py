@@ -1,6 +1,6 @@
-"""What a verb is given: mounts, paths, lists and recordings, as paths relative to their mounts; and times.
+"""Arguments of verbs: mounts, paths, lists and recordings, as paths relative to their mounts; and times.
 
-A list has one path a line, absolute, or relative to the one path that was given beside it.
+A list has one path a line, absolute, or relative to the path that is given with it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from cachefs.base.errors import ConfigError, MountError
 from cachefs.base.units import parse_duration
 
 MOUNTS_NAMED = 8
-"""Mounts that are named in a line."""
+"""Most mounts in an error message."""
 
 
 class Place(click.Path):
-    """A path that is not touched while arguments are parsed: click's own type calls stat, which may hang below a mount."""
+    """The type of a path. click's own calls stat while it parses the arguments, which may hang below a mount."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         return Path(value)
 
 
-# -f stays in the foreground or follows, in every verb that has it; -T is what tar calls a list.
+# -T as in tar: -f means --foreground or --follow in all verbs.
 list_option = click.option(
     "-T", "--files-from", "list_file", metavar="LIST", help="Paths, one a line; - reads standard input."
 )
@@ -34,7 +34,7 @@ mountpoint = click.argument("mountpoint", required=False, type=Place())
 
 
 def resolve_mount(mountpoint: Path | None) -> Path:
-    """The mount that is named, or the only one of this user."""
+    """The given mount, or the only one of this user. Raises `MountError` if there are several."""
     from cachefs.daemon import asking
     from cachefs.daemon.mounting import canonical
 
@@ -56,7 +56,7 @@ def parse_seconds(text: str, option: str) -> float:
 
 
 def paths_by_mount(paths: Sequence[Path], list_file: str | None) -> dict[Path, list[str]]:
-    """Paths relative to their mounts, by mount. With a list, a path is where its relative lines begin."""
+    """Mount → paths relative to it. With a list, `paths` has at most one path, to which relative lines refer."""
     from cachefs.daemon import asking
 
     if list_file is None:
@@ -71,6 +71,7 @@ def paths_by_mount(paths: Sequence[Path], list_file: str | None) -> dict[Path, l
 
 
 def single_path(paths: Sequence[Path], option: str) -> Path:
+    """The only path. Raises `ConfigError`."""
     if len(paths) != 1:
         raise ConfigError(
             f"{option} takes one PATH: the mount, or a directory of it, that its paths are below"
@@ -79,6 +80,7 @@ def single_path(paths: Sequence[Path], option: str) -> Path:
 
 
 def paths_in_list(list_file: str, base: Path | None) -> dict[Path, list[str]]:
+    """Mount → paths relative to it, of the lines of a list. Relative lines are relative to `base`. Raises `ConfigError`."""
     from cachefs.base.linux import Finder
     from cachefs.daemon import asking
 
@@ -105,7 +107,7 @@ def paths_in_list(list_file: str, base: Path | None) -> dict[Path, list[str]]:
 
 
 def parts_in_recording(file: str, base: Path) -> dict[Path, list[Any]]:
-    """What a recording has touched, in its order, each part once: paths, and [path, offset, length]."""
+    """{mount: parts that a recording has read, in its order, each once}: a path, or [path, offset, length]."""
     from cachefs.daemon import asking
     from cachefs.daemon.recording import parsed
 
@@ -140,6 +142,7 @@ def _join(above: str, relative: str) -> str:
 
 
 def mounts_of(paths: Sequence[Path]) -> list[Path]:
+    """The mounts of the paths, each once. Raises `ConfigError` if there are no paths."""
     from cachefs.daemon import asking
 
     if not paths:

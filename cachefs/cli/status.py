@@ -1,4 +1,4 @@
-"""The verbs about a mount as a whole: status, peers, doctor, logs, log-level, refresh."""
+"""The verbs about a whole mount: status, upgrade, refresh, peers, doctor, logs, log-level."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from cachefs.config.config import LOG_NAME
 from cachefs.daemon.mounting import canonical
 
 FAILURES_NAMED = 2
-"""Failures of a job that has ended."""
+"""Most failures in the line of a job that has ended."""
 
 DATASETS_NAMED = 6
-"""Named in one line."""
+"""Most datasets in a line."""
 
 FOLLOW_EVERY_S = 0.5
+"""Between two reads of the log that `logs -f` follows. Guessed: people do not notice a shorter delay."""
 
 MARKS = {"ok": ("ok     ", "green"), "note": ("note   ", "yellow"), "problem": ("PROBLEM", "red")}
 
 
-@click.command(short_help="What mounts are doing.")
+@click.command(short_help="The state of mounts.")
 @mountpoint
 @as_json("Everything the daemon counts; a list without MOUNTPOINT.")
 def status(mountpoint: Path | None, as_json: bool) -> None:
-    """Show what the mount at MOUNTPOINT, or every mount of this user, caches and asks of its origins."""
+    """Show the state, the cache and the requests of the mount at MOUNTPOINT, or of all mounts of this user."""
     from cachefs.daemon import asking
 
     found = asking.all_statuses() if mountpoint is None else [asking.status_of(mountpoint)]
@@ -56,12 +57,12 @@ def status(mountpoint: Path | None, as_json: bool) -> None:
             say(f"{left.subject}: {left.found}: {left.todo}")
 
 
-@click.command(short_help="Look again at the origin.")
+@click.command(short_help="Forget cached names and attributes.")
 @click.argument("path", type=Place())
 def refresh(path: Path) -> None:
-    """Forget what is cached of names and attributes at PATH and below, so that their next use asks the origin again.
+    """Forget the cached names and attributes at PATH and below, so that their next use sends a request to the origin.
 
-    Cached bytes of versions that have not changed stay cached.
+    Cached blocks of versions that have not changed stay cached.
     """
     from cachefs.daemon import asking
 
@@ -70,14 +71,14 @@ def refresh(path: Path) -> None:
     note(f"{canonical(path)}: looking again")
 
 
-@click.command(short_help="Have the installed version go on with a mount.")
+@click.command(short_help="Replace a mount's daemon by the installed version.")
 @click.argument("mountpoint", type=Place())
 @as_json("The two versions, and how long programs waited.")
 def upgrade(mountpoint: Path, as_json: bool) -> None:
-    """Have the version that is installed now go on with MOUNTPOINT, unless it ends with its daemon (--no-restart).
+    """Replace the daemon of MOUNTPOINT by the version that is installed now. Not for a mount with --no-restart.
 
-    Programs keep what they have open: they wait for a moment and get no error. If the installed version does not start, or
-    cannot go on with what this one has open, it says so, and nothing changes.
+    Files that programs have open stay open: the programs wait for a moment and get no error. If the installed version does
+    not start, or cannot take over the open files, the command says so, and nothing changes.
     """
     from cachefs.daemon import asking
 
@@ -90,7 +91,7 @@ def upgrade(mountpoint: Path, as_json: bool) -> None:
 
 
 def lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(what, value) in the order they are shown."""
+    """(label, value) of each line."""
     yield "mountpoint", str(status.get("mountpoint", "?"))
     for source in status.get("sources") or []:
         name = f"{source['name']}: " if source.get("name") else ""
@@ -265,7 +266,7 @@ def _ended(job: Mapping[str, Any]) -> str:
 
 
 def _eviction(eviction: Mapping[str, Any], pinned: int) -> Iterator[tuple[str, str]]:
-    """The policy and how each dataset in use is taken; the epochs of those that have some; what is pinned."""
+    """The policy and each dataset's mode; the epochs of datasets that have some; the pinned bytes."""
     if eviction.get("policy"):
         modes = [
             f"{dataset.get('name') or '/'} by {'epochs' if dataset.get('mode') == 'epoch' else 'last use'}"
@@ -312,7 +313,7 @@ def _pairs(client: object, origin: object) -> str:
 
 
 def _origin(origin: Mapping[str, Any]) -> Iterator[str]:
-    """What an origin is doing, and what limits it."""
+    """The requests of an origin, and their limits."""
     if origin.get("out_s") is not None:
         yield f"no answer for {show.duration(origin['out_s'])}: {origin['on_outage']}"
     if "concurrency" in origin:
@@ -342,14 +343,14 @@ def _origin(origin: Mapping[str, Any]) -> Iterator[str]:
 PEER_HEADS = ("MEMBER", "ID", "#SHARE", "STATE", "#IN", "#OUT", "#LATENCY", "FAILURES")
 
 
-@click.command(short_help="Which nodes share with a mount.")
+@click.command(short_help="The nodes that share their cache with a mount.")
 @mountpoint
-@as_json("Everything that is known of them.")
+@as_json("All data as JSON.")
 def peers(mountpoint: Path | None, as_json: bool) -> None:
     """Show the members that the mount at MOUNTPOINT (the only one, if left out) shares its cache with.
 
-    IN are the bytes received from each, OUT the bytes sent, LATENCY the time until answers began. What daemons of one
-    machine received is counted for all of them. A node keeps its ID, and with it its share, under any address.
+    IN are the bytes received from each, OUT the bytes sent, LATENCY the time until replies began. Bytes that daemons of one
+    machine received count for all of them. A node has the same ID, and so the same share, under any address.
 
     Below the members are the listed nodes that share nothing, and why.
     """
@@ -395,14 +396,14 @@ def _status(mountpoint: Path | None) -> Mapping[str, Any]:
     return sharing[0]
 
 
-@click.command(short_help="Look for what is wrong or slow.")
+@click.command(short_help="Find what is wrong or slow.")
 @mountpoint
-@click.option("--cache-dir", type=Place(), help="Where a cache is to be, before any mount.")
-@click.option("--no-speed", is_flag=True, help="Write nothing: leave the speed of the cache's disk alone.")
+@click.option("--cache-dir", type=Place(), help="The planned cache directory, before any mount.")
+@click.option("--no-speed", is_flag=True, help="Write nothing: do not measure the cache's disk.")
 @as_json("A list of objects: level, subject, found, todo.")
 def doctor(mountpoint: Path | None, cache_dir: Path | None, no_speed: bool, as_json: bool) -> int:
-    """Look at this machine and at the mount at MOUNTPOINT (at all of them, if left out): kernel, rights, limits, the
-    cache's disk, the origins, the peers. Exits with 1 when something is wrong.
+    """Check this machine and the mount at MOUNTPOINT (all of them, if left out): kernel, rights, limits, the cache's disk,
+    the origins, the peers. Exits with 1 if there is a problem.
 
     The output has no secrets and can be shown to others. The disk's speed is measured with 64 MiB.
     """
@@ -424,7 +425,7 @@ def doctor(mountpoint: Path | None, cache_dir: Path | None, no_speed: bool, as_j
 @click.argument("level", type=click.Choice(["debug", "info", "warning", "error"]))
 @mountpoint
 def log_level(level: str, mountpoint: Path | None) -> None:
-    """Have the mount at MOUNTPOINT log at LEVEL from now on, until it ends or is told otherwise."""
+    """Set the level of MOUNTPOINT's log to LEVEL, until the mount ends or the level is set again."""
     from cachefs.daemon import asking
 
     mount = resolve_mount(mountpoint)
@@ -434,12 +435,12 @@ def log_level(level: str, mountpoint: Path | None) -> None:
 
 @click.command(short_help="Print the log of a mount.")
 @click.argument("place", required=False, type=Place(), metavar="[MOUNTPOINT]")
-@click.option("-f", "--follow", is_flag=True, help="Stay, and print what is logged from now on.")
+@click.option("-f", "--follow", is_flag=True, help="Go on, and print new lines as they are logged.")
 @click.option(
     "-n", "--lines", "last", type=click.IntRange(0), help="Only the last N lines.  [all]", metavar="N"
 )
 def logs(place: Path | None, follow: bool, last: int | None) -> None:
-    """Print the log file of the mount at MOUNTPOINT. In its place, name the cache directory of a daemon that has died.
+    """Print the log file of the mount at MOUNTPOINT, or of a daemon that has died, by its cache directory.
 
     The log is rotated at 10 MiB; older lines are in cachefs.log.1 to .3 beside it.
     """
@@ -467,7 +468,7 @@ def _log_of(place: Path | None) -> Path:
 
 
 def _follow(path: Path, file: IO[str]) -> None:
-    """Print what is appended, also after a rotation, until Ctrl-C."""
+    """Print new lines, also after a rotation, until Ctrl-C."""
     try:
         while True:
             while line := file.readline():

@@ -251,7 +251,7 @@ def test_many_extents_are_cut() -> None:
     lines = list(why.explain(known, 120.0))
     assert len(lines) == 1 + why.EXTENTS_LISTED + 1 + 1
     assert lines[1].endswith(
-        "not here; kept by b:1; missed 2 min ago: changed, asked b:1: timeout, then origin"
+        "not here; owned by b:1; missed 2 min ago: changed, asked b:1: timeout, then origin"
     )
     assert lines[-2] == f"… and {200 - why.EXTENTS_LISTED + 7:,} more: --json has them"
 
@@ -454,7 +454,7 @@ def test_completion() -> None:
         (["stats", "-i", "0", "/"], 2, "not between"),
         (["top", "/"], 1, "is not a cachefs mount"),
         (["top", "--json", "-i", "x", "/"], 2, "--interval: 'x'"),
-        (["top", "--total", "/"], 2, "--total goes with --json"),
+        (["top", "--total", "/"], 2, "--total needs --json"),
         (["ledger", "/"], 1, "is not a cachefs mount"),
         (["why", "/"], 1, "is not below a cachefs mount"),
         (["info", "/"], 1, "is not below a cachefs mount"),
