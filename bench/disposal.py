@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def measure(place: Path, gib: int, extents: int) -> dict[str, float]:
-    """Longest pauses, in seconds: while the file is unlinked, and while half of its blocks are punched out."""
+    """Longest pauses in seconds: while the file is unlinked, and while half of its blocks are punched out."""
     image, disk = place / "image", place / "disk"
     disk.mkdir()
     with image.open("wb") as file:
@@ -103,7 +103,7 @@ async def _pause(cache: Path, gib: int, extents: int, how: str) -> float:
 
 
 def _scatter(fd: int, size: int, extents: int) -> None:
-    """Pages far from each other, written backwards, so that no two of them are one extent."""
+    """Write pages far from each other, from the end on, so that no two of them are in one extent of ext4."""
     step = size // extents // PAGE * PAGE
     for number in reversed(range(extents)):
         os.pwrite(fd, b"x" * PAGE, number * step)
