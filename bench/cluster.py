@@ -47,7 +47,7 @@ EXTENTS = 64
 """Objects of 16 MiB, so that their first part, which is read before the cluster knows that they are read whole, is a
 sixteenth."""
 HOLDS_ALL = ("--ram", "2G", "--keep-free", "0")
-"""Bytes of the caches: twice the data."""
+"""Options of a cache with space for twice the data."""
 
 
 class Node(Cachefs):
@@ -375,7 +375,7 @@ def _warm(
 
 
 def _versions(cluster: Cluster, owner: Node, bucket: str, names: Sequence[str], size: int) -> list[ObjectId]:
-    """The names by which the owner has them."""
+    """The versions of these objects, as the owner names them."""
     source: str = owner.status()["sources"][0]["origin"]["source"]
     versions = []
     with cluster.hosts[0].inside():

@@ -95,8 +95,7 @@ async def _pause(cache: Path, gib: int, extents: int, how: str) -> float:
             if copy.extent % 2:
                 store.space.drop(obj, copy, copy.bitmap)
                 await trio.sleep(0.002)
-        disposal = getattr(tier, "disposal", None)  # to be run on older versions, too
-        while disposal is not None and disposal.going_bytes:  # noqa: ASYNC110 - it has no event
+        while tier.disposal.going_bytes:  # noqa: ASYNC110 - it has no event
             await trio.sleep(0.01)
         nursery.cancel_scope.cancel()
     return round(longest, 4)
