@@ -7,10 +7,11 @@ container.
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -40,22 +41,19 @@ def list_cached(path: Path, as_json: bool) -> None:
     """Show size, cached bytes and share of the file PATH, or of each file in the directory PATH."""
     _refuse_outside_mounts(path)
     try:
-        entries = sorted(os.scandir(path), key=lambda e: e.name) if path.is_dir() else [_PathEntry(path)]
-        rows = [(*_size_and_cached(entry), entry) for entry in entries]
+        known = _measure(path)
+        rows = [(str(path), path, known)]
+        if known is None:
+            rows = [
+                (entry.name, entry, _measure(entry, may_be_gone=True)) for entry in sorted(path.iterdir())
+            ]
     except OSError as exc:
         raise MountError(f"{exc.filename or path}: {exc.strerror}") from exc
     if as_json:
-        files = [
-            {"path": e.path, "size": size, "cached": cached} for size, cached, e in rows if not e.is_dir()
-        ]
-        show.data(files)
+        show.data([{"path": str(entry), **known._asdict()} for _, entry, known in rows if known])
         return
-    for size, cached, entry in rows:
-        say(
-            f"{'-':>10} {'-':>10} {'-':>7}  {entry.name}/"
-            if entry.is_dir()
-            else _row(size, cached, entry.name)
-        )
+    for name, _, known in rows:
+        say(_row(known, name) if known else f"{'-':>10} {'-':>10} {'-':>7}  {name}/")
 
 
 @click.command("du", short_help="Add up how much of a directory is cached.")
@@ -70,52 +68,47 @@ def add_up(path: Path, max_depth: int | None, summarize: bool, as_json: bool) ->
     found: list[dict[str, Any]] = []
     deepest = 0 if summarize else max_depth
 
-    def visit(directory: Any, depth: int) -> tuple[int, int, int]:
-        files = size = cached = 0
-        if not directory.is_dir():
-            files, (size, cached) = 1, _size_and_cached(directory)
-        else:
-            for entry in sorted(os.scandir(directory.path), key=lambda e: e.name):
-                more = visit(entry, depth + 1) if entry.is_dir() else (1, *_size_and_cached(entry))
-                files, size, cached = files + more[0], size + more[1], cached + more[2]
+    def visit(path: Path, depth: int) -> tuple[int, _Measured]:
+        """(files, their measures)."""
+        known, files = _measure(path, may_be_gone=depth > 0), 1
+        if known is None:
+            below = [visit(entry, depth + 1) for entry in sorted(path.iterdir())]
+            files = sum(count for count, _ in below)
+            known = _Measured(sum(each.size for _, each in below), sum(each.cached for _, each in below))
+        elif depth:
+            return files, known
         if deepest is None or depth <= deepest:
-            found.append({"path": directory.path, "files": files, "size": size, "cached": cached})
+            found.append({"path": str(path), "files": files, **known._asdict()})
             if not as_json:
-                say(_row(size, cached, directory.path))
-        return files, size, cached
+                say(_row(known, str(path)))
+        return files, known
 
     try:
-        visit(_PathEntry(path), 0)
+        visit(path, 0)
     except OSError as exc:
         raise MountError(f"{exc.filename or path}: {exc.strerror}") from exc
     if as_json:
         show.data(found)
 
 
-class _PathEntry:
-    """A path with the attributes of an `os.DirEntry`."""
+class _Measured(NamedTuple):
+    """Bytes of files, and those of them that are cached."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = self.name = str(path)
-        self._path = path
-
-    def is_dir(self) -> bool:
-        return self._path.is_dir()
-
-    def stat(self) -> os.stat_result:
-        return self._path.stat()
+    size: int
+    cached: int
 
 
-def _size_and_cached(entry: Any) -> tuple[int, int]:
-    """(size, cached bytes): zeros for a directory, and for a file that has just been removed."""
-    if entry.is_dir():
-        return 0, 0
+def _measure(path: Path, *, may_be_gone: bool = False) -> _Measured | None:
+    """None for a directory. Zeros for a missing file that `may_be_gone`."""
     try:
-        return entry.stat().st_size, int(os.getxattr(entry.path, CACHED))
+        stats = path.stat()
+        return (
+            None if stat.S_ISDIR(stats.st_mode) else _Measured(stats.st_size, int(os.getxattr(path, CACHED)))
+        )
     except FileNotFoundError:
-        if isinstance(entry, _PathEntry):
+        if not may_be_gone:
             raise
-        return 0, 0
+        return _Measured(0, 0)
 
 
 def _refuse_outside_mounts(path: Path) -> None:
@@ -125,8 +118,9 @@ def _refuse_outside_mounts(path: Path) -> None:
     asking.mount_of(path)
 
 
-def _row(size: int, cached: int, name: str) -> str:
-    return f"{about_bytes(cached):>10} {about_bytes(size):>10} {about_share(cached, size):>7}  {name}"
+def _row(known: _Measured, name: str) -> str:
+    share = about_share(known.cached, known.size)
+    return f"{about_bytes(known.cached):>10} {about_bytes(known.size):>10} {share:>7}  {name}"
 
 
 @click.command(short_help="Which nodes hold files.")

@@ -241,6 +241,39 @@ async def _no_status() -> dict[str, Any]:
     return {}
 
 
+def test_ls_and_du_add_up_sizes_and_cached_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from cachefs.daemon import asking
+
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a").write_bytes(b"x" * 40)
+    (tmp_path / "b/c").write_bytes(b"x" * 20)
+    (tmp_path / "gone").symlink_to("nowhere")  # as a file that is removed once its name was read
+    monkeypatch.setattr(asking, "mount_of", lambda path: (tmp_path, ""))
+    monkeypatch.setattr(os, "getxattr", lambda path, name: b"10")
+    assert [line.split() for line in run("ls", tmp_path).stdout.splitlines()] == [
+        ["10", "B", "40", "B", "25.0", "%", "a"],
+        ["-", "-", "-", "b/"],
+        ["0", "B", "0", "B", "100.0", "%", "gone"],
+    ]
+    files = [{"path": str(tmp_path / "a"), "size": 40, "cached": 10}]
+    gone = {"path": str(tmp_path / "gone"), "size": 0, "cached": 0}
+    assert json.loads(run("ls", "--json", tmp_path).stdout) == [*files, gone]
+    assert json.loads(run("ls", "--json", "--cached", tmp_path / "a").stdout) == files
+    assert run("ls", tmp_path / "a").stdout.split()[-1] == str(tmp_path / "a")
+    below = {"path": str(tmp_path / "b"), "files": 1, "size": 20, "cached": 10}
+    total = {"path": str(tmp_path), "files": 3, "size": 60, "cached": 20}
+    assert json.loads(run("du", "--json", tmp_path).stdout) == [below, total]
+    assert json.loads(run("du", "--json", "-s", tmp_path).stdout) == [total]
+    assert json.loads(run("du", "--json", "-d", "0", tmp_path / "a").stdout) == [{**files[0], "files": 1}]
+    assert [line.split()[-1] for line in run("du", tmp_path).stdout.splitlines()] == [
+        str(tmp_path / "b"),
+        str(tmp_path),
+    ]
+    for missing in (["ls", tmp_path / "gone"], ["du", tmp_path / "none"]):
+        done = run(*missing)
+        assert done.exit_code == 1 and done.stderr == f"cachefs: {missing[1]}: No such file or directory\n"
+
+
 def test_many_extents_are_cut() -> None:
     miss = {"at": 0.0, "reason": "changed", "asked": ["b:1: timeout", "origin"]}
     rows = [
