@@ -65,14 +65,12 @@ BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 
 """Upper bounds of the histograms."""
 
 
+@dataclass(slots=True)
 class Histogram:
     """Durations by bucket: `counts[i]` is of those up to `BUCKETS_S[i]`, the last one of longer ones."""
 
-    __slots__ = ("counts", "sum_s")
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(BUCKETS_S) + 1)
-        self.sum_s = 0.0
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
+    sum_s: float = 0.0
 
     def add(self, seconds: float) -> None:
         self.counts[bisect_left(BUCKETS_S, seconds)] += 1
@@ -86,32 +84,22 @@ Account = Counter[str]
 # -- waits -----------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class Process:
     """A process that waited. `waited` has the sum of its requests' waits in seconds, by what for. `blocked_s` are the
     seconds in which at least one request waited. `calls` counts its requests that were no reads. `account` has the requests
     to the origin that its reads waited for, and those that its other requests caused."""
 
-    __slots__ = (
-        "_blocked_since",
-        "account",
-        "blocked_s",
-        "bytes",
-        "calls",
-        "identity",
-        "reads",
-        "since",
-        "waited",
-        "waiting",
-    )
-
-    def __init__(self, identity: Identity, now: float) -> None:
-        self.identity = identity
-        self.since = now
-        self.account = Account()
-        self.reads = self.calls = self.bytes = self.waiting = 0
-        self.waited = dict.fromkeys(WAITED_FOR, 0.0)
-        self.blocked_s = 0.0
-        self._blocked_since = 0.0
+    identity: Identity
+    since: float
+    account: Account = field(default_factory=Account)
+    reads: int = 0
+    calls: int = 0
+    bytes: int = 0
+    waiting: int = 0
+    waited: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WAITED_FOR, 0.0))
+    blocked_s: float = 0.0
+    _blocked_since: float = 0.0
 
     def began(self, now: float) -> None:
         if not self.waiting:

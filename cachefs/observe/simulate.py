@@ -13,7 +13,7 @@ import random
 import zlib
 from array import array
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,8 +68,8 @@ class Result:
 
     policy: str
     cache_bytes: int
-    asked: dict[int, int] = field(default_factory=dict)
-    hit: dict[int, int] = field(default_factory=dict)
+    asked: Counter[int] = field(default_factory=Counter)
+    hit: Counter[int] = field(default_factory=Counter)
     store_bytes: int = 0
 
     def ratio(self, epoch: int) -> float:
@@ -99,9 +99,8 @@ def simulate(trace: Trace, cache_bytes: int, policy: Policy, block_size: int = 1
             use.file, use.extent, trace.datasets[use.file], wanted, use.fetched, length, block_size
         )
         epoch = label(number, use)
-        result.asked[epoch] = result.asked.get(epoch, 0) + use.asked
-        hit = use.asked * (wanted & ~missing).bit_count() // wanted.bit_count()
-        result.hit[epoch] = result.hit.get(epoch, 0) + hit
+        result.asked[epoch] += use.asked
+        result.hit[epoch] += use.asked * (wanted & ~missing).bit_count() // wanted.bit_count()
         result.store_bytes += _bytes(missing, length, block_size)
     return result
 
@@ -169,21 +168,21 @@ def unit_of(file: int, extent: int) -> int:
     return mixed ^ mixed >> 31
 
 
+@dataclass(slots=True)
 class _Cached:
     """A cached extent: when it was used last, its blocks (bits) and their bytes."""
 
-    __slots__ = ("blocks", "bytes", "clock")
+    clock: int = 0
+    blocks: int = 0
+    bytes: int = 0
 
-    def __init__(self) -> None:
-        self.blocks = self.bytes = self.clock = 0
 
-
+@dataclass(slots=True)
 class _Resident:
     """A dataset's extents, least recently used first. `young` ones were used in its present epoch, `old` ones before."""
 
-    def __init__(self) -> None:
-        self.young: OrderedDict[tuple[int, int], _Cached] = OrderedDict()
-        self.old: OrderedDict[tuple[int, int], _Cached] = OrderedDict()
+    young: OrderedDict[tuple[int, int], _Cached] = field(default_factory=OrderedDict)
+    old: OrderedDict[tuple[int, int], _Cached] = field(default_factory=OrderedDict)
 
     def begin_epoch(self, start: int) -> None:
         """Move the extents that were not used since `start` to `old`."""
@@ -201,7 +200,7 @@ class Model:
         self.epochs = Epochs(policy)
         self.used_bytes = 0
         self._limit = limit_bytes
-        self._datasets: dict[int, _Resident] = {}
+        self._datasets: defaultdict[int, _Resident] = defaultdict(_Resident)
         self._clock = 0
 
     def use(
@@ -210,9 +209,7 @@ class Model:
         """Read blocks of an extent. Returns the blocks that had to be fetched, as bits."""
         self._clock += 1
         key = (file, extent)
-        resident = self._datasets.get(dataset)
-        if resident is None:
-            resident = self._datasets[dataset] = _Resident()
+        resident = self._datasets[dataset]
         cached = resident.young.pop(key, None) or resident.old.pop(key, None) or _Cached()
         missing = fetched & ~cached.blocks if wanted & ~cached.blocks else 0
         if self.epochs.used(dataset, unit_of(file, extent), self._clock, length, hit=not missing):
