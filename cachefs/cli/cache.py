@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import click
 
+from cachefs import hints
 from cachefs.base.errors import ConfigError, MountError, NotFound
 from cachefs.base.units import about_bytes, about_share, format_bytes, parse_capacity
 from cachefs.cli import show
@@ -32,6 +33,7 @@ from cachefs.cli.places import (
 )
 from cachefs.cli.show import as_json, note, say
 from cachefs.config.config import Eviction
+from cachefs.daemon import asking
 
 FAILURES_NAMED = 3
 """Most failures in an error message."""
@@ -78,8 +80,6 @@ def warm(
     Is it all there:         cachefs warm --check /mnt/data/train
     As the last run read:    cachefs warm --profile run.jsonl /mnt/data
     """
-    from cachefs.daemon import asking
-
     if stop:
         count = sum(asking.stop_jobs(mountpoint) for mountpoint in mounts_of(paths))
         note(f"{count} jobs ended")
@@ -189,8 +189,6 @@ def _jobs(
     as_json: bool = False,
 ) -> dict[str, Any]:
     """Run a job on each mount, one after the other. Returns the sums of their results. Raises if a job or a file failed."""
-    from cachefs.daemon import asking
-
     ended: list[dict[str, Any]] = []
     for mountpoint, items in wanted.items():
         job = asking.job(mountpoint, action, items, at_once=at_once or 0, vanish=vanish, cluster=cluster)
@@ -232,9 +230,6 @@ def hint(mountpoint: Path, list_file: str | None, plan: str, epoch: int, drop: b
     The daemon prefetches them, some files before the readers' position. The list of the next --epoch may be given while the
     present one is read. In Python, cachefs.hints does this for a DataLoader.
     """
-    from cachefs import hints
-    from cachefs.daemon import asking
-
     mount, _ = asking.mount_of(mountpoint)
     if drop:
         if not hints.drop(mount, plan):
@@ -266,8 +261,6 @@ def record(mountpoint: Path, output: str, how_long: str | None) -> None:
     for the reads of it follow. cachefs warm --profile fetches what was read, cachefs simulate computes
     what cache it needs. Reads that the kernel answers from its page cache are not recorded.
     """
-    from cachefs.daemon import asking
-
     mount, _ = asking.mount_of(mountpoint)
     until = float("inf") if how_long is None else time.monotonic() + parse_seconds(how_long, "--for")
     enough = threading.Event()
@@ -295,8 +288,6 @@ def _record(
     mount: Path, recording: int, file: IO[str], until: float, enough: threading.Event
 ) -> tuple[int, int]:
     """Write lines until the time `until` or until `enough` is set. Returns (lines written, lines lost)."""
-    from cachefs.daemon import asking
-
     count = lost = 0
 
     def drain() -> None:

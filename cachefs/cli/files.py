@@ -22,6 +22,7 @@ from cachefs.base.units import about_bytes, about_share
 from cachefs.cli import show
 from cachefs.cli.places import Place
 from cachefs.cli.show import as_json, say
+from cachefs.daemon import asking
 
 EXTENTS_LISTED = 64
 """Most rows of `why`; --json has all."""
@@ -113,8 +114,6 @@ def _measure(path: Path, *, may_be_gone: bool = False) -> _Measured | None:
 
 def _refuse_outside_mounts(path: Path) -> None:
     """Raise `MountError` for a path outside of a mount: reading the attribute would raise an unspecific errno."""
-    from cachefs.daemon import asking
-
     asking.mount_of(path)
 
 
@@ -128,8 +127,6 @@ def _row(known: _Measured, name: str) -> str:
 @as_json("A list of objects: path, files, bytes, nodes, unreachable.")
 def locate(paths: tuple[Path, ...], as_json: bool) -> None:
     """Show how many bytes of the files at and below each PATH which node holds."""
-    from cachefs.daemon import asking
-
     answers = []
     for path in paths:
         mountpoint, relative = asking.mount_of(path)
@@ -161,8 +158,6 @@ def locate(paths: tuple[Path, ...], as_json: bool) -> None:
 
 def _explanation(path: Path) -> dict[str, Any] | None:
     """The daemon's answer to `explain`; None for a directory."""
-    from cachefs.daemon import asking
-
     mountpoint, relative = asking.mount_of(path)
     try:
         known: dict[str, Any] = asking.ask(mountpoint, "explain", 60.0, path=relative)
@@ -178,8 +173,6 @@ def _explanation(path: Path) -> dict[str, Any] | None:
 @as_json()
 def info(path: Path, as_json: bool) -> None:
     """Show which object the file PATH is, and how much of it is cached; of a directory, the sums of all files below."""
-    from cachefs.daemon import asking
-
     known = _explanation(path)
     if known is None:
         mountpoint, relative = asking.mount_of(path)

@@ -24,6 +24,7 @@ from cachefs.base.units import about_bytes
 from cachefs.cli import show
 from cachefs.cli.places import mountpoint, parse_seconds, resolve_mount
 from cachefs.cli.show import as_json, rate, say, share
+from cachefs.daemon import asking
 
 HEADS_EVERY = 20
 
@@ -39,8 +40,6 @@ Answer = Mapping[str, Any]
 
 def _samples(mountpoint: Path, interval: str, count: int | None) -> Iterator[tuple[Answer, Answer, float]]:
     """(before, after, seconds between them), until Ctrl-C. Raises `ControlError` or `MountError` when the daemon ends."""
-    from cachefs.daemon import asking
-
     interval_s = parse_seconds(interval, "--interval")
     if not 0.05 <= interval_s <= 86400:
         raise ConfigError(f"--interval: {interval!r} is not between 50ms and 1d")
@@ -162,8 +161,6 @@ def top(
     \b
     cachefs top --json -i 60s -n 1 --pid $TRAINER /mnt/data | jq .processes[].blocked_share
     """
-    from cachefs.daemon import asking
-
     if total and not as_json:
         raise ConfigError("--total needs --json")
     mount, pids = resolve_mount(mountpoint), None if pid is None else descendants(pid)
@@ -298,8 +295,6 @@ def ledger(mountpoint: Path | None, prices: Path | None, as_json: bool) -> None:
     [bytes]               # for 10^9 of them: "in" is from the origin
     in = 0.09
     """
-    from cachefs.daemon import asking
-
     known = asking.ask(resolve_mount(mountpoint), "watch")
     price = Prices.read(prices) if prices is not None else None
     datasets = [_entry(name or "/", account, price) for name, account in known["datasets"].items()]

@@ -27,6 +27,7 @@ from cachefs.cli.places import Place
 from cachefs.cli.show import as_json, note, say
 from cachefs.config.config import GROUPS, ROWS, Config
 from cachefs.config.options import Row, base_directory
+from cachefs.daemon import mounting
 
 log = logging.getLogger(__name__)
 
@@ -242,7 +243,6 @@ def _mount_config(
     places: Sequence[str], o: Sequence[str], options: dict[str, Any], in_background: bool, cwd: str
 ) -> Config:
     from cachefs.config import layers
-    from cachefs.daemon import mounting
 
     given = dict(options)
     if len(places) > 2:
@@ -261,7 +261,7 @@ def _mount_config(
 
 
 def _mount_in_background(arguments: list[str], config: Config) -> None:
-    from cachefs.daemon import background, mounting
+    from cachefs.daemon import background
 
     if config.descriptor is not None:
         raise MountError(
@@ -279,7 +279,6 @@ def _mount_in_background(arguments: list[str], config: Config) -> None:
 def _serve(config: Config, ready: Any, reread: Callable[[], Config], held: Any) -> int:
     """Run the daemon in this process. Returns its exit code."""
     from cachefs.base import logs
-    from cachefs.daemon import mounting
 
     try:
         logs.setup(config.log_level, config.log_format, config.log_file)

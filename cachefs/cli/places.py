@@ -13,7 +13,10 @@ from typing import Any
 import click
 
 from cachefs.base.errors import ConfigError, MountError
+from cachefs.base.linux import Finder
 from cachefs.base.units import parse_duration
+from cachefs.daemon import asking
+from cachefs.daemon.mounting import canonical
 
 MOUNTS_NAMED = 8
 """Most mounts in an error message."""
@@ -35,9 +38,6 @@ mountpoint = click.argument("mountpoint", required=False, type=Place())
 
 def resolve_mount(mountpoint: Path | None) -> Path:
     """The given mount, or the only one of this user. Raises `MountError` if there are several."""
-    from cachefs.daemon import asking
-    from cachefs.daemon.mounting import canonical
-
     if mountpoint is not None:
         return canonical(mountpoint)
     found = asking.all_statuses()
@@ -57,8 +57,6 @@ def parse_seconds(text: str, option: str) -> float:
 
 def paths_by_mount(paths: Sequence[Path], list_file: str | None) -> dict[Path, list[str]]:
     """Mount → paths relative to it. With a list, `paths` has at most one path, to which relative lines refer."""
-    from cachefs.daemon import asking
-
     if list_file is None:
         if not paths:
             raise ConfigError("no PATH: give files or directories below a mount, or a list of them with -T")
@@ -81,9 +79,6 @@ def single_path(paths: Sequence[Path], option: str) -> Path:
 
 def paths_in_list(list_file: str, base: Path | None) -> dict[Path, list[str]]:
     """Mount → paths relative to it, of the lines of a list. Relative lines are relative to `base`. Raises `ConfigError`."""
-    from cachefs.base.linux import Finder
-    from cachefs.daemon import asking
-
     start = None if base is None else asking.mount_of(base)
     finder = Finder()
     wanted: dict[Path, list[str]] = {}
@@ -108,7 +103,6 @@ def paths_in_list(list_file: str, base: Path | None) -> dict[Path, list[str]]:
 
 def parts_in_recording(file: str, base: Path) -> dict[Path, list[Any]]:
     """{mount: parts that a recording has read, in its order, each once}: a path, or [path, offset, length]."""
-    from cachefs.daemon import asking
     from cachefs.daemon.recording import parsed
 
     mountpoint, above = asking.mount_of(base)
@@ -143,8 +137,6 @@ def _join(above: str, relative: str) -> str:
 
 def mounts_of(paths: Sequence[Path]) -> list[Path]:
     """The mounts of the paths, each once. Raises `ConfigError` if there are no paths."""
-    from cachefs.daemon import asking
-
     if not paths:
         raise ConfigError("no PATH: give the mount")
     return list(dict.fromkeys(asking.mount_of(path)[0] for path in paths))

@@ -19,6 +19,7 @@ from cachefs.cli import show
 from cachefs.cli.places import Place, mountpoint, resolve_mount
 from cachefs.cli.show import as_json, note, say
 from cachefs.config.config import LOG_NAME
+from cachefs.daemon import asking
 from cachefs.daemon.mounting import canonical
 
 FAILURES_NAMED = 2
@@ -38,8 +39,6 @@ MARKS = {"ok": ("ok     ", "green"), "note": ("note   ", "yellow"), "problem": (
 @as_json("Everything the daemon counts; a list without MOUNTPOINT.")
 def status(mountpoint: Path | None, as_json: bool) -> None:
     """Show the state, the cache and the requests of the mount at MOUNTPOINT, or of all mounts of this user."""
-    from cachefs.daemon import asking
-
     found = asking.all_statuses() if mountpoint is None else [asking.status_of(mountpoint)]
     if as_json:
         show.data(found if mountpoint is None else found[0])
@@ -64,8 +63,6 @@ def refresh(path: Path) -> None:
 
     Cached blocks of versions that have not changed stay cached.
     """
-    from cachefs.daemon import asking
-
     mountpoint, relative = asking.mount_of(path)
     asking.ask(mountpoint, "refresh", 60.0, path=relative)
     note(f"{canonical(path)}: looking again")
@@ -80,8 +77,6 @@ def upgrade(mountpoint: Path, as_json: bool) -> None:
     Files that programs have open stay open: the programs wait for a moment and get no error. If the installed version does
     not start, or cannot take over the open files, the command says so, and nothing changes.
     """
-    from cachefs.daemon import asking
-
     before, after = asking.upgrade(canonical(mountpoint))
     if as_json:
         show.data({"from": before["version"], "to": after["version"], "pause_s": after["holder"]["pause_s"]})
@@ -386,8 +381,6 @@ def peers(mountpoint: Path | None, as_json: bool) -> None:
 
 
 def _status(mountpoint: Path | None) -> Mapping[str, Any]:
-    from cachefs.daemon import asking
-
     if mountpoint is not None:
         return asking.status_of(mountpoint)
     sharing = [status for status in asking.all_statuses() if status.get("peers")]
@@ -426,8 +419,6 @@ def doctor(mountpoint: Path | None, cache_dir: Path | None, no_speed: bool, as_j
 @mountpoint
 def log_level(level: str, mountpoint: Path | None) -> None:
     """Set the level of MOUNTPOINT's log to LEVEL, until the mount ends or the level is set again."""
-    from cachefs.daemon import asking
-
     mount = resolve_mount(mountpoint)
     asking.ask(mount, "log_level", level=level)
     note(f"{mount}: logs at {level}")
@@ -456,8 +447,6 @@ def logs(place: Path | None, follow: bool, last: int | None) -> None:
 
 
 def _log_of(place: Path | None) -> Path:
-    from cachefs.daemon import asking
-
     if place is not None and mount_at(canonical(place)) is None and (place / LOG_NAME).is_file():
         return place / LOG_NAME
     mount = resolve_mount(place)

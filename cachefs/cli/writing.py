@@ -15,6 +15,7 @@ from cachefs.base.units import FOREVER, about_bytes, about_files, printable
 from cachefs.cli import show
 from cachefs.cli.places import Place, parse_seconds
 from cachefs.cli.show import as_json, note, say
+from cachefs.daemon import asking
 
 if TYPE_CHECKING:
     from cachefs.upload.orphans import Orphan
@@ -29,8 +30,6 @@ def flush(path: Path | None, timeout: str | None, as_json: bool) -> None:
 
     Exits with 1 and says why when a file could not be uploaded; the daemon goes on trying.
     """
-    from cachefs.daemon import asking
-
     deadline_s = FOREVER if timeout is None else parse_seconds(timeout, "--timeout")
     if path is not None:
         wanted = [asking.mount_of(path)]
