@@ -99,18 +99,12 @@ def open_file(path: Path, *, ours: bool) -> int:
 
 
 class Repeats:
-    """Admits the first of equal log lines, and then one in `every_s`, with the number of those left out.
+    """Admits the first of equal log lines, and then one in `REPEATED_EVERY_S`, with the number of those left out.
 
     Without this, a user of a mount could fill the log by making one operation fail."""
 
-    def __init__(
-        self,
-        every_s: float = REPEATED_EVERY_S,
-        *,
-        most: int = REPEATS_REMEMBERED,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._every_s, self._most, self._clock = every_s, most, clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         # line → [when it was logged last, how many were left out since]
         self._seen: dict[Hashable, list[float]] = {}
 
@@ -119,11 +113,11 @@ class Repeats:
         now = self._clock()
         seen = self._seen.get(what)
         if seen is None:
-            if len(self._seen) >= self._most:
+            if len(self._seen) >= REPEATS_REMEMBERED:
                 del self._seen[next(iter(self._seen))]
             self._seen[what] = [now, 0]
             return 0
-        if now - seen[0] < self._every_s:
+        if now - seen[0] < REPEATED_EVERY_S:
             seen[1] += 1
             return None
         left_out = int(seen[1])
