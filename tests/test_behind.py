@@ -105,7 +105,7 @@ def test_rows_that_replace_each_other_cost_one_commit(disk: Disk) -> None:
     rows = WriteBehind(disk.database)
     for number in range(100):
         rows.write([("a", b"k", b"%d" % number)])
-    rows.sync()
+    rows.flush()
     assert disk.commits <= 2 and disk.database.get("a", b"k") == b"99"
     rows.close()
 
@@ -123,13 +123,13 @@ def test_rows_are_gathered_until_a_caller_waits(disk: Disk, monkeypatch: pytest.
 
     monkeypatch.setattr(rows._changed, "wait_for", watched)
     rows.write([("a", b"k", b"first")])
-    rows.sync()  # the thread waits by `watched` from now on
+    rows.flush()  # the thread waits by `watched` from now on
     rows.write([("a", b"k", b"second")])
     assert gathering.wait(30), "the thread does not gather"
     gathering.clear()
     for number in range(100):
         rows.write([("a", b"k", b"%d" % number)])
-    rows.sync()
+    rows.flush()
     assert disk.commits == 2 and disk.database.get("a", b"k") == b"99"
     rows.close()
 
@@ -137,7 +137,7 @@ def test_rows_are_gathered_until_a_caller_waits(disk: Disk, monkeypatch: pytest.
 def test_as_many_rows_as_are_wanted_or_one_less_wait(disk: Disk) -> None:
     rows = WriteBehind(disk.database)
     rows.write([("a", b"b1", b""), ("a", b"b3", b"")])
-    rows.sync()
+    rows.flush()
     disk.answers.clear()
     rows.write([("a", b"b0", b""), ("a", b"b2", b""), ("a", b"b4", b"")])
     words = [b"b0", b"b1", b"b2", b"b3", b"b4"]
@@ -155,7 +155,7 @@ def test_after_a_caller_that_hurried_rows_are_gathered_again(
     rows = WriteBehind(disk.database)
     for number in range(3):
         rows.write([("a", b"k", b"%d" % number)])
-        rows.sync()
+        rows.flush()
         assert disk.commits == number + 1 and not rows._hurry and not rows._callers and not rows.waiting_rows
     rows.close()
 
@@ -266,7 +266,7 @@ def test_a_commit_that_fails_is_said_and_tried_again(
 def test_a_database_that_lacks_rows_is_not_closed_as_clean(disk: Disk) -> None:
     rows = WriteBehind(disk.database)
     rows.write([("a", b"k", b"v")])
-    rows.sync()
+    rows.flush()
     disk.failures = [NoRoom("full")]
     rows.write([("a", b"k", b"newer")])
     rows.close()

@@ -259,11 +259,6 @@ class WriteBehind:
             while self._running and self.waiting_rows and self._error is None:
                 self._changed.wait()
 
-    def sync(self) -> None:
-        """Commit the rows in memory, and sync the file to the disk. Blocking."""
-        self.flush()
-        self._database.sync()
-
     def close(self) -> None:
         """Commit the rows in memory, and close. Blocking, for as long as the disk does not answer. Idempotent."""
         self._closing = True

@@ -485,7 +485,7 @@ async def test_what_was_being_written_at_a_death_is_looked_up_anew(tmp_path: Pat
         async with mounted(bucket, path=tmp_path, writer=writer, immutable=True, **RW) as mount:
             await mount.fs.recover()
             assert await mount.walk() == {b"d": None, b"d/f": 10, b"d/g": 10}
-            mount.database.sync()
+            mount.database.flush()
             assert mount.database.count("local") == 0
 
 
