@@ -85,7 +85,7 @@ ORDER = (
     "outage",
     "soak",
 )
-"""As the table has them."""
+"""In the order of the table."""
 
 MODULES = (
     beside,
@@ -106,11 +106,11 @@ MODULES = (
     restarting,
     soak,
 )
-"""Importing them is what registers the scenarios."""
+"""Modules that register their scenarios when they are imported."""
 
 
 def measure(names: Sequence[str], rounds: int | None, as_json: bool, profiled: bool) -> int:
-    """0 when every figure is met."""
+    """Measure scenarios. Returns 0 if all figures are met."""
     records = []
     with Workspace() as work:
         for name in names:

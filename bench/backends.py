@@ -1,4 +1,4 @@
-"""Requests that only a daemon can answer: how many of them each backend manages."""
+"""Requests that the daemon must answer itself: their rate with each backend."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from bench.workspace import Workspace
 REQUESTS = 10_000
 READERS = 4
 HOLE = 1 << 30
-"""Bytes of the file of `backend-requests` beyond all that is read, readahead included: it is never in passthrough."""
+"""Bytes of the file of `backend-requests` that are never read, even by readahead, so that it is never in passthrough."""
 
 
 @scenario("backend-requests", rounds=5)
 def backend_requests(work: Workspace, rounds: int) -> Result:
-    """Requests that a daemon must answer itself: 4 KiB READs of a file that is not complete, and GETATTRs."""
+    """Requests that the daemon must answer itself: 4 KiB READs of a file that is not complete, and GETATTRs."""
     result = Result()
     size = work.scale.warm
     tree = work.big("requests", size)
@@ -48,7 +48,8 @@ def backend_requests(work: Workspace, rounds: int) -> Result:
         cost = Series("daemon-served READs: daemon CPU", "µs each", {name: [] for name in mounts})
 
         def served(name: str, counter: str, sent: int, measure: Callable[[], float]) -> tuple[float, float]:
-            """(requests a second, CPU seconds a request) as the daemon counts them: the null filesystem does not."""
+            """(requests a second, CPU seconds a request). The daemon counts the requests; the null filesystem counts
+            none."""
             mount = mounts[name]
             if not isinstance(mount, Cachefs):
                 before = mount.cpu_s()
@@ -112,14 +113,14 @@ def _read_part(path: Path, size: int) -> None:
 
 
 def _forget(path: Path) -> None:
-    """Make the kernel forget what it keeps of this file."""
+    """Make the kernel drop its pages and attributes of this file."""
     fd = os.open(path, os.O_RDONLY)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
 
 
 def _scattered(path: Path, offsets: list[int]) -> None:
-    """Each page is asked for by itself."""
+    """A process that reads pages one by one."""
     fd = os.open(path, os.O_RDONLY)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
     readers.scattered(fd, offsets)

@@ -55,7 +55,7 @@ class Row:
 
 
 def read(work: Workspace, paths: Sequence[Path], threads: int = 1, most: int = 0) -> readers.Reading:
-    """All of these files, `most` bytes of each (0: all)."""
+    """Read the first `most` bytes of each file (0: all)."""
     command = [str(work.reader()), str(threads), str(most)]
     names = "".join(f"{path}\n" for path in paths)
     said = subprocess.run(command, input=names, capture_output=True, text=True, timeout=120)
@@ -66,7 +66,7 @@ def read(work: Workspace, paths: Sequence[Path], threads: int = 1, most: int = 0
 
 
 class Beside:
-    """The rows, as they are measured."""
+    """The rows, in the order of the measurements."""
 
     def __init__(self, work: Workspace, rounds: int) -> None:
         self.work = work
@@ -111,8 +111,8 @@ class Beside:
         *,
         each: int = 1,
     ) -> Row:
-        """`measure` is given a fresh mount; its processor time is divided by `each`, in ms if there are several. Each finds
-        the same memory at hand: a machine whose host gives it only when it is touched takes 2 s a GiB for that."""
+        """Measure each contender with a fresh mount. Its processor time is divided by `each`, in ms if there are several.
+        Memory is prepared before each: on a machine whose host provides it at the first access, that costs 2 s a GiB."""
         named = f"{what}, {'20 ms and 200 MB/s' if shaped else 'store unshaped'}"
         row = Row(Series(named, unit, {}))
 
@@ -140,7 +140,7 @@ class Beside:
 
 @scenario("side-by-side", rounds=1)
 def side_by_side(work: Workspace, rounds: int) -> Result:
-    """What is not cached yet and what is being written, beside every mount of its kind that is installed here."""
+    """Reads of files that are not cached, and writes, beside every mount of its kind that is installed here."""
     beside = Beside(work, rounds)
     with beside.memory:
         for shaped in (False, True):
@@ -202,7 +202,7 @@ def _large(beside: Beside, shaped: bool) -> None:
 
 
 def _first(beside: Beside, shaped: bool) -> None:
-    """The first 4 KiB of a file in a directory, on a mount that no program has used."""
+    """The first 4 KiB of a file in a directory, on a fresh mount."""
     work, result = beside.work, beside.result
     keys = work.files("beside-first", ["large"], 1, 64 << 20)
     raw = RawClient(work.lab, "beside-first")
@@ -227,7 +227,7 @@ def _first(beside: Beside, shaped: bool) -> None:
 
 
 def _saved(beside: Beside, shaped: bool) -> None:
-    """A large file, in the store when close returns."""
+    """A large file that is in the store when close returns."""
     work, result = beside.work, beside.result
     size = work.scale.beside_saved
     writers = beside.writers()
@@ -250,7 +250,7 @@ def _saved(beside: Beside, shaped: bool) -> None:
 
 
 def _made(beside: Beside) -> None:
-    """Small files made one after another, each in the store when its close returns."""
+    """Small files created one after another, each in the store when its close returns."""
     work, result = beside.work, beside.result
     count = work.scale.beside_made
     data = os.urandom(SMALL_SAVED)

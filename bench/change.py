@@ -1,4 +1,4 @@
-"""What happens to what is cached when objects change, and when the daemon ends and comes back."""
+"""Changed objects, and daemons that end and start again: what is still cached."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _content(path: str) -> bytes:
 
 @scenario("restart")
 def restart(work: Workspace, rounds: int) -> Result:
-    """The daemon is stopped (or killed) and started again over what it had cached."""
+    """The daemon is stopped (or killed) and started again with its cache."""
     result = Result()
     _, keys = work.small("restart")
     work.big("restart-big", work.scale.shared)
@@ -78,7 +78,7 @@ def restart(work: Workspace, rounds: int) -> Result:
 
 @scenario("restart-million", rounds=3)
 def restart_million(work: Workspace, rounds: int) -> Result:
-    """A start over an index of a million blocks: from the command to the first byte."""
+    """A start with an index of a million blocks: from the command to the first byte."""
     result = Result()
     _, keys = work.small("restart-million")
     mounting: list[float] = []
@@ -122,7 +122,8 @@ def restart_million(work: Workspace, rounds: int) -> Result:
 
 
 def crowd(mount: Cachefs, count: int) -> None:
-    """Put rows of that many one-block versions into the index of a stopped daemon: the most rows that blocks can have."""
+    """Put rows of so many one-block versions into the index of a stopped daemon: the largest number of rows for that many
+    blocks."""
     from cachefs.store.catalog import Copy, Index, Saved, pack_copy
     from cachefs.store.tier import SSD, allocated
 

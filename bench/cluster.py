@@ -44,13 +44,14 @@ WIRE, MOUNT = "daemon to client", "through the mount"
 KEPT = "kept and read by the plain client"
 ROOMY = ("--ram", "512M", "--keep-free", "0")
 EXTENTS = 64
-"""Of 16 MiB each: so that the beginning, while nobody knows yet that they are read whole, is a sixteenth of it."""
+"""Objects of 16 MiB, so that their first part, which is read before the cluster knows that they are read whole, is a
+sixteenth."""
 HOLDS_ALL = ("--ram", "2G", "--keep-free", "0")
-"""Room for twice as much as is read."""
+"""Options of a cache with space for twice the data."""
 
 
 class Node(Cachefs):
-    """A mount whose daemon lives on a host."""
+    """A mount whose daemon runs on a host."""
 
     def __init__(self, host: Host, scratch: Path, lab: StoreOn, bucket: str, *options: str) -> None:
         super().__init__(scratch, lab, bucket, *options, name=host.name)
@@ -62,7 +63,7 @@ class Node(Cachefs):
 
 
 class Cluster:
-    """The hosts, and the store on one more of them. The store shows what the workspace made, shaped or not."""
+    """The hosts, and the store on a further one. It has the workspace's data, with a shape or without."""
 
     def __init__(self, work: Workspace, nodes: int = NODES) -> None:
         self._work = work
@@ -86,7 +87,7 @@ class Cluster:
         self._stack.close()
 
     def show(self, bucket: str) -> None:
-        """Let the store have a bucket that the workspace made."""
+        """Give the store a bucket of the workspace."""
         self.store.serve(bucket, self._work.tree(bucket))
 
     @contextmanager
@@ -99,7 +100,7 @@ class Cluster:
 
     @contextmanager
     def nodes(self, bucket: str, *options: str, peers: bool = True) -> Iterator[list[Node]]:
-        """A daemon on each host, all at once."""
+        """A daemon on each host, started at the same time."""
         made = [self.node(host, bucket, *options, peers=self.hosts if peers else ()) for host in self.hosts]
         try:
             with ThreadPoolExecutor(len(made)) as pool:
@@ -117,7 +118,7 @@ class Cluster:
         peers: Sequence[Host],
         listens: bool = True,
     ) -> Node:
-        """One daemon that knows these; not started yet."""
+        """A daemon that knows these members, not started yet."""
         words = list(options)
         if peers:
             words += ["--peers", static_peers(peers, PORT), "--peer-key-file", str(self.key)]
@@ -125,7 +126,7 @@ class Cluster:
         return Node(host, self.place, self.store, bucket, *words)
 
     def sent(self) -> int:
-        """Bytes of objects that the store has sent since the last reset, when it has come to rest."""
+        """Bytes of objects that the store has sent since the last reset, once it is idle."""
         before = -1
         until = time.monotonic() + 30
         while time.monotonic() < until:
@@ -144,7 +145,7 @@ def _read_all(paths: Sequence[str]) -> None:
 
 
 def _epoch(nodes: Sequence[Node], keys: Sequence[str], seed: int) -> float:
-    """Seconds that it takes until each node has read everything, in an order of its own."""
+    """Seconds until each node has read all files, each in its own order."""
     orders = [
         random.Random(f"{seed} {number}").sample(below(node.path, keys), len(keys))
         for number, node in enumerate(nodes)
@@ -165,7 +166,7 @@ def _counters(nodes: Sequence[Node], result: Result) -> None:
 
 @scenario("peers-epoch")
 def peers_epoch(work: Workspace, rounds: int) -> Result:
-    """Four nodes read a data set, each with a quarter of it as its cache: what the store sends."""
+    """Four nodes read a data set, each with a quarter of it as its cache: the bytes from the store."""
     result = Result()
     scale = work.scale
     # Small files, and many: what hashing gives one node beyond its quarter shrinks with the root of their number, and
@@ -181,7 +182,7 @@ def peers_epoch(work: Workspace, rounds: int) -> Result:
         cluster.show("peers-epoch")
 
         def epochs(number: int, *options: str) -> list[float]:
-            """Bytes from the store / D, of each."""
+            """Bytes from the store divided by the data's, of each epoch."""
             shares = []
             with cluster.nodes("peers-epoch", *options) as nodes:
                 for epoch in range(number):
@@ -248,7 +249,7 @@ def _streamed(path: str, size: int) -> None:
 
 @scenario("peers-killed")
 def peers_killed(work: Workspace, rounds: int) -> Result:
-    """One of four nodes is killed while the three others read: what that costs."""
+    """One of four nodes is killed while the three others read: the time and the bytes that it costs."""
     result = Result()
     scale = work.scale
     count, size = scale.epoch_files // 2, scale.epoch_size
@@ -258,7 +259,7 @@ def peers_killed(work: Workspace, rounds: int) -> Result:
         cluster.show("peers-killed")
 
         def epoch(kill: bool) -> tuple[float, int, int]:
-            """(seconds, bytes from the store, what the victim fetched)."""
+            """(seconds, bytes from the store, bytes that the victim fetched)."""
             with cluster.nodes("peers-killed", *ROOMY) as nodes:
                 cluster.store.reset()
                 *others, victim = nodes
@@ -284,7 +285,7 @@ def peers_killed(work: Workspace, rounds: int) -> Result:
 
 
 def _kill_at(victim: Node, cluster: Cluster, sent: int) -> None:
-    """End it when the store has sent that much."""
+    """Kill the node once the store has sent so many bytes."""
     while cluster.store.counters()["bytes_sent"].get("get", 0) < sent:
         time.sleep(0.02)
     victim.crash()
@@ -318,9 +319,9 @@ def peers_read(work: Workspace, rounds: int) -> Result:
 def _warm(
     cluster: Cluster, bucket: str, keys: Sequence[str], size: int, rounds: int, result: Result
 ) -> tuple[float, float, Series]:
-    """(wire / plain, mount / plain, objects a second) for objects that one node has and another one asks for, `AT_ONCE` at a
-    time. The node that asks has nothing of it, each time. Extents are also received, kept in a RAM tier's kind of memory and
-    read by the plain client: what keeping them costs at least."""
+    """(wire / plain, mount / plain, objects a second) for objects that one node has and another one requests, `AT_ONCE` at
+    a time. The second node has none of them before each measurement. The plain client also receives extents into files in
+    memory and reads them: the least that a cache costs."""
     asking, owning = cluster.hosts
     peer = Address(owning.address, PORT)
     base = PLAIN if size > MIB else HTTP
@@ -374,7 +375,7 @@ def _warm(
 
 
 def _versions(cluster: Cluster, owner: Node, bucket: str, names: Sequence[str], size: int) -> list[ObjectId]:
-    """How the owner calls them."""
+    """The versions of these objects, as the owner names them."""
     source: str = owner.status()["sources"][0]["origin"]["source"]
     versions = []
     with cluster.hosts[0].inside():
@@ -394,7 +395,7 @@ class _Dropped:
 
 
 def _asked(address: Address, versions: Sequence[ObjectId], size: int, key: Path) -> float:
-    """Objects a second that a client gets, `AT_ONCE` at a time; what comes is checked and dropped."""
+    """Objects a second of a client that checks and drops them, `AT_ONCE` at a time."""
 
     async def main() -> float:
         client = Client(signer=Signer(read_key(key)))
@@ -421,13 +422,13 @@ def _asked(address: Address, versions: Sequence[ObjectId], size: int, key: Path)
 
 TRAINED = 3
 SCALED = 5
-"""Samples this much larger than resnet50's, and as many fewer: so that the store is what a loop waits for, and not the two
-or four processors that four nodes, their loaders and the store have between them."""
+"""By how much the samples are larger than resnet50's, and fewer: so that a loop waits for the store, and not for the two or
+four processors that the nodes, their loaders and the store share."""
 
 
 @scenario("peers-training")
 def peers_training(work: Workspace, rounds: int) -> Result:
-    """A training loop on each of four nodes, the store shaped to 100 MB/s in all, with and without peers."""
+    """A training loop on each of four nodes, with a store of 100 MB/s in all, with peers and without."""
     result = Result()
     scale = work.scale
     count, size = scale.epoch_files // 2 // SCALED, scale.epoch_size * SCALED
@@ -461,7 +462,7 @@ def peers_training(work: Workspace, rounds: int) -> Result:
 
 
 def _trained(node: Node, seed: int) -> list[dict[str, Any]]:
-    """What each epoch took: resnet50's batches and order, with no decoding and a step that hides nothing."""
+    """Seconds of each epoch, with resnet50's batches and order, without decoding, and with a step that hides nothing."""
     options = ("--shape", "resnet50", "--workers", 4, "--decode-ms-per-mb", 0, "--step-ms", 1, "--seed", seed)
     said: list[dict[str, Any]] = training.apart(node.path, *options, "--epochs", TRAINED)["epochs"]
     return said

@@ -1,4 +1,4 @@
-"""Bytes that are not here yet: how near to a plain download of them a read comes, and what it asks of the store."""
+"""Reads of data that is not cached: their speed beside a plain download, and their requests to the store."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from bench.raw import IN_FLIGHT, RawClient
 from bench.workspace import SpareMemory, Workspace
 
 FIRST_RANGE = 128 << 10
-"""What a plain GET for a first byte asks for: the least that the kernel reads ahead."""
+"""Bytes of a plain GET for a first byte: the least readahead of the kernel."""
 
 
 @scenario("cold-seq", rounds=2)
 def cold_seq(work: Workspace, rounds: int) -> Result:
-    """One large object nobody has read, from its beginning to its end."""
+    """One large object that is not cached, from its beginning to its end."""
     result = Result()
     size = work.scale.cold
     tree = work.big("cold", size)
@@ -80,7 +80,7 @@ def cold_seq(work: Workspace, rounds: int) -> Result:
 
 @scenario("ttfb", rounds=2)
 def ttfb(work: Workspace, rounds: int) -> Result:
-    """The first byte of an object whose name is known and whose bytes are not here."""
+    """The first byte of an object whose name is cached and whose data is not."""
     result = Result()
     scale = work.scale
     size = 16 << 20
@@ -118,7 +118,7 @@ def ttfb(work: Workspace, rounds: int) -> Result:
 
 @scenario("cold-small", rounds=3)
 def cold_small(work: Workspace, rounds: int) -> Result:
-    """Small files nobody has read, in random order, by 8 readers; their names are not known either."""
+    """Small files that are not cached, in random order, by 8 readers; their names are not cached either."""
     result = Result()
     scale = work.scale
     _, keys = work.small("cold-small")
@@ -164,7 +164,7 @@ def cold_small(work: Workspace, rounds: int) -> Result:
 
 @scenario("ten-readers")
 def ten_readers(work: Workspace, rounds: int) -> Result:
-    """Ten processes read one cold object at the same time."""
+    """Ten processes read one object that is not cached at the same time."""
     result = Result()
     size = work.scale.shared
     work.big("shared", size)

@@ -43,13 +43,13 @@ from bench.lab.client import LabStore
 from bench.lab.dataset import Manifest, make_image_folder, make_shards
 
 Sample = tuple[int, int, str]
-"""(index, bytes read, xxh3 of them); -1 bytes and the reason where reading failed."""
+"""(index, bytes read, their xxh3); bytes are -1 with the reason in place of the hash if reading failed."""
 
 console = Console(highlight=False, soft_wrap=True)
 
 
 class Files:
-    """A map-style dataset over plain paths. It knows nothing of cachefs, nor of torch."""
+    """A map-style dataset over plain paths, without any knowledge of cachefs or torch."""
 
     def __init__(self, root: Path, names: list[str]) -> None:
         self.root, self.names = root, names
@@ -71,7 +71,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Epoch:
-    """What one pass over the dataset took."""
+    """The result of one pass over the dataset."""
 
     name: str
     seconds: float
@@ -87,7 +87,7 @@ def have_torch() -> bool:
 
 
 def deaf_to_interrupts(*_: object) -> None:
-    """Ctrl-C is the parent's business: workers end when it ends them."""
+    """Ignore Ctrl-C in a worker, which the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -116,7 +116,7 @@ def read_all(files: Files, workers: int, seed: int) -> Generator[list[Sample], N
 
 
 def run_epoch(name: str, files: Files, manifest: Manifest, workers: int, seed: int, lab: LabStore) -> Epoch:
-    """Read everything and compare it with the manifest."""
+    """Read all files and compare them with the manifest."""
     lab.reset()
     wrong: list[str] = []
     count = total = 0
@@ -153,7 +153,7 @@ def progress(name: str, total: float) -> Iterator[Any]:
 
 
 def make_dataset(root: Path, options: argparse.Namespace) -> Manifest:
-    """Relative path → (size, xxh3 hex) of everything that was made below `root`."""
+    """Relative path → (size, xxh3 hex) of all files that were made below `root`."""
     with console.status("making the dataset"):
         images = make_image_folder(root / "train", options.classes, options.per_class, options.seed)
         shards = make_shards(root / "shards", options.shards, options.shard_size << 20, options.seed)
@@ -163,7 +163,7 @@ def make_dataset(root: Path, options: argparse.Namespace) -> Manifest:
 
 
 def cachefs(*arguments: object, environ: dict[str, str] | None = None) -> str:
-    """Run the real command; its own words when it fails."""
+    """Run the real command. Raises with its message if it fails."""
     done = subprocess.run(
         [sys.executable, "-m", "cachefs", *map(str, arguments)],
         capture_output=True,
@@ -178,7 +178,7 @@ def cachefs(*arguments: object, environ: dict[str, str] | None = None) -> str:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C and SIGTERM come when this is over."""
+    """Delay Ctrl-C and SIGTERM until the block ends."""
     came: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in before:
@@ -194,7 +194,7 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def mounted(lab: LabStore, place: Path) -> Iterator[Path]:
-    """The bucket as files, by the real command; unmounted at the end, and its cache forgotten."""
+    """The bucket as files, by the real command; unmounted at the end, and its cache removed."""
     mountpoint = place / "mnt"
     mountpoint.mkdir()
     options = ["--cache-dir", place / "cache", "--consistency", "immutable", "--read-only"]
@@ -215,7 +215,7 @@ def mounted(lab: LabStore, place: Path) -> Iterator[Path]:
 
 
 def names_below(root: Path) -> list[str]:
-    """Every file below a directory, found the way a dataset class finds its samples."""
+    """The files below a directory, found as a dataset class finds its samples."""
     found = []
     for directory, _, names in os.walk(root, onerror=_raise):
         found += [os.path.relpath(os.path.join(directory, name), root) for name in names]
@@ -227,7 +227,7 @@ def _raise(exc: OSError) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The demo; 1 if anything differs."""
+    """Run the demo. Returns 1 if any byte differs."""
     with ExitStack() as stack:
         place = Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="cachefs-demo-", dir=options.dir))

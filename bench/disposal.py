@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def measure(place: Path, gib: int, extents: int) -> dict[str, float]:
-    """Longest pauses, in seconds: while the file is unlinked, and while half of its blocks are punched out."""
+    """Longest pauses in seconds: while the file is unlinked, and while half of its blocks are punched out."""
     image, disk = place / "image", place / "disk"
     disk.mkdir()
     with image.open("wb") as file:
@@ -95,15 +95,14 @@ async def _pause(cache: Path, gib: int, extents: int, how: str) -> float:
             if copy.extent % 2:
                 store.space.drop(obj, copy, copy.bitmap)
                 await trio.sleep(0.002)
-        disposal = getattr(tier, "disposal", None)  # to be run on older versions, too
-        while disposal is not None and disposal.going_bytes:  # noqa: ASYNC110 - it has no event
+        while tier.disposal.going_bytes:  # noqa: ASYNC110 - it has no event
             await trio.sleep(0.01)
         nursery.cancel_scope.cancel()
     return round(longest, 4)
 
 
 def _scatter(fd: int, size: int, extents: int) -> None:
-    """Pages far from each other, written backwards, so that no two of them are one extent."""
+    """Write pages far from each other, from the end on, so that no two of them are in one extent of ext4."""
     step = size // extents // PAGE * PAGE
     for number in reversed(range(extents)):
         os.pwrite(fd, b"x" * PAGE, number * step)

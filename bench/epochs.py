@@ -23,19 +23,19 @@ from bench.workspace import Workspace
 WORKERS = 4
 BATCH = 32
 BANDWIDTH = 100e6
-"""A share of a bucket's: what shapes the store here unless said otherwise."""
+"""The rate of a bucket's part of the store, unless a scenario has another one."""
 
 SLOW_BANDWIDTH = 20e6
 HINTED = "cachefs, hints"
 LRU, TWO_TIERS, ALONE = "cachefs --eviction lru", "cachefs, RAM and SSD", "cachefs --prefetch off"
 FILES, SHARDS = "epoch-files", "epoch-shards"
-"""Buckets: small files in one directory, and large ones."""
+"""Buckets of small files in one directory, and of large ones."""
 
 PAGE = 4096
 
 
 def whole_once(path: str) -> int:
-    """A file from its beginning to its end; its pages are dropped."""
+    """Read a file from its beginning to its end, and drop its pages."""
     buffer = bytearray(readers.BUFFER)
     total = 0
     fd = os.open(path, os.O_RDONLY)
@@ -51,7 +51,7 @@ def whole_once(path: str) -> int:
 def loop(
     batch: int = BATCH, *, shuffle: bool = True, hints: bool = False, limit_s: float = readers.FOREVER
 ) -> training.Loop:
-    """Workers that decode nothing, and an accelerator that takes no time."""
+    """Workers without decoding, and an accelerator without a step time."""
     shape = replace(training.SHAPES["resnet50"], decode_ms_per_mb=0.0, read=whole_once)
     return training.Loop(shape, WORKERS, batch, 0.0, shuffle=shuffle, hints=hints, limit_s=limit_s)
 
@@ -73,11 +73,11 @@ def shards(work: Workspace) -> list[str]:
 
 EPOCHS = 4
 SETTLED = 2
-"""Epochs that are not judged: the first has no hits, and the second is where it shows that there are epochs."""
+"""Epochs without a demand: the first has no hits, and in the second the cache detects epochs."""
 
 
 def _half(count: int, size: int) -> int:
-    """Half of what files take, in whole pages."""
+    """Half of the files' size, in whole pages."""
     return count * -(-size // PAGE) * PAGE // 2
 
 
@@ -100,7 +100,7 @@ def _hits(
 
 @scenario("epoch-hits")
 def epoch_hits(work: Workspace, rounds: int) -> Result:
-    """A data set twice as large as the cache, epoch after epoch: what is found there from the third on."""
+    """A data set twice as large as the cache: the hit ratio from the third epoch on."""
     result = Result()
     scale = work.scale
     small = work.files("epoch-hits", ["train"], scale.epoch_files // 2, scale.epoch_size), scale.epoch_size
@@ -132,7 +132,7 @@ def epoch_hits(work: Workspace, rounds: int) -> Result:
 
 @scenario("epoch-turnover")
 def epoch_turnover(work: Workspace, rounds: int) -> Result:
-    """A second data set takes over from the first, each twice as large as the cache."""
+    """A second data set replaces the first; each is twice as large as the cache."""
     result = Result()
     size, count = work.scale.epoch_size, work.scale.epoch_files // 2
     keys = work.files("epoch-turnover", ["first", "second"], 2 * count, size)
@@ -153,7 +153,7 @@ def epoch_turnover(work: Workspace, rounds: int) -> Result:
 
 @scenario("epoch-again", rounds=3)
 def epoch_again(work: Workspace, rounds: int) -> Result:
-    """The second epoch beside the first, on a slow store, of a data set that fits."""
+    """The second epoch beside the first, with a slow store, of a data set that fits."""
     result = Result()
     _, keys = work.small("epoch-again")
     series = Series(
@@ -172,7 +172,7 @@ def epoch_again(work: Workspace, rounds: int) -> Result:
 # -- the accelerator -------------------------------------------------------------------------------
 
 LOADERS = 2
-"""As many as there are processors: the accelerator shall wait for the filesystem, not for a processor."""
+"""Workers: one for each processor, so that the accelerator waits for the filesystem and not for a processor."""
 
 TRAINED = 5
 VOLUMES = 16
@@ -181,7 +181,7 @@ BUSY = 0.95
 
 @scenario("training-cold", rounds=2)
 def training_cold(work: Workspace, rounds: int) -> Result:
-    """The training loop from its first, cold epoch on: how busy the accelerator is, beside ext4."""
+    """The training loop from its first epoch on, without a cache: how busy the accelerator is, beside ext4."""
     result = Result()
     scale = work.scale
     work.files("training-records", ["train"], scale.records, scale.record)

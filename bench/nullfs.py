@@ -27,7 +27,7 @@ _CONTENT = memoryview(b"null" * (1 << 18))  # the largest request there is: 1 Mi
 
 
 class NullFs(pyfuse3.Operations):
-    """The tree as it is when this is made."""
+    """Read the tree once, when this is made."""
 
     enable_writeback_cache = False
 

@@ -26,7 +26,7 @@ _CONTENT = memoryview(b"null" * (1 << 18))  # the largest request there is: 1 Mi
 
 
 class NullServer:
-    """The tree as it is when this is made. A handle is the inode's number."""
+    """Read the tree once, when this is made. A handle is the inode's number."""
 
     def __init__(self, tree: Path, device: Device, *, passthrough: bool) -> None:
         self._device = device
@@ -78,7 +78,7 @@ class NullServer:
         return (inode, 0, LONG_S, LONG_S, 0, 0, *self._attributes[inode])
 
     def serve(self) -> None:
-        """Until the mount is gone."""
+        """Answer requests until the mount ends."""
         os.set_blocking(self._device.fd, True)
         read, write, fd, opened = self._device.read, os.write, self._device.fd, self._opened
         header, pack = protocol.IN_HEADER.unpack_from, protocol.OUT_HEADER.pack
@@ -93,7 +93,7 @@ class NullServer:
                 os.writev(fd, [pack(16 + len(body), -number, unique), body])
 
     def _other(self, op: int, inode: int, body: memoryview) -> tuple[int, bytes | memoryview]:
-        """(errno, body) of what is not measured with a stopwatch."""
+        """(errno, body) of a request that is not measured."""
         if op == Op.LOOKUP:
             found = self._lookup.get((inode, protocol.name_of(body)))
             return (0, found) if found else (errno.ENOENT, b"")

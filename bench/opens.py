@@ -40,7 +40,7 @@ WAYS: Mapping[str, Callable[[Sequence[str]], None]] = {"os.open": _os_open, "ope
 
 @scenario("open-close", rounds=5)
 def open_close(work: Workspace, rounds: int) -> Result:
-    """Warm small files, opened, read and closed by one process and by eight, beside a server that does nothing."""
+    """Warm small files, opened, read and closed by one process and by eight, beside a minimal server."""
     result = Result()
     tree, keys = work.small("open-close")
     # Long enough that what starts late does not count: the files of ext4 are read four times as often.
@@ -127,7 +127,7 @@ def _words(counted: Mapping[str, float]) -> str:
 
 @scenario("list-again", rounds=5)
 def list_again(work: Workspace, rounds: int) -> Result:
-    """`ls -l` of a directory, for the first time and again, beside a server that does nothing."""
+    """`ls -l` of a directory, for the first time and again, beside a minimal server."""
     result = Result()
     count = work.scale.names
     work.lab.synthesize("list-again", "", count, 1000)

@@ -26,10 +26,10 @@ from bench.mounts import Cachefs
 from bench.workspace import Workspace
 
 SCRAPE_S, PAGE_S = 1.0, 2.0
-"""How often `/metrics` is asked for, and how often an open page asks for what it shows (`EVERY_MS` in page.html)."""
+"""Seconds between two requests for `/metrics`, and between those of an open page (`EVERY_MS` in page.html)."""
 
 LOOKS = 100
-"""Replies over which the processor time of one is taken."""
+"""Replies over which the processor time of a reply is averaged."""
 
 _LOOKER = """
 import sys, time
@@ -67,7 +67,7 @@ def _endpoint(mount: Cachefs) -> str:
 
 @scenario("watching", rounds=9)
 def watching(work: Workspace, rounds: int) -> Result:
-    """Warm small files, without metrics, with metrics that nobody looks at, and scraped with the page open."""
+    """Warm small files: without metrics, with metrics that no client requests, and scraped with an open page."""
     result = Result()
     _, keys = work.small("watching")
     with ExitStack() as stack:
@@ -82,7 +82,7 @@ def watching(work: Workspace, rounds: int) -> Result:
                 readers.small(mine)
 
         def turn(name: str, mount: Cachefs) -> float:
-            """For a while: files a second."""
+            """Read for a while. Returns files a second."""
             begun, spent, files = time.perf_counter(), mount.cpu_s(), 0
             while time.perf_counter() - begun < work.scale.limit_s:
                 files += readers.small(paths[mount.name]).files
@@ -112,7 +112,7 @@ def watching(work: Workspace, rounds: int) -> Result:
 
 
 def _cost_s(mount: Cachefs, path: str) -> float:
-    """Processor time of the daemon for one reply, beside what it takes at rest."""
+    """Processor time of the daemon for one reply, less its time at rest."""
     opener, where = build_opener(ProxyHandler({})), _endpoint(mount) + path
     opener.open(where).read()
     spent, begun = mount.cpu_s(), time.perf_counter()
@@ -127,10 +127,10 @@ def _cost_s(mount: Cachefs, path: str) -> float:
 # -- a store that does not answer ------------------------------------------------------------------
 
 READERS = 4
-"""Processes that read what is cached, and as many that read what is not."""
+"""The number of processes that read cached files, and of those that read others."""
 
 CACHED, TIMEOUT_S = 40, 60.0
-"""Files that are cached; the mount's `--timeout`, which is the default."""
+"""Cached files; the mount's `--timeout`, which is the default."""
 
 _READER = """
 import json, os, sys, time
@@ -153,7 +153,7 @@ print(json.dumps([told, longest]))
 
 @scenario("outage")
 def outage(work: Workspace, rounds: int) -> Result:
-    """The store is stopped (SIGSTOP) for a minute under programs that read what is cached, and what is not"""
+    """The store is stopped (SIGSTOP) for a minute under programs that read cached files, and others"""
     result = Result()
     cached = work.files("outage", ["cached"], CACHED, work.scale.small_size)
     cold = [f"cold/{number}" for number in range(READERS)]
@@ -210,7 +210,7 @@ def _reading(seconds: float, paths: Sequence[Path]) -> subprocess.Popen[bytes]:
 
 
 def _outcome(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[Counter[str], float]:
-    """How often each errno ("0": none) was told, and the longest time that one open and read took."""
+    """(how often each errno was returned ("0": none), the longest time of one open and read)."""
     told: Counter[str] = Counter()
     longest = 0.0
     for process in processes:
@@ -222,7 +222,7 @@ def _outcome(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[Counter[str]
 
 
 def _uninterruptible(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """How many of them wait in a way that no signal ends."""
+    """How many processes wait uninterruptibly."""
     found = 0
     for process in processes:
         try:

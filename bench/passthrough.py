@@ -26,10 +26,11 @@ TIER_FILE = "the tier's own file"
 ZERO_OPEN = "cachefs --zero-open"
 
 AGAIN = 5
-"""Readings in one turn, as in `bench.warm`."""
+"""Reads in one turn, as in `bench.warm`."""
 
 REGISTER_S = 20.0
-"""How long a file may take until it is in passthrough: it is gathered from two tiers in the background. Guessed."""
+"""Deadline until a file is in passthrough: it is gathered from two tiers in the background. Guessed: many times what it
+takes."""
 
 
 def kernel(work: Workspace, bucket: str, *options: str, name: str = OWN) -> Cachefs:
@@ -41,7 +42,7 @@ def pyfuse3(work: Workspace, bucket: str, *options: str) -> Cachefs:
 
 
 def _mounts(stack: ExitStack, work: Workspace, bucket: str) -> dict[str, Cachefs]:
-    """The one that is judged, and those beside it."""
+    """The contender that is judged, and the others."""
     mounts = [kernel(work, bucket, "--ram", "0")]
     if work.scale.others:
         mounts += [kernel(work, bucket, name=RAM_TIER), pyfuse3(work, bucket, "--ram", "0")]
@@ -57,7 +58,7 @@ def _drop(work: Workspace) -> None:
 
 
 def _passthrough(mount: Cachefs, path: Path) -> bool:
-    """Whether the daemon is asked for nothing when this file is read, of which the kernel keeps nothing itself."""
+    """Whether a read of this file, without the kernel's pages, sends no request to the daemon."""
     size = path.stat().st_size
     with mount.counting() as counted:
         fd = os.open(path, os.O_RDONLY)
@@ -69,7 +70,8 @@ def _passthrough(mount: Cachefs, path: Path) -> bool:
 
 
 def _register_backing(mount: Cachefs, paths: list[Path], result: Result) -> None:
-    """Read them, and wait until they are in passthrough. One that never is stays in the figures, with a note."""
+    """Read files, and wait until they are in passthrough. A file that is not, after the deadline, stays in the figures,
+    with a note."""
     for path in paths:
         readers.sequential(path)
     until = time.monotonic() + REGISTER_S
@@ -82,7 +84,7 @@ def _register_backing(mount: Cachefs, paths: list[Path], result: Result) -> None
 
 
 def _register_all(mounts: Mapping[str, Cachefs], names: list[str], result: Result) -> None:
-    """The files of that name in each mount; through pyfuse3 they are only read."""
+    """The files of that name in each mount. Those of pyfuse3 are only read."""
     for mount in mounts.values():
         paths = [mount.path / name for name in names]
         if mount.name == PYFUSE3:
@@ -93,7 +95,7 @@ def _register_all(mounts: Mapping[str, Cachefs], names: list[str], result: Resul
 
 
 def _tier_file(mount: Cachefs, name: str) -> Path:
-    """The cache's file that holds the object of this name: the first bytes say so."""
+    """The cache's file of the object of this name, found by its first bytes."""
     head = f"{name} 0".encode().ljust(64)
     for path in (mount.cache / "objects").rglob("*"):
         if path.is_file():
@@ -104,7 +106,7 @@ def _tier_file(mount: Cachefs, name: str) -> Path:
 
 
 class _Cpu:
-    """What each daemon spends on the bytes that its contender reads."""
+    """The daemons' processor time for the bytes that each contender reads."""
 
     def __init__(self, mounts: Mapping[str, Cachefs]) -> None:
         self._mounts = mounts
@@ -112,7 +114,7 @@ class _Cpu:
         self._bytes = dict.fromkeys(mounts, 0)
 
     def reading(self, name: str, read: Callable[[], readers.Reading]) -> readers.Reading:
-        """Read; if this is a mount, see what its daemon does meanwhile."""
+        """Read; for a mount, record what its daemon does meanwhile."""
         mount = self._mounts.get(name)
         if mount is None:
             return read()
@@ -134,7 +136,7 @@ class _Cpu:
 
 @scenario("pass-tier", rounds=24)
 def pass_tier(work: Workspace, rounds: int) -> Result:
-    """A passthrough file that the kernel has forgotten: it comes from the disk, for everyone."""
+    """A passthrough file without pages in memory: all contenders read it from the disk."""
     result = Result()
     # More than one file: where the disk happens to have put it matters, and stays as it is.
     count = min(rounds, 4)
@@ -174,7 +176,7 @@ def pass_tier(work: Workspace, rounds: int) -> Result:
 
 @scenario("pass-seq", rounds=5)
 def pass_seq(work: Workspace, rounds: int) -> Result:
-    """A passthrough file that the kernel holds in memory, read again."""
+    """A passthrough file with pages in memory, read again."""
     result = Result()
     tree = work.big("pass-seq", work.scale.warm // 2, rounds)
     with ExitStack() as stack:
@@ -216,12 +218,12 @@ def pass_seq(work: Workspace, rounds: int) -> Result:
 
 PREADS = 200_000
 TOUCHED = 3
-"""Mappings in one turn, of which each page is touched once."""
+"""Mappings in one turn; each page of them is read once."""
 
 
 @scenario("pass-random", rounds=5)
 def pass_random(work: Workspace, rounds: int) -> Result:
-    """A passthrough file that the kernel holds in memory: 4 KiB here and there, by pread and by mapping it."""
+    """A passthrough file with pages in memory: random 4 KiB reads, by pread and by mapping it."""
     result = Result()
     size = work.scale.warm
     tree = work.big("pass-random", size, 1)
@@ -265,7 +267,7 @@ def pass_random(work: Workspace, rounds: int) -> Result:
 
 
 def settle(mount: Cachefs, read: Callable[[], object]) -> dict[str, int]:
-    """Read until that costs no READ and all opens are in passthrough that will be; what the last time asked for."""
+    """Read files until that sends no READ and no further open comes into passthrough. Returns the last pass's requests."""
     until = time.monotonic() + REGISTER_S / 4
     while True:
         with mount.counting() as counted:
@@ -320,7 +322,7 @@ def pass_small(work: Workspace, rounds: int) -> Result:
 
 WORKERS = 2
 EPOCHS = 2
-"""In one turn: short, so that whatever else the machine does meanwhile hits all of them."""
+"""Seconds of a turn: short, so that other work of the machine affects all contenders."""
 VOLUMES = 32
 
 
@@ -356,7 +358,7 @@ MLPERF, WORST = "at MLPerf's pace", "as fast as its loaders"
 
 
 def _epochs(shape: str, pace: str, roots: Mapping[str, Path], rounds: int, result: Result) -> Series:
-    """The loop on each of them in turn."""
+    """Run the loop on each contender in turn."""
     what = f"{shape} {pace}"
     options: tuple[str | float, ...] = ("--shape", shape, "--workers", WORKERS)
     if pace == MLPERF:

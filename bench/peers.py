@@ -40,7 +40,7 @@ PLAIN, HTTP, SOCKETS, OWN, KEYED = "sendfile loop", "http.client", "sockets", "c
 
 
 class _PlanStore:
-    """One object in memory, always whole."""
+    """One object in memory, with all its blocks."""
 
     def __init__(self, size: int) -> None:
         self.fd = os.memfd_create("blocks")
@@ -86,7 +86,7 @@ def _serve(size: int, keyed: bool) -> None:
 
 
 def _serve_plainly(size: int, host: str) -> None:
-    """A thread for each connection; whatever is asked, the object is the answer."""
+    """A server with a thread for each connection; it answers all requests with the object."""
     plan_store = _PlanStore(size)
     head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size
 
@@ -107,8 +107,8 @@ def _serve_plainly(size: int, host: str) -> None:
 
 @contextmanager
 def server(kind: str, size: int, host: str = "127.0.0.1") -> Iterator[Address]:
-    """A serving process of a kind ("plain", "own" or "keyed") with an object of that size; only a plain one listens
-    elsewhere."""
+    """A server process of a kind ("plain", "own" or "keyed") with an object of that size; only a plain one has its own
+    address."""
     command = [sys.executable, "-m", "bench.peers", kind, str(size), host]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent
@@ -153,7 +153,7 @@ def _ours(address: Address, size: int, count: int, keyed: bool) -> float:
 
 
 def _threads(count: int, work: Callable[[int], None]) -> float:
-    """Objects a second, when each of `AT_ONCE` threads fetches its share."""
+    """Objects a second, when each of `AT_ONCE` threads fetches a part of them."""
     threads = [threading.Thread(target=work, args=(count // AT_ONCE,)) for _ in range(AT_ONCE)]
     begun = time.perf_counter()
     for thread in threads:
@@ -164,7 +164,7 @@ def _threads(count: int, work: Callable[[int], None]) -> float:
 
 
 def over_sockets(address: Address, size: int, count: int, keep: Path | None = None) -> float:
-    """Objects a second from a plain server. `keep` is a directory: each goes to a file there, and is read from it once."""
+    """Objects a second from a plain server. `keep` is a directory: each object is written to a file there, and read once."""
 
     def fetch(times: int) -> None:
         view = memoryview(bytearray(MIB))

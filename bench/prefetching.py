@@ -26,7 +26,7 @@ WORKERS = 4
 RAW_IN_FLIGHT = 64
 SHARDS_BANDWIDTH = 200e6
 PART = 8 << 20
-"""Of the raw client's ranges: what cachefs asks for at most, too."""
+"""Bytes of the raw client's ranges, as the largest ones of cachefs."""
 
 RAW, BY_CLASS = "raw client", "cachefs, ten directories"
 CLASSES = "epoch-classes"
@@ -35,7 +35,7 @@ BLOCK = 1 << 20
 
 @scenario("epoch-cold", rounds=3)
 def epoch_cold(work: Workspace, rounds: int) -> Result:
-    """A first epoch over shuffled small files, by four loader workers: the orders announced, and not."""
+    """A first epoch over shuffled small files, by four loader workers: with hints, and without."""
     result = Result()
     scale = work.scale
     keys = files(work)
@@ -87,7 +87,7 @@ def epoch_cold(work: Workspace, rounds: int) -> Result:
 
 @scenario("epoch-few", rounds=3)
 def epoch_few(work: Workspace, rounds: int) -> Result:
-    """A random twentieth of a directory is wanted: what is fetched beside it, for nothing."""
+    """A random twentieth of a directory is read: how much else is fetched."""
     result = Result()
     size = work.scale.epoch_size
     keys = files(work)
@@ -106,7 +106,7 @@ def epoch_few(work: Workspace, rounds: int) -> Result:
 
 
 def _stream(paths: Sequence[str], size: int) -> None:
-    """What one worker reads."""
+    """The files of one worker."""
     for path in paths:
         if (got := whole_once(path)) != size:
             raise OSError(f"{path}: {got} bytes of {size}")
@@ -114,7 +114,7 @@ def _stream(paths: Sequence[str], size: int) -> None:
 
 @scenario("shards-cold", rounds=3)
 def shards_cold(work: Workspace, rounds: int) -> Result:
-    """Four workers stride over large shards nobody has read, each from its beginning to its end."""
+    """Four workers stride over large shards that are not cached, each from its beginning to its end."""
     result = Result()
     size = work.scale.shard
     keys = shards(work)
@@ -150,7 +150,7 @@ LARGE = 1 << 30
 
 @scenario("random-in-large")
 def random_in_large(work: Workspace, rounds: int) -> Result:
-    """Random reads of 128 KiB in one large cold file, aligned and not: only the blocks they touch may be fetched."""
+    """Random reads of 128 KiB in one large file that is not cached, aligned and not: only their blocks may be fetched."""
     result = Result()
     tree = work.big("random", BLOCK)
     os.truncate(tree / "0.bin", LARGE)  # a hole costs nobody memory, and is fetched as everything else
@@ -211,7 +211,7 @@ def _warm_beside(
     rounds: int,
     result: Result,
 ) -> None:
-    """The job's own time is judged; the command's has the start of an interpreter in it and is shown."""
+    """The job's own time is judged. The command's, with the start of an interpreter, is only shown."""
     work, bucket, names, total = what
     asked: list[float] = []
     commands: list[float] = []

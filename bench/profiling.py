@@ -21,25 +21,25 @@ RATE = 500
 """Samples a second."""
 
 LINES, FUNCTIONS = 15, 25
-"""Rows that are shown of each kind of thread."""
+"""Rows of each kind of thread."""
 
 LEAST_S = 0.05
-"""A kind of thread that used less processor time is not shown."""
+"""Seconds of processor time below which a kind of thread is left out."""
 
 EVERYWHERE = 0.85
-"""A function that is in a larger share of the samples is not shown."""
+"""A function with a larger share of the samples is left out."""
 
 END_S = 60.0
 
 Threads = dict[int, tuple[str, float]]
-"""Thread id → (its name, seconds of processor time that it has used)."""
+"""Thread id → (its name, its processor time in seconds)."""
 
 _REPOSITORY = f"{Path(__file__).resolve().parents[1]}/"
 _NUMBERS = re.compile(r"[-_: ]*\d+")
 
 
 class Profile:
-    """What was sampled of all daemons that were `watch`ed."""
+    """The samples of all daemons that were `watch`ed."""
 
     def __init__(self) -> None:
         program = Path(sys.prefix, "bin", "py-spy")
@@ -62,7 +62,7 @@ class Profile:
         self._running[pid] = spy, out, threads_of(pid)
 
     def end(self, pid: int) -> None:
-        """Add what was sampled of a process that is still there."""
+        """Add the samples of a process that still runs."""
         if pid not in self._running:
             return
         spy, out, before = self._running.pop(pid)
@@ -112,7 +112,7 @@ class Profile:
 
 
 def _kind(pid: int, thread: int, name: str) -> str:
-    """Threads of a pool are one kind: their names differ by a number."""
+    """The kind of a thread: names of a pool's threads differ by a number."""
     return "main thread" if thread == pid else _NUMBERS.sub("", name) or name
 
 

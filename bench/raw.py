@@ -22,8 +22,8 @@ from bench.readers import Reading, share
 
 IN_FLIGHT = 8
 PART = 16 << 20
-"""Tried: 1 to 64 MiB, 2 to 16 in flight, streamed or as one buffer each. This is the best of them without a shape, and
-with one it fills the pipe."""
+"""Part size and parts in flight. Measured: 1 to 64 MiB, 2 to 16 in flight, streamed or in one buffer each; this is the
+fastest without a shape, and fills the pipe with one."""
 
 CHUNK = 256 << 10
 
@@ -43,7 +43,7 @@ class RawClient:
         )
 
     def sequential(self, key: str, size: int, *, keep: bool = False) -> Reading:
-        """One object, in parallel ranges; `keep` puts all its bytes into memory instead of dropping them."""
+        """One object, in parallel ranges. With `keep`, its bytes are stored in memory instead of dropped."""
         begun = time.perf_counter()
         kept = memoryview(mmap.mmap(-1, size)) if keep else None
 
@@ -61,17 +61,17 @@ class RawClient:
         return Reading(total, 1, time.perf_counter() - begun)
 
     def first_byte(self, key: str, length: int) -> float:
-        """Seconds that one GET of the first `length` bytes takes."""
+        """Seconds of one GET of the first `length` bytes."""
         begun = time.perf_counter()
         obstore.get_range(self._store, key, start=0, end=length)
         return time.perf_counter() - begun
 
     def small(self, keys: list[str], in_flight: int = IN_FLIGHT) -> Reading:
-        """Whole objects, so many at a time."""
+        """Whole objects, so many at the same time."""
         return share(keys, in_flight, lambda key: len(obstore.get(self._store, key).bytes()))
 
     def ranges(self, keys: list[str], size: int, part: int, in_flight: int) -> Reading:
-        """Objects of one size, one after another in parts, so many parts at a time."""
+        """Objects of one size, one after another, so many parts at the same time."""
         parts = [(key, start) for key in keys for start in range(0, size, part)]
 
         def read(wanted: tuple[str, int]) -> int:
@@ -84,19 +84,19 @@ class RawClient:
 
 UPLOADED_PART = 8 << 20
 PARTS_IN_FLIGHT = 16
-"""As many and as large as cachefs sends them."""
+"""Size and number of parts as of cachefs."""
 
 
 class RawWriter:
-    """Writes into one bucket, from memory: what the store takes of a program that knows beforehand what it will send. Over
-    the HTTP client that cachefs writes with; unsigned, for the lab store asks nobody who he is."""
+    """Writes into one bucket, from memory: the speed of the store for a program that knows all bytes beforehand. It uses
+    the HTTP client of cachefs, unsigned, because the lab store checks no signatures."""
 
     def __init__(self, lab: LabStore, bucket: str) -> None:
         self._url = f"{lab.endpoint}/{bucket}"
         self._pool = urllib3.PoolManager(maxsize=PARTS_IN_FLIGHT)
 
     def large(self, key: str, size: int, part: Callable[[int, int], bytes]) -> Reading:
-        """One object in parts, several at a time; `part` gives the bytes [start, stop)."""
+        """One object in parts, several at the same time; `part` returns the bytes [start, stop)."""
         begun = time.perf_counter()
         url = f"{self._url}/{key}"
         reply = self._send("POST", f"{url}?uploads=")
@@ -115,7 +115,7 @@ class RawWriter:
         return Reading(size, 1, time.perf_counter() - begun)
 
     def small(self, keys: list[str], data: Callable[[str], bytes], in_flight: int = IN_FLIGHT) -> Reading:
-        """Whole objects, so many at a time."""
+        """Whole objects, so many at the same time."""
 
         def put(key: str) -> int:
             body = data(key)
@@ -125,11 +125,11 @@ class RawWriter:
         return share(keys, in_flight, put)
 
     def reading(self, key: str) -> Callable[[int], bytes]:
-        """What the store has under the key: a function that returns the next bytes, so many unless it ends before."""
+        """The store's object under the key: a function that returns its next bytes, fewer only at the end."""
         return self._send("GET", f"{self._url}/{key}", preload_content=False).read
 
     def missing(self, key: str) -> bool:
-        """Whether the store has nothing under the key."""
+        """Whether the store has no object under the key."""
         return self._pool.request("HEAD", f"{self._url}/{key}").status == 404
 
     def _send(self, method: str, url: str, body: bytes = b"", **how: bool) -> urllib3.BaseHTTPResponse:

@@ -34,7 +34,7 @@ _AT_FDCWD, _AT_STATX_FORCE_SYNC, _STATX_BASIC_STATS = -100, 0x2000, 0x7FF
 
 @dataclass(frozen=True)
 class Reading:
-    """What was read, and how long it took."""
+    """Bytes read, and seconds."""
 
     bytes: int
     files: int
@@ -50,7 +50,7 @@ class Reading:
 
 
 def sequential(path: Path, limit_s: float = FOREVER) -> Reading:
-    """The whole file, from its beginning."""
+    """Read the whole file from its beginning."""
     buffers = [bytearray(BUFFER)]
     total = 0
     begun = time.perf_counter()
@@ -67,7 +67,7 @@ def sequential(path: Path, limit_s: float = FOREVER) -> Reading:
 
 
 def first_byte(path: Path) -> float:
-    """Seconds until the first byte of the file is there."""
+    """Seconds until the first byte of the file is read."""
     begun = time.perf_counter()
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -78,14 +78,14 @@ def first_byte(path: Path) -> float:
 
 
 def scattered(fd: int, offsets: Sequence[int]) -> float:
-    """Seconds that 4 KiB at each of these offsets take. The loop is C's, so that it adds little to either side."""
+    """Seconds of 4 KiB reads at each of these offsets. The loop is in C, so that it adds little."""
     begun = time.perf_counter()
     deque(map(os.pread, itertools.repeat(fd), itertools.repeat(PAGE), offsets), maxlen=0)
     return time.perf_counter() - begun
 
 
 def touched(path: Path, offsets: Sequence[int]) -> float:
-    """Seconds that a new mapping of the file takes, and one byte of it at each of these offsets."""
+    """Seconds of a new mapping of the file and of reading one byte at each of these offsets."""
     fd = os.open(path, os.O_RDONLY)
     try:
         begun = time.perf_counter()
@@ -98,7 +98,7 @@ def touched(path: Path, offsets: Sequence[int]) -> float:
 
 
 def attributes(path: Path, count: int) -> float:
-    """Seconds that it takes to ask for a file's attributes that often, none of them answered from the kernel's memory."""
+    """Seconds of so many requests for a file's attributes, none of which the kernel's cache answers."""
     statx = ctypes.CDLL(None, use_errno=True).statx
     name, about = os.fsencode(path), ctypes.create_string_buffer(256)
     begun = time.perf_counter()
@@ -109,7 +109,7 @@ def attributes(path: Path, count: int) -> float:
 
 
 def small(paths: Sequence[str], limit_s: float = FOREVER) -> Reading:
-    """Files that fit one read, opened, read and closed one after another."""
+    """Read files that fit one read, one after another: open, read, close."""
     total = files = 0
     begun = time.perf_counter()
     until = begun + limit_s
@@ -127,7 +127,7 @@ T = TypeVar("T")
 
 
 def share(paths: Sequence[T], readers: int, read: Callable[[T], int], limit_s: float = FOREVER) -> Reading:
-    """Let that many threads take the next path and `read` it (which returns how many bytes that was)."""
+    """Let so many threads take the next path and `read` it, which returns the number of bytes."""
     queue = iter(paths)
     lock = threading.Lock()
     sizes: list[list[int]] = [[] for _ in range(readers)]
@@ -157,7 +157,7 @@ def share(paths: Sequence[T], readers: int, read: Callable[[T], int], limit_s: f
 
 
 def read_one(path: str) -> int:
-    """One small file."""
+    """Read one small file."""
     fd = os.open(path, os.O_RDONLY)
     try:
         return len(os.read(fd, BUFFER))
@@ -166,7 +166,7 @@ def read_one(path: str) -> int:
 
 
 def processes(path: Path, count: int) -> list[int]:
-    """That many processes read the file at the same time; the bytes each of them got."""
+    """Let so many processes read the file at the same time. Returns the bytes that each got."""
     at = time.monotonic() + 0.2 + 0.05 * count
     command = [sys.executable, "-m", "bench.readers", str(path), str(at)]
     where = Path(__file__).resolve().parents[1]
@@ -180,7 +180,7 @@ def processes(path: Path, count: int) -> list[int]:
 
 
 def together(parts: Sequence[Callable[[], object]]) -> float:
-    """Seconds until all parts are done, each in a process of its own, from when all of them are there."""
+    """Seconds until all parts are done, each in a process, from the time when all processes have started."""
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(len(parts) + 1, timeout=120)
 

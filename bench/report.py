@@ -33,20 +33,20 @@ PANELS = (
     "warm small files, open+read+close, either backend",
     "daemon-served 4 KiB READs, one reader",
 )
-"""The series worth a picture."""
+"""The series in the plot."""
 
 COLOURS = {OWN: "#1b6ca8", "ext4": "#9a9a9a", "raw client": "#9a9a9a", "raw GET": "#9a9a9a"}
 OURS, OTHER, CEILING = "#6ea6cf", "#d9b48f", "#c9c9c9"
 
 
 def records(order: Sequence[str]) -> list[dict[str, Any]]:
-    """What was kept of each scenario, in that order."""
+    """The stored records of the scenarios, in that order."""
     paths = [RESULTS / f"{name}.json" for name in order]
     return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
-    """Markdown: each demand, what was measured, and the command that measures it again."""
+    """The table in Markdown: each demand, the measured value, and the command that measures it."""
     lines = ["| what | measured | must be | | command |", "|---|---:|---:|---|---|"]
     for record in found:
         for row in record["figures"]:
@@ -58,7 +58,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 
 
 def side_by_side(found: Sequence[dict[str, Any]]) -> str:
-    """Markdown: medians of everything that was measured in the same run, cachefs beside others and beside itself."""
+    """Medians in Markdown of all series of the same run, cachefs beside others and beside itself."""
     several = [series for record in found for series in record["series"] if len(series["medians"]) > 1]
     ours = [(series, sum(name.startswith(OWN) for name in series["medians"])) for series in several]
     tables = [s for s, count in ours if count == 1], [s for s, count in ours if count > 1]
@@ -77,7 +77,7 @@ def _medians(kept: Sequence[dict[str, Any]]) -> str:
 
 
 def provenance(found: Sequence[dict[str, Any]]) -> str:
-    """One line: where, and when the first and the last of them were measured."""
+    """One line: the machine, and the dates of the first and the last record."""
     if not found:
         return "Nothing has been measured yet."
     first, last = min(one["when"] for one in found), max(one["when"] for one in found)
@@ -93,7 +93,7 @@ def provenance(found: Sequence[dict[str, Any]]) -> str:
 
 
 def plot(found: Sequence[dict[str, Any]], path: Path = PLOT) -> None:
-    """A panel for each series worth one: longer bars are faster, but for times."""
+    """A panel for each series of the plot. Longer bars are faster, except for times."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -131,7 +131,7 @@ def _colour(name: str) -> str:
 
 
 def write(order: Sequence[str]) -> str:
-    """Make the plot, put the table where it belongs, and return it."""
+    """Make the plot and write the table to its place. Returns the table."""
     found = records(order)
     plot(found)
     text = "\n\n".join((table(found), side_by_side(found), provenance(found)))

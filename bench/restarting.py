@@ -1,4 +1,4 @@
-"""What programs notice of a daemon that is killed or upgraded, and what records of open files cost."""
+"""What programs notice when a daemon is killed or upgraded, and the cost of records of open files."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from cachefs.fuse.holder import LONG_S
 KILLS, UPGRADES = 10, 10
 
 LIFE_S = LONG_S + 1
-"""From a takeover to the next kill: a daemon that lives so long is no part of a crash loop, and the next one stands by."""
+"""Seconds from a takeover to the next kill. Derived: a daemon that lives so long is no part of a crash loop, and the next
+one stands by."""
 
 ROOM = ("--cache-size", "100G", "--keep-free", "0")
-"""For the blocks of `Scale.blocks`, which are in the index alone."""
+"""Options of a cache with space for the blocks of `Scale.blocks`, which are in the index alone."""
 
 PROBE_S = 0.005
-"""How often the prober opens a file."""
+"""Seconds between two opens of the prober."""
 
 
 class _Prober:
-    """Opens and reads files, compares their bytes, and remembers how long the longest of them took since it was asked."""
+    """Opens and reads files, compares their bytes, and records the longest time of one since the last query."""
 
     def __init__(self, paths: list[str], contents: list[bytes]) -> None:
         self.longest_s = 0.0
@@ -64,7 +65,8 @@ class _Prober:
 
 @scenario("restart-unnoticed", rounds=9)
 def restart_unnoticed(work: Workspace, rounds: int) -> Result:
-    """The daemon is killed, and upgraded, under readers: their pauses; and small files with and without what outlives it."""
+    """The daemon is killed, and upgraded, under readers: their pauses; small files with and without records of open
+    files."""
     result = Result()
     tree, keys = work.small("restarting")
     with ExitStack() as stack:
@@ -79,7 +81,7 @@ def restart_unnoticed(work: Workspace, rounds: int) -> Result:
                 readers.small(mine)
 
         def turn(mount: Cachefs) -> float:
-            """For a while: files a second."""
+            """Read for a while. Returns files a second."""
             begun, spent, files = time.perf_counter(), mount.cpu_s(), 0
             while time.perf_counter() - begun < work.scale.limit_s:
                 files += readers.small(paths[mount.name]).files
@@ -134,7 +136,7 @@ def restart_unnoticed(work: Workspace, rounds: int) -> Result:
 
 
 def _wait(mount: Cachefs, restarts: int) -> None:
-    """Until a daemon that has taken over says so."""
+    """Wait until a daemon that has taken over answers."""
     until = time.monotonic() + 30
     while time.monotonic() < until:
         try:

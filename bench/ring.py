@@ -20,7 +20,7 @@ from bench.workspace import Workspace
 from cachefs.peers.membership import Ring
 
 EACH = 100_000
-"""Extents per member in the demand: 1.6 TB."""
+"""Extents of each member in the demand: 1.6 TB."""
 
 SAMPLES = {10: 10 * EACH, 100: 1_000_000, 1000: 400_000}
 """Members → extents counted. Derived: together less than a minute."""
@@ -43,8 +43,8 @@ def counted(ring: Ring, sample: int, seed: int = 1) -> Counter[str]:
 
 
 def unevenness(owners: Counter[str], count: int) -> float:
-    """Standard deviation of the true shares over their mean, at most: what was counted varies beyond chance, plus two
-    standard errors of that."""
+    """Upper bound of the standard deviation of the true shares over their mean: the counted deviation beyond chance, plus
+    two standard errors of it."""
     mean = owners.total() / count
     variance = sum((owners[name] - mean) ** 2 for name in members(count)) / (count - 1)
     beyond = variance / mean - 1  # chance alone: as many as the mean
@@ -52,13 +52,13 @@ def unevenness(owners: Counter[str], count: int) -> float:
 
 
 def largest(count: int, uneven: float, each: int = EACH) -> float:
-    """Over the mean, as expected of `count` members with `each` extents and true shares so uneven."""
+    """Largest share over the mean, as expected of `count` members with `each` extents and that unevenness."""
     return 1 + NormalDist().inv_cdf(1 - 1 / (2 * count)) * math.sqrt(1 / each + uneven**2)
 
 
 @scenario("ring")
 def ring(work: Workspace, rounds: int) -> Result:
-    """Shares of the ring of peers, what moves when members come and go, and what asking it costs."""
+    """Shares of the ring of peers, what moves when members come and go, and the cost of a lookup."""
     result = Result()
     cost = Series("asking for an owner", "µs", {})
     for count, sample in SAMPLES.items():

@@ -26,7 +26,7 @@ class Recency:
         self.limit, self.used, self.rows = limit, 0, OrderedDict[object, int]()
 
     def use(self, key: object, size: int, recent: bool) -> bool:
-        """True for a hit; a miss is inserted at the `recent` end or at the other."""
+        """True for a hit; a miss is inserted at the `recent` end or at the other one."""
         if key in self.rows:
             self.rows.move_to_end(key)
             return True
@@ -63,7 +63,7 @@ def played(trace: Trace, cache: Dueling) -> Result:
 
 
 def missed_by_four(cache: Dueling, units: int = 208) -> list[int]:
-    """Misses of each epoch, when four nodes read all units through one owner, each in an order of its own."""
+    """Misses of each epoch, when four nodes read all units through one owner, each in its own order."""
     found = []
     for epoch in range(8):
         orders = [random.Random(f"{epoch} {node}").sample(range(units), units) for node in NODES]

@@ -37,11 +37,10 @@ FILES, LARGE, WRITTEN = 400, 8, 30
 
 SIZES = (3_000, 20_000, 120_000)
 LARGE_SIZE = 3 << 20
-DATA_BYTES = sum(SIZES[n % len(SIZES)] for n in range(FILES)) + LARGE * LARGE_SIZE
-"""43 MB; the cache is to be smaller."""
+"""Bytes of the files: 43 MB in all, more than the cache."""
 
 BOUNDED, BOUNDED_SIZE, BOUNDED_IN = 17_000, 100, 17
-"""Files that are read once before anything is counted, and their directories. Derived: more than `ledger.REMEMBERED`, the
+"""Files that are read once before the first sample, and their directories. Derived: more than `ledger.REMEMBERED`, the
 largest of the tables that grow with versions."""
 
 GROWTH = {
@@ -64,13 +63,13 @@ SPELLS: Sequence[Sequence[Mapping[str, Any]]] = (
     ({"action": "truncate", "count": 8, "after": 3000}, {"action": "500", "kind": "put", "count": 6}),
     ({"action": "lost-reply", "kind": "put", "count": 3}, {"action": "garbage", "count": 4}),
 )
-"""What is wrong with the store, by round."""
+"""The faults of the store, by round."""
 
 STOPPED_EVERY, STOPPED_S = 5, 7.0
-"""Rounds in which it does not answer at all for a while."""
+"""Rounds in which the store does not answer for a while."""
 
 TOLD = (errno.EIO, errno.ESTALE)
-"""What a program may be told while the store is unwell."""
+"""Errors that programs may get while the store has faults."""
 
 
 @dataclass
@@ -81,7 +80,7 @@ class Tally:
 
 
 class Soak:
-    """On a mount that can be written, of a bucket that `fill` has filled."""
+    """Run the soak on a writable mount of a bucket that `fill` has filled."""
 
     def __init__(
         self,
@@ -107,7 +106,7 @@ class Soak:
         self._rest()
 
     def run(self, operations: int, rounds: int = ROUNDS, *, stops: bool = True) -> None:
-        """So many operations, and as many samples as rounds; without `stops`, the store always says something."""
+        """So many operations, and a sample for each round; without `stops`, the store always answers."""
         for number in range(rounds):
             stopped = stops and number % STOPPED_EVERY == 2
             for fault in SPELLS[number % len(SPELLS)]:
@@ -130,7 +129,7 @@ class Soak:
             self.samples.append(self._sample())
 
     def _rest(self) -> None:
-        """Until nothing is open, on its way or waiting to be uploaded."""
+        """Wait until no file is open, in flight or waiting for its upload."""
         until = time.monotonic() + 60
         while time.monotonic() < until:
             status = self._status()
@@ -158,7 +157,7 @@ class Soak:
 
 
 def growth(samples: Sequence[Mapping[str, float]]) -> dict[str, tuple[float, float]]:
-    """By what: how much more there is at the end than after the warm-up, along a straight line, and how much may be."""
+    """Metric → (its growth from the warm-up to the end, along a straight line; the allowed growth)."""
     found = {}
     for name, allowed in GROWTH.items():
         values = [sample[name] for sample in samples[WARM_UP:]]
@@ -171,13 +170,13 @@ def growth(samples: Sequence[Mapping[str, float]]) -> dict[str, tuple[float, flo
 
 
 def _readers(data: Path) -> int:
-    """Slots of the reader table that were ever taken: one for each that reads at a time, and each that was left behind."""
+    """Slots of the reader table that were ever used: one for each concurrent reader, and each that leaked."""
     with lmdb.open(str(data.parent), readonly=True, create=False) as env:
         return int(env.info()["num_readers"])
 
 
 class _Worker:
-    """One thread's share. It alone writes what is below its directory."""
+    """The operations of one thread, which alone writes below its directory."""
 
     def __init__(self, number: int, path: Path, tally: Tally) -> None:
         self._rng = random.Random(number)
@@ -274,7 +273,7 @@ def _content(key: str) -> bytes:
 
 
 def fill(lab: LabStore, bucket: str) -> None:
-    """Put the data there."""
+    """Put the data into the bucket."""
     for number in range(FILES):
         _contents[small(number)] = content(small(number), SIZES[number % len(SIZES)])
     for number in range(LARGE):
@@ -296,12 +295,12 @@ OPTIONS = (
     "--timeout",
     "9s",
 )
-"""Of the mount: everything is evicted, forgotten and asked for again all the time."""
+"""Options with which all data is evicted, forgotten and fetched again throughout."""
 
 
 @scenario("soak", rounds=ROUNDS)
 def soak(work: Workspace, rounds: int) -> Result:
-    """What the daemon holds after tens of thousands of operations on a small cache, the store well and unwell in turns"""
+    """What the daemon holds after tens of thousands of operations on a small cache, with faults of the store in between"""
     result = Result()
     fill(work.lab, "soak")
     with Cachefs(work.disk, work.lab, "soak", "-o", "rw", *OPTIONS) as mount:

@@ -36,10 +36,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 AHEAD = 2
-"""Batches a worker is given before one of them has come back: PyTorch's default."""
+"""Batches that a worker gets before it has returned one: PyTorch's default."""
 
 UTILISATION = 0.9
-"""Of the accelerator on the fastest place: MLPerf Storage's least."""
+"""Utilisation of the accelerator on the fastest place: the least that MLPerf Storage accepts."""
 
 _CHUNK = 1 << 20
 _REPOSITORY = Path(__file__).resolve().parents[1]
@@ -63,7 +63,7 @@ def _streamed(path: str) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """How a workload reads: one file is one sample."""
+    """How a workload reads its samples. Each sample is one file."""
 
     name: str
     batch: int
@@ -87,7 +87,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Epoch:
-    """One pass over all samples. `utilisation` is the share of it that the accelerator was busy."""
+    """One pass over all samples. `utilisation` is the accelerator's busy share of it."""
 
     samples: int
     bytes: int
@@ -97,7 +97,7 @@ class Epoch:
 
 
 class Sampler(Protocol):
-    """What decides the order of an epoch."""
+    """The policy of an epoch's order."""
 
     def set_epoch(self, epoch: int) -> None: ...
     def __len__(self) -> int: ...
@@ -105,7 +105,7 @@ class Sampler(Protocol):
 
 
 class Shuffled:
-    """A new order in each epoch, the same for everybody who knows the seed (as PyTorch's `DistributedSampler`)."""
+    """A new order in each epoch, the same for all ranks with the seed (as PyTorch's `DistributedSampler`)."""
 
     def __init__(self, count: int, seed: int = 0) -> None:
         self.epoch = 0
@@ -125,7 +125,7 @@ class Shuffled:
 
 
 class Listed(Shuffled):
-    """The order of the list, each time: a scan."""
+    """The order of the list in each epoch: a scan."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self._count))
@@ -133,7 +133,7 @@ class Listed(Shuffled):
 
 @dataclass(frozen=True)
 class Loop:
-    """What is run: a shape, with what was chosen otherwise. An epoch ends early after `limit_s` seconds."""
+    """A run: a shape and its options. An epoch ends early after `limit_s` seconds."""
 
     shape: Shape
     workers: int
@@ -145,7 +145,7 @@ class Loop:
     limit_s: float = float("inf")
 
     def epochs(self, paths: Sequence[str], count: int) -> Generator[Epoch, None, None]:
-        """Run that many, one after another, with the same workers."""
+        """Run so many epochs, one after another, with the same workers."""
         kind = Shuffled if self.shuffle else Listed
         sampler: Sampler = kind(len(paths), self.seed)
         if self.hints:
@@ -223,7 +223,7 @@ def _started(count: int, shape: Shape, paths: Sequence[str]) -> Iterator[list[Co
 
 
 def _work(tasks: Connection, shape: Shape, paths: Sequence[str], inherited: Sequence[Connection]) -> None:
-    """A worker: indices in, bytes read out (or what went wrong), until the parent closes its end."""
+    """The worker process: gets indices, returns bytes read or an error, until the parent closes the pipe."""
     for connection in inherited:  # a parent's end held here would keep its worker from ever seeing it closed
         connection.close()
     while True:
@@ -242,20 +242,20 @@ def _work(tasks: Connection, shape: Shape, paths: Sequence[str], inherited: Sequ
 
 
 def _decode(seconds: float) -> None:
-    """Use that much CPU: of this thread, so that whoever takes the core away (a daemon) makes it last longer."""
+    """Use so much CPU time of this thread, which takes longer if another process takes the core."""
     until = time.thread_time() + seconds
     while time.thread_time() < until:
         pass
 
 
 def files(root: Path) -> list[str]:
-    """All files below, in the order of their names."""
+    """All files below the directory, in the order of their names."""
     found = [os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names]
     return sorted(found)
 
 
 def apart(root: Path, *options: str | float) -> dict[str, Any]:
-    """Run this program on a directory in a process of its own; what it says with `--json`."""
+    """Run this program on a directory in a process of its own. Returns its JSON output."""
     command = [sys.executable, "-m", "bench.training", str(root), "--json", *map(str, options)]
     said = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True, timeout=600)
     if said.returncode:
@@ -276,7 +276,7 @@ def step_ms_at_least(share: float, root: Path, *options: str | float, shape: str
 
 
 def step_ms_for(root: Path, *options: str | float) -> float:
-    """The step that keeps the accelerator busy for `UTILISATION` of the time here, with these options of the program."""
+    """The step with which the accelerator is busy for `UTILISATION` of the time here, with these options."""
     report = apart(root, *options, "--step-ms", 0)
     best = max(report["epochs"], key=_rate)
     step_ms = UTILISATION * 1e3 * best["seconds"] / -(-best["samples"] // report["batch"])

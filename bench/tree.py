@@ -1,4 +1,4 @@
-"""Names: what a listing costs, in requests and in memory."""
+"""Names: the requests and the memory of listings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LS_LIMIT_S = 20.0
 
 
 def ls_l(path: Path) -> float:
-    """Seconds that `ls -l` takes. Raises TimeoutExpired."""
+    """Seconds of `ls -l`. Raises TimeoutExpired."""
     begun = time.perf_counter()
     env = {**os.environ, "LC_ALL": "C"}
     subprocess.run(
@@ -28,7 +28,7 @@ def ls_l(path: Path) -> float:
 
 @scenario("ls")
 def ls(work: Workspace, rounds: int) -> Result:
-    """`ls -l` of a directory nobody has listed, and once more."""
+    """`ls -l` of a directory that is not cached, and once more."""
     result = Result()
     count = work.scale.names
     work.lab.synthesize("names", "", count, 1000)
@@ -73,7 +73,7 @@ def ls(work: Workspace, rounds: int) -> Result:
 
 @scenario("memory-million")
 def memory_million(work: Workspace, rounds: int) -> Result:
-    """What the daemon weighs when a million names have been listed."""
+    """The daemon's memory after a million names have been listed."""
     result = Result()
     count = work.scale.many_names
     folders = 10

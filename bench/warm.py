@@ -1,5 +1,5 @@
-"""Bytes that are here, in the kernel's page cache or only in ours, through pyfuse3: `bench.passthrough` asks the same of
-the other backend."""
+"""Reads of cached data, in the kernel's page cache or in the tiers alone, through pyfuse3. `bench.passthrough` measures the
+other backend."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _cachefs(work: Workspace, bucket: str, *options: str) -> Cachefs:
 
 
 def _mounts(stack: ExitStack, work: Workspace, bucket: str, tree: Path, result: Result) -> dict[str, Mount]:
-    """The null filesystem and the others, as far as they run."""
+    """The null filesystem and the other mounts, as far as they run here."""
     found: dict[str, Mount] = {}
     for mount in [Null(work.disk, work.lab, bucket, tree)] + [
         kind(work.disk, work.lab, bucket) for kind in (OTHERS if work.scale.others else ())
@@ -31,7 +31,7 @@ def _mounts(stack: ExitStack, work: Workspace, bucket: str, tree: Path, result: 
 
 
 AGAIN = 3
-"""Readings in one turn: a page cache answers too fast for one to be measured well."""
+"""Reads in one turn: a page cache is too fast for one to be measured well."""
 
 
 def _again(root: Path, limit_s: float) -> Callable[[], float]:
@@ -49,8 +49,8 @@ def _again(root: Path, limit_s: float) -> Callable[[], float]:
 
 
 def _fewest_reads(mount: Cachefs, read: Callable[[], object]) -> dict[str, int]:
-    """What the kernel asks when everything is read again: of some tries the one with the fewest READs, since a machine
-    that takes idle pages away now and then causes READs that no daemon could have spared it."""
+    """Requests of the kernel when all files are read again: of several tries the one with the fewest READs, because a
+    machine that reclaims idle pages causes READs that no daemon could avoid."""
     tries = []
     for _ in range(5):
         read()
@@ -83,7 +83,7 @@ def warm_seq(work: Workspace, rounds: int) -> Result:
 
 @scenario("ssd-seq", rounds=5)
 def ssd_seq(work: Workspace, rounds: int) -> Result:
-    """A large file that lies in the SSD tier only: the kernel has forgotten all of it, for everyone."""
+    """A large file in the SSD tier only, without pages in memory, for all contenders."""
     result = Result()
     if not can_drop_caches():
         result.note("needs root: the kernel's page cache cannot be dropped")

@@ -24,7 +24,7 @@ from bench.lab.client import LabStore
 
 SHM = Path("/dev/shm")
 LATENCY_MS, BANDWIDTH = 20, 200e6
-"""The shaped store: an object store in the same region."""
+"""The shape of the store: an object store in the same region."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class Scale:
     many_names: int = 1_000_000
     soak_operations: int = 40_000
     out_s: float = 60.0
-    """How long a store does not answer."""
+    """Seconds for which a store does not answer."""
     others: bool = True
     """Whether other mounts are measured beside cachefs."""
     drops: bool = True
-    """Whether the kernel's page cache may be dropped: it is everybody's."""
+    """Whether the kernel's page cache, which all processes share, may be dropped."""
     limit_s: float = 3.0
-    """How long a reader stays with one of them: its pace is known after that."""
+    """Seconds for which a reader stays with a file: its rate is known after that."""
 
 
 TINY = Scale(
@@ -95,7 +95,7 @@ TINY = Scale(
     others=False,
     drops=False,
 )
-"""For tests: counts are exact at any size."""
+"""For tests: counts are exact at any scale."""
 
 
 @dataclass
@@ -116,7 +116,7 @@ class Traffic:
 
 
 class Workspace:
-    """Enter it from a thread that stays: the store lives as long as that thread."""
+    """Enter it in a thread that stays: the store ends with that thread."""
 
     def __init__(self, scale: Scale = Scale()) -> None:
         self.scale = scale
@@ -153,7 +153,7 @@ class Workspace:
         return tree
 
     def small(self, bucket: str) -> tuple[Path, list[str]]:
-        """A bucket of small files in ten folders: (tree, the keys in an order nobody foresees)."""
+        """A bucket of small files in ten folders: (tree, the keys in random order)."""
         tree = self._trees / "small"
         scale = self.scale
         keys = [f"class_{n % 10:02d}/{n:06d}.jpg" for n in range(scale.small_files)]
@@ -166,7 +166,7 @@ class Workspace:
         return tree, keys
 
     def files(self, bucket: str, folders: Sequence[str], count: int, size: int) -> list[str]:
-        """A bucket of that many files, dealt to the folders in turn; their keys in the store's order."""
+        """A bucket of that many files, spread over the folders; their keys in the store's order."""
         tree = self._trees / bucket
         keys = sorted(f"{folders[n % len(folders)]}/{n:06d}.bin" for n in range(count))
         if not tree.exists():
@@ -178,7 +178,7 @@ class Workspace:
         return keys
 
     def tree(self, bucket: str) -> Path:
-        """What the store serves of a bucket that was made here."""
+        """The tree of a bucket that was made here."""
         return self._trees / bucket
 
     def changed(self, key: str) -> bytes:
@@ -205,7 +205,7 @@ class Workspace:
 
     @contextmanager
     def shaped(self, bandwidth: float = BANDWIDTH) -> Iterator[None]:
-        """The store is as far away and as fast as a real one, meanwhile."""
+        """Give the store the latency and bandwidth of a real one in this block."""
         self.lab.shape(latency_ms=LATENCY_MS, bandwidth=bandwidth)
         try:
             yield
@@ -214,7 +214,7 @@ class Workspace:
 
     @contextmanager
     def traffic(self) -> Iterator[Traffic]:
-        """What was asked for meanwhile; known once the block is left."""
+        """The requests of this block, known at its end."""
         self.quiet()
         self.lab.reset()
         seen = Traffic()
@@ -232,7 +232,7 @@ class Workspace:
         seen.unfinished = requests.get("create_upload", 0) - ended
 
     def quiet(self) -> None:
-        """Wait until nothing has been asked for a moment: readahead may still be coming in."""
+        """Wait until no request has come for a moment: readahead may still be in flight."""
         before = -1
         until = time.monotonic() + 30
         while time.monotonic() < until:
@@ -245,7 +245,7 @@ class Workspace:
 
 
 def fill(path: Path, size: int) -> None:
-    """A file of bytes that do not compress, no two MiB of it the same."""
+    """Make a file of bytes that do not compress, without two equal MiB."""
     pool = _pool()
     with path.open("wb") as file:
         for number in range(0, size, len(pool)):
@@ -264,10 +264,8 @@ def _pool() -> bytes:
 
 
 class SpareMemory:
-    """Memory that the machine really has: held until it is needed, and taken again right afterwards.
-
-    A virtual machine may give free memory back to its host, and then the first use of each page costs more than all that
-    is measured here, and only whoever keeps bytes pays it."""
+    """Allocate memory until it is needed, and free it then. A virtual machine may have returned free memory to its host;
+    the first use of each page then costs more than what is measured here, and only programs that store bytes pay for it."""
 
     def __init__(self, size: int) -> None:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -307,11 +305,10 @@ class SpareMemory:
 
 
 class Processors:
-    """How busy all of them are while this is entered: above nine tenths, nothing that runs can be faster than its
-    processor time."""
+    """Utilisation of all processors in this block: above nine tenths, no result can be faster than its processor time."""
 
     busy = 0.0
-    """A share of 1, of all that runs on the machine."""
+    """A share of 1, of all processes of the machine."""
 
     def __enter__(self) -> Self:
         self._used, self._all = _processor_time()
@@ -325,7 +322,7 @@ class Processors:
 
 
 def _processor_time() -> tuple[int, int]:
-    """(used, all of it) since the start of the machine, in ticks."""
+    """(used, total) ticks since the start of the machine."""
     with open("/proc/stat") as file:
         user, nice, system, idle, iowait, irq, softirq, steal, *_ = map(int, file.readline().split()[1:])
     used = user + nice + system + irq + softirq + steal
@@ -337,6 +334,6 @@ def can_drop_caches() -> bool:
 
 
 def drop_caches() -> None:
-    """Make the kernel forget all cached pages of files, FUSE's included. Needs root."""
+    """Make the kernel drop all cached pages, FUSE's included. Needs root."""
     os.sync()
     Path("/proc/sys/vm/drop_caches").write_text("1\n")

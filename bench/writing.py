@@ -30,7 +30,7 @@ from bench.workspace import Workspace, can_drop_caches, drop_caches
 MIB = 1 << 20
 BANDWIDTH = 100e6
 LONG_BANDWIDTH = 400e6
-"""Of the long save, which then takes ten seconds."""
+"""Bytes of the long save, which takes ten seconds."""
 
 SAVED, NAME = "saved", "model.bin"
 RAW, EXT4, RCLONE = "raw client", "ext4", RcloneWriting.name
@@ -38,7 +38,8 @@ REPLACED, REPLACES = 64 * MIB, 4
 CREATED = 100_000
 MOST_MEMORY_MB = 256
 FLAT_MB = 16
-"""By how much the second half of a long save may need more than the first. Guessed: far less than any part of the file."""
+"""Growth of memory that the second half of a long save may have over the first. Guessed: far less than any part of the
+file."""
 
 UPLOADED_S = 120.0
 
@@ -52,22 +53,22 @@ def _noise() -> bytes:
 
 
 def block(index: int) -> bytes:
-    """A MiB of the file; no two are the same."""
+    """A MiB of the file; no two are equal."""
     return f"{index}".encode().ljust(64) + _noise()
 
 
 def content(start: int, stop: int) -> bytes:
-    """Bytes of the file, from one full MiB to another."""
+    """Bytes of the file between two multiples of a MiB."""
     return b"".join(map(block, range(start // MIB, stop // MIB)))
 
 
 def small(path: str | Path) -> bytes:
-    """What a small file holds, by its name."""
+    """The content of a small file, by its name."""
     return Path(path).name.encode().ljust(64) + _noise()[:9936]
 
 
 def save(path: Path, size: int, *, sync: bool = False) -> float:
-    """MB/s of a file that is written, a MiB a call, and closed."""
+    """MB/s of writing a file, a MiB a call, and closing it."""
     begun = time.perf_counter()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
@@ -97,9 +98,8 @@ def _write(fd: int, data: bytes) -> None:
 
 
 def rehearse(work: Workspace, size: int) -> None:
-    """What is saved next finds the memory that a plain file has just been written in. Which pages the kernel takes decides
-    more than who writes, where the machine's host gives some of them back only when they are touched: a GiB of those takes
-    seconds of both processors."""
+    """Provide the memory in which a plain file has just been written. Where the machine's host returns memory only at the
+    first access, the choice of pages decides more than the writer: a GiB of such pages takes seconds of both processors."""
     plain = work.disk / "plain.bin"
     save(plain, size, sync=True)
     plain.unlink()
@@ -107,7 +107,7 @@ def rehearse(work: Workspace, size: int) -> None:
 
 
 def differs(read: Callable[[int], bytes], size: int) -> str:
-    """Where what `read` gives (of the next bytes so many) is not the file; "" if it is."""
+    """Where the result of `read` (of the next so many bytes) differs from the file; "" if it does not."""
     for index in range(size // MIB):
         if read(MIB) != block(index):
             return f"byte {index * MIB} and on are others"
@@ -143,14 +143,14 @@ def rclone(work: Workspace) -> Iterator[Mount]:
 
 
 def flush(mount: Cachefs) -> None:
-    """Wait until the store has all of it."""
+    """Wait until the store has the whole file."""
     said = mount.command("flush", str(mount.path))
     if said.returncode:
         raise RuntimeError(f"cachefs flush: {said.stderr.strip()}")
 
 
 def until_made(work: Workspace, count: int) -> None:
-    """Wait until the store has made that many objects since its counters were reset."""
+    """Wait until the store has created so many objects since its counters were reset."""
     until = time.monotonic() + UPLOADED_S
     while time.monotonic() < until:
         counters = work.lab.counters()
@@ -162,7 +162,7 @@ def until_made(work: Workspace, count: int) -> None:
 
 
 def beside(work: Workspace, measure: Callable[[], float], series: Series, result: Result) -> None:
-    """rclone's turn, once, in the same series."""
+    """One measurement of rclone in the same series."""
     if not work.scale.others:
         return
     own = interleave(1, {RCLONE: measure}, result, what="", unit="")
@@ -183,7 +183,7 @@ def saved_whole(result: Result, what: str, difference: str) -> None:
 
 @scenario("save-durable", rounds=3)
 def save_durable(work: Workspace, rounds: int) -> Result:
-    """A large file, in the store when close returns, beside a parallel upload from memory."""
+    """A large file that is in the store when close returns, beside a parallel upload from memory."""
     result = Result()
     size = work.scale.saved
     work.lab.bucket(SAVED)
@@ -231,7 +231,7 @@ def save_durable(work: Workspace, rounds: int) -> Result:
 
 @scenario("save-writeback", rounds=6)
 def save_writeback(work: Workspace, rounds: int) -> Result:
-    """A large file with --writeback, on the disk when fsync and close return, beside a plain file on that disk."""
+    """A large file with --writeback that is on the disk when fsync and close return, beside a plain file there."""
     result = Result()
     size = work.scale.saved
     differences: list[str] = []
@@ -272,7 +272,7 @@ def save_writeback(work: Workspace, rounds: int) -> Result:
 
 @scenario("save-again")
 def save_again(work: Workspace, rounds: int) -> Result:
-    """What was just saved is read back, through the daemon and not from the kernel's page cache."""
+    """A file is read back right after its save, through the daemon and not from the kernel's page cache."""
     result = Result()
     size = work.scale.saved
     dropping = work.scale.drops and can_drop_caches()
@@ -301,7 +301,7 @@ def save_again(work: Workspace, rounds: int) -> Result:
 
 @scenario("save-replace")
 def save_replace(work: Workspace, rounds: int) -> Result:
-    """A file is written under another name and renamed over the old one, four times: what each costs at the store."""
+    """A file is written under another name and renamed over the old one, four times: the requests to the store."""
     result = Result()
     size = min(work.scale.saved, REPLACED)
     ways: dict[str, Sequence[str]] = {"writeback": ("--writeback",), "durable": ()}
@@ -362,7 +362,7 @@ def save_memory(work: Workspace, rounds: int) -> Result:
 
 @contextmanager
 def watching(look: Callable[[], int]) -> Iterator[list[int]]:
-    """What is seen every 20 ms while the block runs; two values at least."""
+    """Sample a value every 20 ms in this block; at least two samples."""
     seen = [look()]
     done = threading.Event()
 
@@ -382,7 +382,7 @@ def watching(look: Callable[[], int]) -> Iterator[list[int]]:
 
 @scenario("save-small", rounds=3)
 def save_small_files(work: Workspace, rounds: int) -> Result:
-    """Many small files by 8 writers, each in the store when its close returns."""
+    """Small files by 8 writers, each in the store when its close returns."""
     result = Result()
     count = work.scale.saved_files
     work.lab.bucket(SAVED)
@@ -434,7 +434,7 @@ def save_small_files(work: Workspace, rounds: int) -> Result:
 
 @scenario("create-small", rounds=3)
 def create_small(work: Workspace, rounds: int) -> Result:
-    """Files of 100 KB made one after another and removed, durable and with --writeback: time and processor time."""
+    """Files of 100 KB created one after another and removed, by default and with --writeback: time and processor time."""
     result = Result()
     count = work.scale.created
     data = os.urandom(CREATED)
@@ -445,7 +445,7 @@ def create_small(work: Workspace, rounds: int) -> Result:
     turns = itertools.count()
 
     def made(folder: Path, *, sync: bool = False) -> float:
-        """ms a file."""
+        """Milliseconds a file."""
         folder.mkdir()
         begun = time.perf_counter()
         for index in range(count):
@@ -457,7 +457,7 @@ def create_small(work: Workspace, rounds: int) -> Result:
         return 1e3 * (time.perf_counter() - begun) / count
 
     def remove(folder: Path) -> float:
-        """ms a file."""
+        """Milliseconds a file."""
         begun = time.perf_counter()
         for index in range(count):
             (folder / f"{index}.bin").unlink()

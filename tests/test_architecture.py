@@ -50,7 +50,7 @@ FENCES = {
         ("pycurl", "botocore", "azure", "google", "fsspec", "s3fs", "adlfs", "gcsfs", "aiohttp"),
         ("origin/",),
     ),
-    **dict.fromkeys(("click", "rich"), ("cli/", "config/options.py")),
+    **dict.fromkeys(("click", "rich"), ("cli/",)),
     "h11": ("peers/etcd.py",),
     "ssl": ("peers/", "origin/http.py"),
     "prometheus_client": ("observe/",),

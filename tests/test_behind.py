@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,15 +105,39 @@ def test_rows_that_replace_each_other_cost_one_commit(disk: Disk) -> None:
     rows = WriteBehind(disk.database)
     for number in range(100):
         rows.write([("a", b"k", b"%d" % number)])
-    rows.sync()
+    rows.flush()
     assert disk.commits <= 2 and disk.database.get("a", b"k") == b"99"
+    rows.close()
+
+
+def test_rows_are_gathered_until_a_caller_waits(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So rows that replace each other while no caller waits cost one commit."""
+    monkeypatch.setattr(behind, "GATHER_S", 3600.0)
+    rows = WriteBehind(disk.database)
+    wait_for, gathering = rows._changed.wait_for, threading.Event()
+
+    def watched(predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        if timeout == behind.GATHER_S:
+            gathering.set()
+        return wait_for(predicate, timeout)
+
+    monkeypatch.setattr(rows._changed, "wait_for", watched)
+    rows.write([("a", b"k", b"first")])
+    rows.flush()  # the thread waits by `watched` from now on
+    rows.write([("a", b"k", b"second")])
+    assert gathering.wait(30), "the thread does not gather"
+    gathering.clear()
+    for number in range(100):
+        rows.write([("a", b"k", b"%d" % number)])
+    rows.flush()
+    assert disk.commits == 2 and disk.database.get("a", b"k") == b"99"
     rows.close()
 
 
 def test_as_many_rows_as_are_wanted_or_one_less_wait(disk: Disk) -> None:
     rows = WriteBehind(disk.database)
     rows.write([("a", b"b1", b""), ("a", b"b3", b"")])
-    rows.sync()
+    rows.flush()
     disk.answers.clear()
     rows.write([("a", b"b0", b""), ("a", b"b2", b""), ("a", b"b4", b"")])
     words = [b"b0", b"b1", b"b2", b"b3", b"b4"]
@@ -129,7 +155,7 @@ def test_after_a_caller_that_hurried_rows_are_gathered_again(
     rows = WriteBehind(disk.database)
     for number in range(3):
         rows.write([("a", b"k", b"%d" % number)])
-        rows.sync()
+        rows.flush()
         assert disk.commits == number + 1 and not rows._hurry and not rows._callers and not rows.waiting_rows
     rows.close()
 
@@ -210,7 +236,14 @@ def test_who_has_to_know_waits_for_the_commit_so_long(disk: Disk) -> None:
 def test_a_commit_that_fails_is_said_and_tried_again(
     disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(behind, "RETRY_S", 0.01)
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        while not rows._callers:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(behind, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     rows = WriteBehind(disk.database)
     disk.failures = [NoRoom("full"), NoRoom("full")]
 
@@ -227,12 +260,13 @@ def test_a_commit_that_fails_is_said_and_tried_again(
     assert (disk.database.get("a", b"k"), disk.database.get("b", b"k")) == (b"newer", b"v")
     assert caplog.text.count("full; trying again") == 1
     rows.close()
+    assert waits == [behind.RETRY_S] * 2
 
 
 def test_a_database_that_lacks_rows_is_not_closed_as_clean(disk: Disk) -> None:
     rows = WriteBehind(disk.database)
     rows.write([("a", b"k", b"v")])
-    rows.sync()
+    rows.flush()
     disk.failures = [NoRoom("full")]
     rows.write([("a", b"k", b"newer")])
     rows.close()

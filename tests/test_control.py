@@ -12,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,29 @@ while True:
 def test_nobody_there(path: Path) -> None:
     with pytest.raises(NotRunning, match="no cachefs answers"):
         request(path, "status")
+
+
+def test_a_reply_without_an_end_is_read_up_to_a_bound(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root asks daemons of users."""
+    monkeypatch.setattr(client, "MAX_REPLY_BYTES", 1 << 20)
+    path.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def flood() -> int:
+            connection, _ = listener.accept()
+            sent = 0
+            with connection, suppress(OSError):
+                while sent < 64 << 20:
+                    sent += connection.send(b"x" * (64 << 10))
+            return sent
+
+        with ThreadPoolExecutor(1) as thread:
+            flooding = thread.submit(flood)
+            with pytest.raises(ControlError, match="hung up"):
+                request(path, "status", timeout_s=30.0)
+        assert flooding.result() < 8 << 20
 
 
 def test_a_daemon_that_says_nothing(path: Path) -> None:

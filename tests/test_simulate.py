@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from cachefs.base.errors import ConfigError
 from cachefs.cli import cache as command
 from cachefs.cli.main import cli
-from cachefs.cli.places import profiled
+from cachefs.cli.places import parts_in_recording
 from cachefs.daemon import asking
 from cachefs.observe.simulate import SHAPES, Result, load, shape, simulate
 
@@ -131,7 +131,7 @@ def test_a_bad_line_is_refused_with_its_number(
         load(path)
     monkeypatch.setattr(asking, "mount_of", lambda base: (base, ""))
     with pytest.raises(ConfigError, match=f"line 2: not a line of cachefs record .*{why}"):
-        profiled(str(path), tmp_path)
+        parts_in_recording(str(path), tmp_path)
 
 
 def test_no_trace_is_refused(tmp_path: Path) -> None:

@@ -81,6 +81,20 @@ def test_the_thread_ends_a_process_whose_loop_is_held_up() -> None:
     assert b"stopped without closing cleanly: answering a signal took too long" in said
 
 
+def test_the_end_waits_for_a_log_that_hangs_until_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    logs.setup("info", "text")
+    root, may = logging.getLogger(), threading.Event()
+    (handler,) = (h for h in root.handlers if h.get_name() == logs.HANDLER)
+    handler.emit = lambda record: may.wait(SLACK_S)  # type: ignore[method-assign]
+    monkeypatch.setattr(logs, "DRAINED_WITHIN_S", 0.01)
+    try:
+        with logs.in_background():
+            logging.getLogger("cachefs.test").info("never written")
+        assert not may.is_set() and handler not in root.handlers
+    finally:
+        may.set()
+
+
 def test_a_log_that_cannot_be_written_holds_up_nothing() -> None:
     """As on a disk that hangs; what it takes again is in it."""
     logs.setup("info", "text")
@@ -96,7 +110,7 @@ def test_a_log_that_cannot_be_written_holds_up_nothing() -> None:
     log = logging.getLogger("cachefs.test")
     mutable = ["as it was"]
     try:
-        with logs.beside():
+        with logs.in_background():
             for number in range(logs.QUEUED_RECORDS + 100):
                 log.info("%d %s", number, mutable)
             mutable[0] = "changed"

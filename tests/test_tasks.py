@@ -16,7 +16,7 @@ import trio.testing
 
 import cachefs
 from cachefs.base.errors import CacheUnusable
-from cachefs.base.tasks import Outcome, contained, containing, in_thread, taken
+from cachefs.base.tasks import RETRY_S, Outcome, contained, containing, in_thread, in_thread_at_last, taken
 from cachefs.upload.staging import StagingDisk, StagingFile
 
 PACKAGE = Path(cachefs.__file__).parent
@@ -143,6 +143,17 @@ def test_a_thread_that_cannot_be_started_is_an_errno(monkeypatch: pytest.MonkeyP
         raise RuntimeError("mine")
 
     trio.run(main)
+
+
+def test_a_thread_is_tried_for_again_after_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> float:
+        began = trio.current_time()
+        fails_to_start(monkeypatch, 3)
+        assert await in_thread_at_last(lambda: 1) == 1
+        return trio.current_time() - began
+
+    took_s = trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0.01))
+    assert took_s == pytest.approx(3 * RETRY_S, abs=0.5)
 
 
 class Steps(trio.abc.Instrument):

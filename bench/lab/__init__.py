@@ -1,1 +1,1 @@
-"""The lab: an S3 store of our own whose every request is counted, shaped and, on demand, spoiled."""
+"""The lab: an S3 store for tests and benchmarks, which counts all requests, and can delay them and make them fail."""

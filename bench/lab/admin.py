@@ -1,4 +1,4 @@
-"""The lab's own API, JSON below `/_lab/`: neither counted, nor shaped, nor spoiled."""
+"""The lab's API, JSON below `/_lab/`. Its requests are neither counted, nor shaped, nor made to fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.lab.faults import Rule
 from bench.lab.wire import Connection, Request
 
 NAME = "_lab"
-"""The name no bucket can have: S3 forbids underscores."""
+"""A name that no bucket can have: S3 forbids underscores."""
 
 Arguments = dict[str, Any]
 
@@ -35,7 +35,7 @@ def answer(lab: Lab, conn: Connection, request: Request) -> None:
 
 
 def _object(lab: Lab, conn: Connection, request: Request) -> Arguments:
-    """PUT and DELETE of one object, its name in the query: any key passes."""
+    """PUT and DELETE of one object. The key is in the query, so any key is possible."""
     bucket, key = request.query["bucket"], request.query["key"]
     if request.method == "PUT":
         stored = lab.warehouse.store(conn.body())

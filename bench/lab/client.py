@@ -1,4 +1,4 @@
-"""The lab store from the outside: start it, tell it what to do, ask what it saw, end it."""
+"""The client of a lab store: start it, control it, read its counters, end it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ class LabError(Exception):
 
 
 class LabStore:
-    """A lab store of one's own: a child process that lives as long as the context.
-
-    The kernel ends the store when the *thread* that entered the context ends: enter it from a thread that stays.
-    """
+    """A lab store in a child process that ends with the context. The kernel also ends it when the *thread* that entered the
+    context ends, so enter it in a thread that stays."""
 
     def __init__(
         self,
@@ -82,7 +80,7 @@ class LabStore:
 
     @property
     def env(self) -> dict[str, str]:
-        """Environment variables that lead AWS clients here, and nowhere else."""
+        """Environment variables with which AWS clients use this store, and no other."""
         return {
             "AWS_ACCESS_KEY_ID": "lab",
             "AWS_SECRET_ACCESS_KEY": "lab",
@@ -128,7 +126,7 @@ class LabStore:
         self._call("DELETE", "object?" + urlencode({"bucket": bucket, "key": key}))
 
     def serve(self, bucket: str, tree: str | os.PathLike[str]) -> int:
-        """Let a bucket show a directory tree as it is now, and nothing else; returns how many objects that is."""
+        """Let a bucket have the files of a directory tree as they are now, and no others. Returns the number of objects."""
         return int(self._post("serve", bucket=bucket, tree=str(Path(tree).resolve()))["objects"])
 
     def synthesize(self, bucket: str, prefix: str, count: int, size: int) -> None:
@@ -148,13 +146,13 @@ class LabStore:
         return requests
 
     def reset(self) -> None:
-        """Counters and log to nothing. Contents, shape and faults stay."""
+        """Reset counters and log. Contents, shape and faults stay."""
         self._post("reset")
 
     # How it behaves.
 
     def shape(self, *, latency_ms: float | None = None, bandwidth: float | None = None) -> None:
-        """Change what is given; `bandwidth` is bytes per second, 0 for unlimited."""
+        """Change the given parts of the shape; `bandwidth` is in bytes per second, 0 for unlimited."""
         self._post("shape", latency_ms=latency_ms, bandwidth=bandwidth)
 
     def fault(
@@ -189,7 +187,7 @@ class LabStore:
         return int(rule["id"])
 
     def faults_fired(self) -> dict[int, int]:
-        """How often each rule in force acted."""
+        """How often each rule has acted."""
         return {int(number): fired for number, fired in self._call("GET", "faults").items()}
 
     def clear_faults(self) -> None:

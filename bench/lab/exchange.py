@@ -53,7 +53,7 @@ _WITHIN_BODY = {Action.TRUNCATE, Action.HANG_BODY, Action.CHANGE}
 
 
 class S3Error(Exception):
-    """A refusal in S3's words."""
+    """An error reply of S3."""
 
     def __init__(self, code: str, message: str = "", headers: dict[str, str] | None = None) -> None:
         super().__init__(message or code)
@@ -63,12 +63,12 @@ class S3Error(Exception):
 
 
 class Hangup(Exception):
-    """This connection ends here."""
+    """The connection ends here."""
 
 
 @dataclass
 class Credentials:
-    """Who may do what. Access key ids are enough: signatures are not the lab's business."""
+    """Access rights, by access key id. The lab does not check signatures."""
 
     allowed: frozenset[str] | None = None
     expired: frozenset[str] = frozenset()
@@ -86,7 +86,7 @@ class Credentials:
 
 
 class Quirk(StrEnum):
-    """What some stores do otherwise than AWS documents, for all requests while it is in force."""
+    """Deviations of stores from what AWS documents. They hold for all requests."""
 
     COPY = (
         "copies-whatever-the-condition"  # x-amz-copy-source-if-match means nothing, of objects and of parts
@@ -101,12 +101,12 @@ class Quirk(StrEnum):
 
 
 CEPH = frozenset({Quirk.COPY, Quirk.COMPLETE, Quirk.BARE_ETAGS, Quirk.GONE, Quirk.NO_ETAG})
-"""Seen on Ceph's RADOS Gateway 16.2.15."""
+"""Observed with Ceph's RADOS Gateway 16.2.15."""
 
 
 @dataclass
 class Lab:
-    """Everything the store knows."""
+    """The state of the store."""
 
     warehouse: Warehouse
     latency: float = 0
@@ -118,7 +118,7 @@ class Lab:
     quirks: frozenset[Quirk] = frozenset()
 
     def shape(self, latency: float | None = None, bandwidth: float | None = None) -> None:
-        """Change what is given. Both directions get the same rate, as on a full-duplex link."""
+        """Change the given parts. Both directions get the same rate, as on a full-duplex link."""
         if latency is not None:
             self.latency = latency
         if bandwidth is not None:
@@ -131,7 +131,7 @@ class Exchange:
         self.request = request
         self.kind = kind
         self.subject = request.key or request.query.get("prefix", "")
-        """What key globs and denied prefixes are held against: the key, or the prefix of a listing."""
+        """What key globs and denied prefixes are matched with: the key, or the prefix of a listing."""
         self._conn = conn
         self._entry = lab.ledger.begin(kind, request.bucket, self.subject, request.header("range"))
         self._in_flight = True
@@ -139,11 +139,11 @@ class Exchange:
 
     @property
     def lies(self) -> bool:
-        """Whether a rule wants this answer to be about other bytes."""
+        """Whether a rule wants other bytes in this reply."""
         return self._rule is not None and self._rule.action is Action.LIE
 
     def admit(self) -> None:
-        """Let the request in, or carry out what a rule or the credentials have against it."""
+        """Admit the request, or carry out a rule, or refuse its credentials."""
         rule = self._rule
         if rule is not None:
             if rule.action in _BY_STATUS:
@@ -181,7 +181,7 @@ class Exchange:
     def reply_range(
         self, status: int, headers: dict[str, str], body: OpenBody, start: int, stop: int
     ) -> None:
-        """Answer with bytes [start, stop) of `body`; to a HEAD, only with how many there are."""
+        """Reply with the bytes [start, stop) of `body`; to a HEAD, with their number alone."""
         conn, length = self._conn, stop - start
         conn.skip_body()
         if self._rule is not None and self._rule.action is Action.LOSE:
@@ -219,7 +219,7 @@ class Exchange:
             start += count
 
     def _strike(self, rule: Rule) -> None:
-        """What a rule does in the middle of a body."""
+        """Carry out a rule in the middle of a body."""
         if rule.action is Action.CHANGE:
             self.lab.warehouse.change(self.request.bucket, self.request.key)
         elif rule.action is Action.HANG_BODY:
@@ -230,14 +230,14 @@ class Exchange:
             raise Hangup
 
     def _wait(self, rule: Rule) -> None:
-        """Hang: until time is up, the rule is cleared, or nobody waits any more."""
+        """Hang until the time is over, the rule is cleared, or the client has left."""
         deadline = time.monotonic() + rule.wait
         while time.monotonic() < deadline and not rule.cleared.wait(0.02):
             if self._conn.gone():
                 raise Hangup
 
     def finish(self) -> None:
-        """The request is no longer in flight."""
+        """Note that the request is no longer in flight."""
         if self._in_flight:
             self._in_flight = False
             self.lab.ledger.end()

@@ -35,8 +35,7 @@ FOREVER = 3600.0
 
 @dataclass
 class Rule:
-    """One line of the script. Actions that happen inside a body happen before its last byte at the latest, so they
-    are always felt."""
+    """A rule. Actions within a body happen before its last byte, so that the client always notices them."""
 
     action: Action
     kind: str = "get"
@@ -54,7 +53,7 @@ class Rule:
         self.action = Action(self.action)
 
     def due(self, kind: str, key: str) -> bool:
-        """Whether this request is meant; counts it if it matches."""
+        """Whether the rule applies to this request, which is counted if it matches."""
         if not (fnmatchcase(kind, self.kind) and fnmatchcase(key, self.key)):
             return False
         self.matched += 1
@@ -80,14 +79,14 @@ class Script:
             return number
 
     def clear(self) -> None:
-        """Drop all rules and release whom they hold."""
+        """Drop all rules, and release the requests that hang by them."""
         with self._lock:
             for rule in self._rules.values():
                 rule.cleared.set()
             self._rules.clear()
 
     def pick(self, kind: str, key: str) -> Rule | None:
-        """The rule that spoils this request, if any."""
+        """The rule that applies to this request, or None."""
         with self._lock:
             due = [rule for rule in self._rules.values() if rule.due(kind, key)]
             if not due:
@@ -96,6 +95,6 @@ class Script:
             return due[0]
 
     def fired(self) -> dict[int, int]:
-        """How often each rule acted."""
+        """How often each rule has acted."""
         with self._lock:
             return {number: rule.fired for number, rule in self._rules.items()}

@@ -22,7 +22,7 @@ class Ledger:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the past; requests in flight stay in flight."""
+        """Reset the counters and the log; requests in flight stay in flight."""
         with self._lock:
             self._requests: Counter[str] = Counter()
             self._statuses: Counter[str] = Counter()
@@ -33,7 +33,7 @@ class Ledger:
             self._epoch = time.monotonic()
 
     def begin(self, kind: str, bucket: str, key: str, span: str) -> dict[str, Any]:
-        """A request arrived; `span` is its Range header. Returns its log entry."""
+        """Record a request; `span` is its Range header. Returns its log entry."""
         with self._lock:
             entry = {
                 "at": round(time.monotonic() - self._epoch, 6),

@@ -18,13 +18,13 @@ class Page:
     keys: list[str]
     prefixes: list[str]
     last: str | None
-    """The last name shown (key or prefix) when more follow, else None."""
+    """The last name in the page (key or prefix) if more follow, else None."""
     token: str | None
-    """Where the next page begins; opaque to clients."""
+    """The start of the next page, opaque to clients."""
 
 
 def beyond(prefix: str) -> str | None:
-    """The smallest string greater than all strings that start with `prefix`; None when there is none."""
+    """The smallest string greater than all strings that start with `prefix`; None if there is none."""
     stem = prefix.rstrip(_LAST)
     return stem[:-1] + chr(ord(stem[-1]) + 1) if stem else None
 
@@ -35,13 +35,14 @@ def after(key: str) -> str:
 
 
 def after_marker(marker: str, prefix: str, delimiter: str) -> str | None:
-    """Where a version 1 listing goes on: past the marker, and past the common prefix the marker lies in."""
+    """The start of the next page of a version 1 listing: after the marker, and after the common prefix that the marker is
+    in."""
     cut = marker.find(delimiter, len(prefix)) if delimiter and marker.startswith(prefix) else -1
     return after(marker) if cut < 0 else beyond(marker[: cut + len(delimiter)])
 
 
 def from_token(token: str) -> str:
-    """The cursor in a token this module made; ValueError for any other."""
+    """The cursor in a token of this module; ValueError for any other."""
     return base64.urlsafe_b64decode(token.encode("ascii")).decode("utf-8", "surrogatepass")
 
 

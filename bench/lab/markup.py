@@ -1,4 +1,4 @@
-"""The XML of S3, as little of it as is spoken here."""
+"""The part of S3's XML that the lab uses."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def document(name: str, *children: str) -> bytes:
 
 
 def error_document(*children: str) -> bytes:
-    """Errors alone have no namespace, and clients mind."""
+    """Only errors have no namespace; clients depend on that."""
     return (_PROLOG + element("Error", *children)).encode()
 
 
 def url_encoded(text: str) -> str:
-    """As encoding-type=url wants names."""
+    """A name as in encoding-type=url."""
     return quote(text, safe="/*~")
 
 
@@ -51,7 +51,7 @@ def timestamp(seconds: int) -> str:
 
 
 def parse(pieces: Iterable[bytes]) -> ET.Element:
-    """A request's document with its namespaces taken off."""
+    """A request's document without its namespaces."""
     try:
         root = ET.fromstring(b"".join(pieces))
     except ET.ParseError as exc:

@@ -37,13 +37,13 @@ _RUNNING = 0x40
 _CARRIER_S = 5.0
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _NOBODY = "02:00:00:00:00:fe"
-"""A hardware address of no host."""
+"""A hardware address that no host has."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def why_not() -> str:
-    """Why there can be no hosts here; "" when there can."""
+    """Why hosts cannot be made here; "" if they can."""
     if os.getuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None or shutil.which("bridge") is None:
@@ -63,7 +63,7 @@ def _checked(result: int) -> None:
 
 @contextmanager
 def _elsewhere() -> Iterator[None]:
-    """Whatever namespace the thread is moved to meanwhile, it returns to its own."""
+    """Return the thread to its own namespace at the end, whichever it is in by then."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
         yield
@@ -73,7 +73,7 @@ def _elsewhere() -> Iterator[None]:
 
 
 class Namespace:
-    """An empty network of its own, but for loopback."""
+    """A network namespace with only a loopback interface."""
 
     def __init__(self) -> None:
         with _elsewhere():
@@ -83,23 +83,25 @@ class Namespace:
 
     @property
     def path(self) -> str:
-        """What `ip` takes for the name of a namespace."""
+        """The namespace's name for `ip`."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """This thread is there. Sockets stay where they were made, and processes and threads where they were started."""
+        """Move this thread to the namespace. Sockets stay in the namespace where they were made, processes and threads
+        where they were started."""
         with _elsewhere():
             _checked(_libc.setns(self._fd, _CLONE_NEWNET))
             yield
 
     def ip(self, *lines: str, program: str = "ip") -> None:
-        """Run lines of `ip` here. Raises `CalledProcessError`."""
+        """Run lines of `ip` in the namespace. Raises `CalledProcessError`."""
         with self.inside():
             subprocess.run([program, "-batch", "-"], input="\n".join(lines), text=True, check=True)
 
     def wait_for(self, interface: str) -> None:
-        """Until it carries packets: a moment after it is up, before which the kernel drops them. Raises `TimeoutError`."""
+        """Wait until the interface carries packets: the kernel drops them for a moment after it is up. Raises
+        `TimeoutError`."""
         request = struct.pack("16sH22x", interface.encode(), 0)
         until = time.monotonic() + _CARRIER_S
         with self.inside(), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -113,7 +115,7 @@ class Namespace:
 
 
 class Host(Namespace):
-    """One host: `eth0`, with an address that all others reach."""
+    """A host: `eth0`, with an address that all others can reach."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -123,7 +125,8 @@ class Host(Namespace):
         self.hardware = f"02:00:00:00:00:{number:02x}"
 
     def lift(self, others: Sequence[Host], mtu: int = 1500) -> None:
-        """Bring up its `eth0`, which is there by now. It knows the others: nobody waits for ARP after a cut."""
+        """Bring up `eth0`, which exists by now. It has the others' hardware addresses, so that no packet waits for ARP
+        after a cut."""
         self.ip(
             f"link set eth0 address {self.hardware} mtu {mtu} up",
             f"addr add {self.address}/24 dev eth0",
@@ -132,13 +135,13 @@ class Host(Namespace):
         self.wait_for("eth0")
 
     def known_as(self, hardware: str) -> str:
-        """The line of `ip` with which another host takes that for this one's hardware address."""
+        """The line of `ip` by which another host gets that hardware address for this one."""
         return f"neigh replace {self.address} lladdr {hardware} dev eth0 nud permanent"
 
 
 class Network:
-    """`count` hosts, numbered from 1. With a delay (one way) or loss, packets pass through a switch of ours; otherwise
-    hosts can be cut off from each other."""
+    """`count` hosts, numbered from 1. With a delay (one way) or loss, packets pass through `bench.lab.switch`; without,
+    hosts can be disconnected from each other."""
 
     def __init__(self, count: int, *, delay_ms: float = 0, loss: float = 0) -> None:
         self.hosts: list[Host] = []
@@ -191,7 +194,7 @@ class Network:
         self.close()
 
     def close(self) -> None:
-        """Let go of them: each is gone when nothing runs in it any more."""
+        """Release the namespaces: each ends with the last process in it."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -202,18 +205,18 @@ class Network:
     # Pulling cables. Not with a switch of ours.
 
     def cut(self, host: Host) -> None:
-        """Nobody reaches this host, and it reaches nobody."""
+        """Disconnect this host from all others."""
         self._cut.append(host)
         self._ports(host.name, 0)
 
     def divide(self, one: Host, other: Host) -> None:
-        """These two do not reach each other: each has the wrong hardware address of the other."""
+        """Disconnect two hosts from each other: each gets a wrong hardware address of the other."""
         self._divided += [(one, other), (other, one)]
         for at, of in ((one, other), (other, one)):
             at.ip(of.known_as(_NOBODY))
 
     def heal(self) -> None:
-        """All cables are back. What was sent into nothing meanwhile is sent again when TCP thinks so."""
+        """Connect all hosts again. TCP repeats lost packets after its own timeouts."""
         for at, of in self._divided:
             at.ip(of.known_as(of.hardware))
         for host in self._cut:
@@ -226,7 +229,7 @@ class Network:
 
 
 class StoreOn(LabStore):
-    """A lab store on a host. It is asked and told from anywhere."""
+    """A lab store on a host. Its client may be anywhere."""
 
     def __init__(self, host: Host, root: str | os.PathLike[str], **options: Any) -> None:
         super().__init__(root, host=host.address, **options)
@@ -243,5 +246,5 @@ class StoreOn(LabStore):
 
 
 def static_peers(hosts: Sequence[Host], port: int) -> str:
-    """What `--peers` says for daemons on these."""
+    """The value of `--peers` for daemons on these hosts."""
     return "static:" + ",".join(f"{host.address}:{port}" for host in hosts)

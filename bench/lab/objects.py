@@ -30,7 +30,7 @@ _INVERSE = bytes(255 - value for value in range(256))
 
 
 class Body:
-    """Where an object's bytes come from. `opened` pins one version of them."""
+    """The source of an object's bytes. `opened` pins one version of them."""
 
     def opened(self) -> OpenBody:
         raise NotImplementedError
@@ -47,7 +47,7 @@ class OpenBody:
         sock.sendall(self.read(offset, count))
 
     def pieces(self, size: int) -> Iterator[bytes]:
-        """The first `size` bytes, a bit at a time."""
+        """The first `size` bytes, in pieces."""
         step = 1 << 20
         return (self.read(at, min(step, size - at)) for at in range(0, size, step))
 
@@ -91,7 +91,7 @@ class _OpenFile(OpenBody):
 
 @dataclass(frozen=True, slots=True)
 class GeneratedBody(Body, OpenBody):
-    """`dataset.content` of a seed: no file, nothing to open."""
+    """Bytes generated from a seed by `dataset.content`, without a file."""
 
     seed: str
 
@@ -104,7 +104,7 @@ class GeneratedBody(Body, OpenBody):
 
 @dataclass(frozen=True, slots=True)
 class BytesBody(OpenBody):
-    """Bytes at hand: what a reply that is not an object consists of."""
+    """Bytes in memory, for replies that are no objects."""
 
     data: bytes
 
@@ -114,7 +114,7 @@ class BytesBody(OpenBody):
 
 @dataclass(frozen=True, slots=True)
 class InvertedBody(OpenBody):
-    """Other bytes of the same length: every one differs."""
+    """The same number of other bytes: every one differs."""
 
     inner: OpenBody
 
@@ -127,7 +127,7 @@ class InvertedBody(OpenBody):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One version of one object. `etag` includes its quotes; `headers` are given back as they were put."""
+    """One version of an object. `etag` includes its quotes; reads return `headers` as they were put."""
 
     size: int
     etag: str
@@ -137,13 +137,13 @@ class Stored:
 
     @property
     def generation(self) -> int:
-        """Google's number of a version; here it follows from the etag."""
+        """The generation number of Google's API; here it is derived from the etag."""
         return zlib.crc32(self.etag.encode()) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Generated objects `<prefix>name-0000000.bin` and on: a sorted sequence nobody has to store."""
+    """Generated objects `<prefix>name-0000000.bin` and on: a sorted sequence that takes no memory."""
 
     prefix: str
     count: int
@@ -181,7 +181,7 @@ class Bucket:
         self._keys = sorted(self._objects)
         self._runs: list[Run] = []
         self._holes: set[str] = set()
-        """Keys deleted out of a run."""
+        """Deleted keys of a run."""
 
     def get(self, key: str) -> Stored | None:
         found = self._objects.get(key)
@@ -239,7 +239,7 @@ class Bucket:
 
 
 class Blob:
-    """A new file being written, with the digest S3 makes etags of."""
+    """A new file that is being written, with the MD5 of which S3 makes etags."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
@@ -253,7 +253,7 @@ class Blob:
         self.size += len(data)
 
     def append(self, stored: Stored) -> None:
-        """All of an object that is a file; the digest is not of these bytes."""
+        """The content of an object in a file; `digest` is not computed from it."""
         assert isinstance(stored.body, FileBody)
         self._file.flush()
         with open(stored.body.path, "rb") as source:
@@ -279,7 +279,7 @@ class Blob:
 
 @dataclass
 class Upload:
-    """A multipart upload that was begun."""
+    """A multipart upload in progress."""
 
     bucket: str
     key: str
@@ -289,7 +289,7 @@ class Upload:
 
 
 class Warehouse:
-    """All buckets, the files behind them, and uploads under way. `lock` guards every look at a bucket."""
+    """All buckets, the files of their objects, and uploads in progress. `lock` protects all access to a bucket."""
 
     def __init__(self, root: Path) -> None:
         self._blobs = root / "blobs"
@@ -300,7 +300,7 @@ class Warehouse:
         self.uploads: dict[str, Upload] = {}
 
     def bucket(self, name: str) -> Bucket:
-        """That bucket, made if need be."""
+        """The bucket, made if it does not exist."""
         with self.lock:
             return self.buckets.setdefault(name, Bucket())
 
@@ -309,7 +309,7 @@ class Warehouse:
         return Blob(self._blobs / f"{os.getpid()}-{next(self._numbers)}")
 
     def store(self, pieces: Iterable[bytes], headers: dict[str, str] | None = None) -> Stored:
-        """A new object of these bytes, not yet under any key."""
+        """A new object of these bytes, without a key."""
         blob = self.blob()
         try:
             for piece in pieces:
@@ -320,7 +320,7 @@ class Warehouse:
             raise
 
     def join(self, parts: Iterable[Stored], etag: str, headers: dict[str, str]) -> Stored:
-        """A new object of the bytes of others that were stored here, copied by the kernel: a store would not copy at all."""
+        """A new object of the bytes of stored objects, copied by the kernel."""
         blob = self.blob()
         try:
             for part in parts:
@@ -349,7 +349,7 @@ class Warehouse:
         return changed
 
     def serve(self, name: str, tree: Path) -> int:
-        """Let a bucket show the files below `tree` as they are now, and nothing else; returns how many."""
+        """Let a bucket have the files below `tree` as they are now, and no others. Returns their number."""
         objects = dict(_files(str(tree.resolve()), ""))
         with self.lock:
             self.buckets[name] = Bucket(objects)

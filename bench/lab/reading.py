@@ -1,4 +1,4 @@
-"""Handlers that look: objects, listings, buckets."""
+"""Handlers of reads: objects, listings, buckets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RANGE = re.compile(r"bytes=(\d*)-(\d*)$")
 
 
 def the_bucket(exchange: Exchange) -> Bucket:
-    """The bucket a request names; call under the warehouse's lock."""
+    """The bucket of a request. The caller holds the warehouse's lock."""
     found = exchange.lab.warehouse.buckets.get(exchange.request.bucket)
     if found is None:
         raise S3Error("NoSuchBucket", "The specified bucket does not exist")
@@ -30,7 +30,7 @@ def matches(condition: str, stored: Stored | None) -> bool:
 
 
 def byte_range(header: str, size: int) -> tuple[int, int] | None:
-    """[start, stop) of a Range header; None for the whole object, which is also what S3 makes of nonsense."""
+    """[start, stop) of a Range header; None for the whole object, as S3 replies to a malformed header."""
     found = _RANGE.match(header.strip())
     if found is None or found.groups() == ("", ""):
         return None
@@ -87,7 +87,7 @@ def get_object(exchange: Exchange) -> None:
 
 
 def list_objects(exchange: Exchange) -> None:
-    """ListObjectsV2, and version 1 in so far as it differs."""
+    """ListObjectsV2, and version 1 where it differs."""
     query = exchange.request.query
     prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
     version2 = query.get("list-type") == "2"

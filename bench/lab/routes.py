@@ -1,4 +1,4 @@
-"""Which kind of request this is, and who answers it."""
+"""The kinds of requests and their handlers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HANDLERS: dict[str, Callable[[Exchange], None]] = {
     "list_parts": writing.list_parts,
     "list_uploads": writing.list_uploads,
 }
-"""Kind → handler. These names are what counters, the log and fault rules call requests; all else is "other"."""
+"""Kind → handler. Counters, the log and fault rules have these names; all other requests are "other"."""
 
 # Sub-resources that turn a request into something else entirely.
 _FOREIGN = {
@@ -85,7 +85,7 @@ def kind_of(request: Request) -> str:
 
 
 def answer(lab: Lab, conn: Connection, request: Request) -> None:
-    """Serve one S3 request, whatever becomes of it."""
+    """Serve one S3 request; all errors end here."""
     exchange = Exchange(lab, conn, request, kind_of(request))
     try:
         try:

@@ -12,9 +12,9 @@ import threading
 import time
 
 _LAG = 0.01
-"""Seconds of unused rate that may be used later: covers late wake-ups, and bounds the burst after idleness."""
+"""Seconds of unused rate that may be used later: compensates late wake-ups, and bounds the burst after idleness."""
 _LEAD = 0.001
-"""Turns nearer than this are not slept for: a sleep per quantum would cost more than it smooths."""
+"""Shorter waits are not slept: a sleep for each quantum would cost more than it smooths."""
 
 
 class Pipe:
@@ -27,11 +27,11 @@ class Pipe:
 
     @property
     def quantum(self) -> int:
-        """How much to take at once: a quarter of a millisecond's worth, within reason."""
+        """Bytes of one quantum: a quarter of a millisecond at this rate, within bounds."""
         return min(max(int(self.rate / 4000), 4 << 10), 256 << 10) if self.rate else 256 << 10
 
     def take(self, count: int) -> None:
-        """Wait for the turn of `count` bytes."""
+        """Wait until `count` bytes may be sent."""
         rate = self.rate
         if not rate:
             return

@@ -52,7 +52,7 @@ def serve_connection(lab: Lab, sock: socket.socket) -> None:
 
 
 def serve(lab: Lab, listener: socket.socket) -> None:
-    """Accept until the process ends."""
+    """Accept connections until the process ends."""
     while True:
         sock, _ = listener.accept()
         threading.Thread(target=serve_connection, args=(lab, sock), daemon=True).start()

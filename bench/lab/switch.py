@@ -26,7 +26,7 @@ _EVERYBODY = 0xFF
 
 
 def tap(name: str) -> int:
-    """A new TAP device in the namespace of this thread: what is written to the descriptor arrives there."""
+    """A new TAP device in the thread's namespace: frames written to the descriptor arrive there."""
     fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TAP | _IFF_NO_PI))
@@ -37,7 +37,7 @@ def tap(name: str) -> int:
 
 
 def switch(taps: list[int], delay_s: float, loss: float) -> None:
-    """Until the process ends."""
+    """Forward frames until the process ends."""
     rng = random.Random(0)
     late: deque[tuple[float, list[int], bytes]] = deque()
     poller = select.poll()

@@ -24,11 +24,11 @@ _REASONS = {status.value: status.phrase for status in HTTPStatus}
 
 
 class BadRequest(Exception):
-    """What came was not a request we can answer."""
+    """The bytes are no request that this server can answer."""
 
 
 class Request:
-    """A request's head; its body is still on the wire."""
+    """The head of a request, whose body is not read yet."""
 
     def __init__(self, method: str, target: bytes, headers: dict[str, str]) -> None:
         self.method = method
@@ -49,7 +49,7 @@ class Request:
 
 
 class Connection:
-    """One client. Also the callbacks httptools wants."""
+    """A client's connection, with the callbacks of httptools."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -113,7 +113,7 @@ class Connection:
                 raise ConnectionResetError("the client left within its body")
 
     def skip_body(self) -> None:
-        """Make way for the reply: read what is left, unless the client still waits to be asked for it."""
+        """Prepare for the reply: read the rest of the body, unless the client waits for `100 Continue`."""
         if self._expects and not self._all_done:
             self.keep_alive = False
             return
@@ -129,7 +129,7 @@ class Connection:
         return "\r\n".join([*lines, "", ""]).encode("latin-1")
 
     def send(self, data: bytes, more: bool = False) -> None:
-        """Send; `more` says a body follows at once and may share the packet."""
+        """Send; `more`: a body follows at once and may share the packet."""
         view = memoryview(data)
         flags = socket.MSG_MORE if more else 0
         while view:

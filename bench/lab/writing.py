@@ -1,4 +1,4 @@
-"""Handlers that change: objects, multipart uploads, buckets."""
+"""Handlers of writes: objects, multipart uploads, buckets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bench.lab.wire import Request
 
 
 def _kept(request: Request) -> dict[str, str]:
-    """Headers of a write that every read gives back."""
+    """Headers of a write that every read returns."""
     return {
         name: value
         for name, value in request.headers.items()
@@ -27,7 +27,7 @@ def _kept(request: Request) -> dict[str, str]:
 
 
 def _check(exchange: Exchange, current: Stored | None) -> None:
-    """The conditions of a write against what it would replace."""
+    """Check the conditions of a write against the object that it would replace."""
     request, quirks = exchange.request, exchange.lab.quirks
     if (Quirk.COMPLETE if exchange.kind == "complete_upload" else Quirk.PUT) in quirks:
         return
@@ -46,7 +46,7 @@ def _check(exchange: Exchange, current: Stored | None) -> None:
 
 
 def _commit(exchange: Exchange, stored: Stored) -> None:
-    """Put the new version under its key, if the request's conditions hold at this very moment."""
+    """Put the new version under its key, if the request's conditions hold now."""
     key = exchange.request.key
     try:
         with exchange.lab.warehouse.lock:
@@ -68,7 +68,7 @@ def put_object(exchange: Exchange) -> None:
 
 @contextmanager
 def _source(exchange: Exchange) -> Iterator[tuple[Stored, OpenBody]]:
-    """The object to copy, its bytes pinned."""
+    """The object to copy, with its bytes pinned."""
     request, warehouse = exchange.request, exchange.lab.warehouse
     bucket, _, key = unquote(request.header("x-amz-copy-source")).removeprefix("/").partition("/")
     with warehouse.lock:
@@ -157,7 +157,7 @@ def upload_part(exchange: Exchange) -> None:
 
 
 def copy_part(exchange: Exchange) -> None:
-    """A part out of another object."""
+    """A part copied from another object."""
     request = exchange.request
     _upload(exchange)
     with _source(exchange) as (source, opened):

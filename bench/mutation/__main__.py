@@ -30,10 +30,10 @@ TESTS = (
     "tests/fs",
     "tests/peers/test_receiving.py",
 )
-"""What runs in seconds: no mounts, no servers."""
+"""Tests that take seconds: without mounts or servers."""
 
 TICK_S = 0.01
-"""Of the system's count of processor time."""
+"""Clock ticks of processor time in a second."""
 
 
 def main() -> int:
@@ -108,7 +108,7 @@ def _mutants(options: argparse.Namespace) -> tuple[list[str], list[Mutant]]:
 
 
 def _named() -> list[Mutant]:
-    """Lines `path | function | old text | new text`: what an earlier examination found to survive."""
+    """Lines `path | function | old text | new text` of faults that survived earlier runs."""
     found = []
     for line in _lines(NAMED):
         parts = [part.strip() for part in line.split(" | ")]
@@ -161,7 +161,7 @@ def _is_harmless(mutant: Mutant, known: list[tuple[str, str, str]]) -> bool:
 
 
 def _mapped(paths: list[str]) -> set[str]:
-    """What coverage is collected of: whole rooms, so that it serves the next command, too."""
+    """The rooms whose coverage is collected: whole ones, so that further commands can use it."""
     files = {str(f.relative_to(ROOT)) for room in ROOMS for f in (ROOT / "cachefs" / room).rglob("*.py")}
     return files | {"cachefs/base/database.py", "cachefs/base/behind.py", "cachefs/peers/client.py", *paths}
 
@@ -199,7 +199,8 @@ def _stages(mutant: Mutant, coverage: Coverage, budget_s: float) -> list[dict[st
 
 
 def _dearness(cost: Cost) -> float:
-    """By which tests are sorted. A test takes a clock tick or more; one of which no line was seen may run all of them."""
+    """The key by which tests are sorted. A test counts as one clock tick at least; one without a known line may run all of
+    them."""
     return max(cost.processor_s, TICK_S) * (cost.functions or 1000)
 
 

@@ -51,7 +51,7 @@ class Mutant:
     new: str
     lines: frozenset[tuple[str, int]]
     around: tuple[str, str] = ("", "")
-    """Of a name or a number: the rest of its line."""
+    """The rest of the line, of a name or a number."""
 
     @property
     def change(self) -> str:
@@ -71,7 +71,7 @@ def _one_line(text: str) -> str:
 
 
 def mutants_of(path: str, source: bytes) -> list[Mutant]:
-    """In the order of the text."""
+    """The mutants in the order of the text."""
     found = list(_Finder(path, source).mutants())
     return sorted(set(found), key=lambda m: (m.start, m.stop, m.new))
 
@@ -98,7 +98,7 @@ def functions_of(source: bytes) -> dict[str, tuple[int, int, str]]:
 
 
 def within(functions: dict[str, tuple[int, int, str]], line: int) -> tuple[str, int]:
-    """The innermost function around a line, and the line of it; ("", line) outside of all."""
+    """(the innermost function around a line, the line within it); ("", line) outside of all functions."""
     around = [(first, name) for name, (first, last, _) in functions.items() if first <= line <= last]
     first, name = max(around, default=(1, ""))
     return name, line - first
@@ -154,7 +154,7 @@ class _Finder:
             yield from self._body(case.body, name, function)
 
     def _own(self, node: ast.stmt, function: ast.AST | None) -> list[ast.expr]:
-        """The expressions of a statement without those of the statements inside of it."""
+        """The expressions of a statement, without those of nested statements."""
         if isinstance(node, ast.AnnAssign):
             return [node.value] if node.value is not None and not self._is_constant(node, function) else []
         if isinstance(node, ast.Assign) and self._is_constant(node, function):
@@ -164,7 +164,7 @@ class _Finder:
         return [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
 
     def _is_constant(self, node: ast.Assign | ast.AnnAssign, function: ast.AST | None) -> bool:
-        """A count or a time with a name of its own, or a docstring's neighbour."""
+        """A named count or time, or a value with a docstring."""
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         names = [name for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
         return function is None and bool(names) and all(name.id.isupper() for name in names)
@@ -172,7 +172,7 @@ class _Finder:
     def _whole(
         self, node: ast.stmt, name: str, function: ast.AST | None, lines: frozenset[tuple[str, int]]
     ) -> Iterator[Mutant]:
-        """Statements that are left out, and results that are others."""
+        """Mutants that omit a statement, or return another result."""
         if function is None:
             return
         if isinstance(node, ast.Expr):
@@ -223,7 +223,7 @@ class _Finder:
         return Mutant(self._path, name or "(module)", node.lineno, start, stop, old, new, lines, around)
 
     def _lines(self, node: ast.stmt) -> frozenset[tuple[str, int]]:
-        """Of a compound statement, its head."""
+        """The head of a compound statement."""
         body = getattr(node, "body", None)
         last = body[0].lineno - 1 if body and isinstance(body[0], ast.stmt) else node.end_lineno
         assert last is not None

@@ -1,4 +1,4 @@
-"""What pytest is told in the processes that run tests on a copy: which tests, in what order, and what they cover."""
+"""The pytest plugin of processes that run tests on a copy: it selects and orders tests and records what they cover."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ def use_fixed_seeds() -> None:
 
 
 def runnable(item: pytest.Item) -> bool:
-    """No mounts, no servers, nothing that takes long."""
+    """Select tests without mounts, servers or long runs."""
     marks = {mark.name for mark in item.iter_markers()}
     servers = "servers" in getattr(item, "fixturenames", ())
     return not servers and not marks & {"long", "mount", "alone", "operations"}
 
 
 def _processor_s() -> float:
-    """Of this process and of those that it has waited for: the same on a busy machine as on an idle one."""
+    """Processor time of this process and of the children that it has waited for, so that a busy machine measures the
+    same."""
     return sum(os.times()[:4])
 
 
 class Mapper:
-    """Notes the lines that each test runs in the files under `below`, whether it starts processes, whose lines are not seen,
-    and what it takes. Without `paths` it reads no lines, so it slows nothing."""
+    """Records for each test the lines that it runs in the files under `below`, whether it starts processes (whose lines are
+    not seen), and its time. Without `paths` it records no lines and slows nothing."""
 
     def __init__(self, below: str, paths: set[str]) -> None:
         self._files = {os.path.join(below, path): path for path in paths}
@@ -102,8 +103,8 @@ class Mapper:
 
 
 class Chosen:
-    """Runs these tests in this order, each within a time; the process ends by SIGALRM where one takes longer. The first that
-    fails is written into a file."""
+    """Runs these tests in this order, each with a deadline, after which SIGALRM ends the process. The first one that fails
+    is written to a file."""
 
     def __init__(self, limits_s: dict[str, float], into: Path) -> None:
         self.limits_s = limits_s

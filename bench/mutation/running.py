@@ -52,7 +52,7 @@ PRELOADED = (
     "urllib3",
     "httptools",
 )
-"""Of what the tests import: what takes time, and is not ours."""
+"""Modules of the tests that are slow to import and not of this project."""
 
 COPIED = (
     "cachefs",
@@ -71,7 +71,7 @@ PR_SET_PDEATHSIG = 1
 CLONE_NEWNS, MS_REC, MS_PRIVATE, MNT_DETACH = 0x00020000, 0x4000, 1 << 18, 2
 
 SLOWER = 10
-"""A test may take as many times of what it took, and `GRACE_S`, before it counts as hanging."""
+"""A test hangs if it takes longer than so many times its usual time, plus `GRACE_S`."""
 GRACE_S = 20.0
 
 
@@ -84,7 +84,7 @@ def preload() -> None:
 
 
 def copy_project(root: Path, to: Path) -> None:
-    """With the times of files, so that what is compiled stays valid."""
+    """Copy the tree with the times of its files, so that compiled modules stay valid."""
     to.mkdir(parents=True)
     for name in COPIED:
         source = root / name
@@ -96,8 +96,8 @@ def copy_project(root: Path, to: Path) -> None:
 
 
 def fork(tree: Path, log: Path, work: Callable[[], int], *, fresh: bool = True) -> int:
-    """`work` in a child whose modules come from `tree`; its pid. It leads a process group and has its own mounts. One
-    that is not `fresh` keeps the modules that are loaded."""
+    """Run `work` in a child whose modules come from `tree`; returns its pid. The child leads a process group and has its
+    own mounts. Without `fresh` it keeps the modules that are loaded."""
     pid = os.fork()
     if pid:
         return pid
@@ -146,7 +146,7 @@ def _leave_mounts(libc: ctypes.CDLL) -> None:
 
 
 def reap(pid: int) -> None:
-    """What a child has left running."""
+    """Kill the processes that a child has left running."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -154,7 +154,7 @@ def reap(pid: int) -> None:
 
 
 def pytest_here(tree: Path, targets: Iterable[str], plugin: object, *more: str) -> int:
-    """Of a child: run pytest in this process."""
+    """Run pytest in this process, which is a child."""
     base = tree.with_name(tree.name + "-tmp")
     shutil.rmtree(base, ignore_errors=True)
     quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", "--tb=short")
@@ -198,7 +198,7 @@ class Coverage:
         return tests if self._paths <= set(found["paths"]) else None
 
     def collect(self, trees: list[Path], say: Callable[[str], None], *, again: bool) -> None:
-        """Runs the test files that are not known yet, one for each of `trees` at a time."""
+        """Run the test files whose coverage is not known, one at a time for each of `trees`."""
         self._cache.mkdir(parents=True, exist_ok=True)
         missing = [name for name in self._files if again or self._known(name) is None]
         running: dict[int, Path] = {}
@@ -295,7 +295,7 @@ class Verdicts:
         self.broken: set[str] = set()
 
     def of_all(self, mutants: list[Mutant], done: Callable[[Mutant, str, float], None]) -> None:
-        """`done` is told each outcome and what it took: "killed: ...", "not covered", or "" of one that survives."""
+        """Run all mutants. `done` gets each outcome and its time: "killed: ...", "not covered", or "" for a survivor."""
         waiting = iter(mutants)
         turn = threading.Lock()
 
@@ -350,7 +350,7 @@ class Session:
         self._collected = False
 
     def run(self, mutant: Mutant | None, tests: dict[str, Cost]) -> str:
-        """The first of the tests that fails with it, or how the process ended; "" for neither."""
+        """The first test that fails with the mutant, or how the process ended; "" if no test fails."""
         if not self._collected:
             self._collected = self._jobs.recv()  # before anything changes in the tree
         limits = {name: GRACE_S + SLOWER * cost.seconds for name, cost in tests.items()}
@@ -381,7 +381,7 @@ class Session:
         os.waitpid(self._pid, 0)
 
     def _serve(self, session: pytest.Session, jobs: Connection) -> None:
-        """In the process of its own."""
+        """The main function of that process."""
         items = {item.nodeid: item for item in session.items if runnable(item)}
         functions: dict[tuple[str, str, int], list[FunctionType]] = {}
         for found in gc.get_objects():
@@ -448,7 +448,7 @@ def _place(code: CodeType) -> tuple[str, str, int]:
 
 
 def outermost(mutant: Mutant, source: bytes, file: Path) -> CodeType:
-    """The code of the function that the mutant is in, not that of one inside of it."""
+    """The code of the function that contains the mutant, not of a function nested in it."""
     code = compile(source, str(file), "exec")
     for name in mutant.function.split("."):
         inner = [c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name]

@@ -1,12 +1,12 @@
-"""A database whose rows are written behind: `write` changes memory alone, and one thread brings the rows to the disk.
+"""A write-behind database: `write` changes memory alone, and one thread commits the rows.
 
-A disk may freeze. Then no write to it returns, and the trio thread must not wait for one. So a row counts as soon as it is
-in memory, and reads show it over what the database has. The thread gathers rows for `GATHER_S` and commits them together, in
-the order in which they were written. So a kill leaves what the database had some moment before, never a part of a write;
-and rows that replace each other, as those of a small file do while it is saved, cost one commit for many files.
+A disk may freeze: no write to it returns, and the trio thread must not wait for one. So a row is valid as soon as it is in
+memory, and reads see it in place of the database's row. The thread gathers rows for `GATHER_S` and commits them together, in
+the order in which they were written. So a kill leaves an earlier state of the database, never a part of a write; and rows
+that replace each other, as those of a small file do while it is saved, cost one commit for many files.
 
-A caller that has to know that rows outlive this process awaits `written`. A caller that may write many awaits `uncrowded`
-first: while the disk takes no rows, `MOST_ROWS` wait in memory at most. A failed commit is tried again until it succeeds.
+A caller that needs rows to outlive this process awaits `written`. A caller that may write many rows awaits `uncrowded`
+first: at most `MOST_ROWS` wait in memory while the disk takes none. A failed commit is retried until it succeeds.
 """
 
 from __future__ import annotations
@@ -26,34 +26,32 @@ import trio
 from cachefs.base.database import Database, Put
 from cachefs.base.errors import CachefsError, CacheUnusable
 from cachefs.base.shared_memory import RowLog
+from cachefs.base.tasks import RETRY_S
 
 log = logging.getLogger(__name__)
 
 GATHER_S = 0.1
 """How long rows are gathered when no caller waits for them. Guessed: longer than it takes to save a small file, so that the
-rows it had while it was written are never committed."""
+rows of its intermediate states are never committed."""
 
 MANY_ROWS, PATIENCE_S = 1000, 1.0
-"""With more rows waiting, `uncrowded` waits for a commit, for so long, so that rows pile up only where the disk does not
-answer. Derived: less than a page of a listing; each row may change a page of 4 KiB, which LMDB keeps in
-memory until then."""
+"""With more rows than this in memory, `uncrowded` waits up to `PATIENCE_S` for a commit, so that rows pile up only while the
+disk does not answer. Derived: less than a page of a listing; each row may change a page of 4 KiB, which LMDB holds in memory
+until the commit."""
 
 MOST_ROWS = 100_000
-"""Rows that wait for a disk that does not answer; beyond, `uncrowded` waits for the disk. Derived: about 30 MB of
-memory; a listing writes two a name."""
+"""Most rows in memory; with more, `uncrowded` waits for the disk. Derived: about 30 MB of memory; a listing writes two rows
+for each name."""
 
 HANGS_AFTER_S = 5.0
-"""A caller that others wait for, as for a name that is being changed, waits so long for a disk. As `cachefs.store.tier`."""
-
-RETRY_S = 1.0
-"""How long after a failed commit the next is tried. Guessed."""
+"""How long a caller that blocks other callers, as by the lock of a name, waits for a disk. As in `cachefs.store.tier`."""
 
 _MISSING = object()
 
 
 class _Rows:
-    """Rows that wait, by table and key in one word, so that one `update` brings in all rows of a write: a reader in another
-    thread sees all of them or none. None stands for a row that is deleted."""
+    """Rows that are not committed yet. A key is the table's number (one byte) and the key in the table, so that one `update`
+    adds all rows of a write: a reader in another thread sees all of them or none. The value None is a deletion."""
 
     __slots__ = ("_order", "values")
 
@@ -62,46 +60,45 @@ class _Rows:
         self._order: list[bytes] = []
 
     def between(self, start: bytes, stop: bytes, limit: int) -> tuple[dict[bytes, bytes | None], bytes]:
-        """At most `limit` of them with start <= word < stop; and the word up to which these are all."""
+        """(at most `limit` rows with start <= key < stop, the key below which no such row is left out)."""
         order = self._order
-        if len(order) != len(self.values):  # none ever goes, so as many are the same
+        if len(order) != len(self.values):  # rows are never removed, so equal lengths mean equal keys
             order = self._order = sorted(self.values)
         first = bisect_left(order, start)
         last = bisect_left(order, stop, first)
         if last - first > limit:
             last = first + limit
             stop = order[last]
-        return {word: self.values[word] for word in order[first:last]}, stop
+        return {key: self.values[key] for key in order[first:last]}, stop
 
 
 class WriteBehind:
-    """The tables of `database`, which it closes. Reads may run in any thread, and so may writes. With `row_log`, whose
-    memory outlives this process, a kill loses no row: those that the process before has left there are committed first.
-    Raises `CacheUnusable` where its thread cannot be started; then the database is closed."""
+    """The tables of `database`, which `close` closes, too. Reads and writes may run in any thread. With `row_log`, whose
+    memory outlives this process, a kill loses no row: the rows that the previous process left there are committed first.
+    Raises `CacheUnusable` if its thread cannot be started; then the database is closed."""
 
     def __init__(self, database: Database, row_log: RowLog | None = None) -> None:
         self._database = database
         self._log = row_log
         self._tables = database.tables
         self._prefix = {name: bytes([number]) for number, name in enumerate(self._tables)}
-        # (what is written, what is being committed); replaced as a whole, because readers take no lock.
+        # (new rows, rows that are being committed); replaced as a whole, because readers take no lock.
         self._waiting = _Rows({}), _Rows({})
         self._changed = threading.Condition()
         self._closing = self._hurry = False
         self._running = True
         self._error: CachefsError | None = None
         self._callers: list[_Caller] = []
-        self._since = math.inf  # when the commit under way began
+        self._since = math.inf  # when the present commit began
         if row_log is not None and (left := dict(row_log.found())):
-            names = self._tables
-            try:
-                if not database.dropped:  # else they would be a part of what was lost
-                    database.write([(names[word[0]], word[1:], value) for word, value in left.items()])
+            # After a loss, the rows would be a part of what was lost.
+            error = None if database.dropped else self._commit(_Rows(left))
+            if error is None:
                 row_log.clear()
-            except CachefsError as exc:  # the disk is full, perhaps: with the next rows
-                log.warning("%s; trying again", exc)
+            else:  # the disk is full, perhaps: they are committed with the next rows
+                log.warning("%s; trying again", error)
                 self._waiting[0].values.update(left)
-        # From the beginning until the end: a row never waits for a thread that cannot be started.
+        # One thread for the whole lifetime: a row must never wait for a thread that cannot be started.
         try:
             threading.Thread(target=self._run, name="names", daemon=True).start()
         except RuntimeError as exc:
@@ -117,7 +114,7 @@ class WriteBehind:
         self._database.on_cut_short = renew
 
     def renew(self) -> bool:
-        """See `Database`. Rows that wait are written all the same."""
+        """See `Database`. Rows in memory are committed to the new file."""
         return self._database.renew()
 
     @property
@@ -133,11 +130,12 @@ class WriteBehind:
 
     def get(self, table: str, key: bytes) -> bytes | None:
         """See `Database`."""
-        new, going = self._waiting  # before the database is looked at: what is not there any more is in it
+        # Before the database is read: a row that leaves memory after this is in the database.
+        new, going = self._waiting
         if new.values or going.values:
-            word = self._prefix[table] + key
+            prefixed = self._prefix[table] + key
             for rows in (new, going):
-                value = rows.values.get(word, _MISSING)
+                value = rows.values.get(prefixed, _MISSING)
                 if value is not _MISSING:
                     return value  # type: ignore[return-value]
         return self._database.get(table, key)
@@ -149,13 +147,13 @@ class WriteBehind:
         if not new.values and not going.values:
             return self._database.get_many(table, keys)
         prefix = self._prefix[table]
-        words = [prefix + key for key in keys]
-        # Not a loop of ours: a page that another thread writes is seen as a whole.
-        found: list[object] = list(map(new.values.get, words, repeat(_MISSING)))
+        prefixed = [prefix + key for key in keys]
+        # One call in C, not a loop: a page that another thread writes meanwhile is seen as a whole.
+        found: list[object] = list(map(new.values.get, prefixed, repeat(_MISSING)))
         if going.values:
             found = [
-                going.values.get(word, _MISSING) if value is _MISSING else value
-                for word, value in zip(words, found, strict=True)
+                going.values.get(key, _MISSING) if value is _MISSING else value
+                for key, value in zip(prefixed, found, strict=True)
             ]
         missing = [index for index, value in enumerate(found) if value is _MISSING]
         if missing:
@@ -176,7 +174,7 @@ class WriteBehind:
         most = 1 << 62 if limit is None else limit
         at, found = number + start, [(b"", b"")][:0]
         while at < end and len(found) < most:
-            # Up to `upto`, all of each is known: the next part goes on from there.
+            # Below `upto`, all rows of the three places are known; the next round begins there.
             changed, upto = going.between(at, end, most)
             newer, upto_newer = new.between(at, end, most)
             upto = min(upto, upto_newer)
@@ -187,15 +185,13 @@ class WriteBehind:
             merged.update(changed)
             merged.update(newer)
             found += [
-                (word[1:], value)
-                for word, value in sorted(merged.items())
-                if value is not None and word < upto
+                (key[1:], value) for key, value in sorted(merged.items()) if value is not None and key < upto
             ]
             at = upto
         return found if limit is None else found[:limit]
 
     def count(self, table: str) -> int:
-        """Rows of a table, as of the last commit."""
+        """How many rows a table had at the last commit."""
         return self._database.count(table)
 
     # -- writing -----------------------------------------------------------------------------------
@@ -203,7 +199,7 @@ class WriteBehind:
     def write(
         self, puts: Iterable[Put], ranges: Iterable[tuple[str, bytes, bytes]] = (), *, soon: bool = False
     ) -> None:
-        """See `Database`. Never waits, and fails only where `ranges` cannot be read. `soon`: gather no more."""
+        """See `Database`. Never waits, and raises only if `ranges` cannot be read. `soon`: commit without gathering more."""
         rows: dict[bytes, bytes | None] = {}
         for table, start, stop in ranges:
             rows |= {self._prefix[table] + key: None for key, _ in self.scan(table, start, stop)}
@@ -224,15 +220,15 @@ class WriteBehind:
         return self.waiting_rows > MANY_ROWS
 
     async def uncrowded(self) -> None:
-        """Return when more may be written. Raises what the last commit failed of, when memory is to hold no more."""
+        """Return when more may be written. Raises the last commit's error if `MOST_ROWS` are in memory."""
         with trio.move_on_after(PATIENCE_S), suppress(CachefsError):
             await self.written()
         while self.waiting_rows > MOST_ROWS:
             await self.written()
 
     async def written(self, within_s: float = math.inf) -> None:
-        """Return when all that is written until now has been committed: a kill does not undo it. Raises what that failed of,
-        or `CacheUnusable` when a commit takes longer than `within_s`; it is tried again, or goes on, all the same."""
+        """Return when all rows written until now are committed: a kill does not undo them. Raises the commit's error, or
+        `CacheUnusable` if a commit takes longer than `within_s`; the commit is retried, or goes on, all the same."""
         if not self.waiting_rows:
             return
         caller = _Caller()
@@ -255,27 +251,19 @@ class WriteBehind:
         self._database.release_memory(above_bytes)
 
     def flush(self) -> None:
-        """Commit what waits: a kill does not undo it then. Blocking. What fails is tried again later."""
-        self._flush()
-
-    def sync(self) -> None:
-        """Write everything out to the disk. Blocking."""
-        self._flush()
-        self._database.sync()
-
-    def close(self) -> None:
-        """Commit what waits, and close. Blocking, for as long as the disk does not answer. Idempotent."""
-        self._flush(closing=True)
-        self._database.close(clean=not self.waiting_rows)
-
-    def _flush(self, *, closing: bool = False) -> None:
+        """Commit the rows in memory, so that a kill does not undo them. Blocking. A failed commit is retried later."""
         with self._changed:
-            self._closing |= closing
             self._hurry = True
             self._error = None
             self._changed.notify_all()
             while self._running and self.waiting_rows and self._error is None:
                 self._changed.wait()
+
+    def close(self) -> None:
+        """Commit the rows in memory, and close. Blocking, for as long as the disk does not answer. Idempotent."""
+        self._closing = True
+        self.flush()
+        self._database.close(clean=not self.waiting_rows)
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -320,11 +308,12 @@ class WriteBehind:
         return bool(self._waiting[0].values or self._callers or self._closing)
 
     def _commit(self, going: _Rows) -> CachefsError | None:
+        """Commit the rows. Returns the error."""
         if not going.values:
             return None
-        names = self._tables
+        tables = self._tables
         try:
-            self._database.write([(names[word[0]], word[1:], value) for word, value in going.values.items()])
+            self._database.write([(tables[key[0]], key[1:], value) for key, value in going.values.items()])
         except CachefsError as exc:
             return exc
         return None

@@ -1,8 +1,8 @@
-"""Asking a daemon over its control socket: where the socket of a mount is, and one JSON line each way.
+"""Client of a daemon's control socket: where the socket of a mount is, and one JSON line each way.
 
 A request is ``{"verb": "status", …arguments}``; the reply is ``{"ok": true, "result": …}`` or ``{"ok": false,
-"error": "one line"}``. The other end is `cachefs.daemon.control`. Everything here blocks.
-Standard library and Python 3.9 only: `cachefs.hints` uses this module inside of training images.
+"error": "one line"}``. The other end is `cachefs.daemon.control`. All calls
+block. Standard library and Python 3.9 only: `cachefs.hints` uses this module in training images.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from cachefs.base.linux import is_dead, mount_at, probe
 T = TypeVar("T")
 
 MAX_REQUEST_BYTES = 512 << 10
-"""Long lists come in pieces. Measured: a request of half this size holds the daemon's loop up for 2 ms."""
+"""Longest request; long lists are sent in batches. Measured: half as much blocks the daemon's loop for 2 ms."""
 
 BATCH_BYTES = 256 << 10
-"""How much of a long list one request carries."""
+"""Longest part of a list in one request. Derived: half a request, which leaves room for the other arguments."""
 
 MAX_REPLY_BYTES = 64 << 20
+"""Longest reply that is read: root asks daemons of users, who could send without end. Guessed: far more than any verb's."""
 
 CREDENTIALS = struct.Struct("3i")
 """pid, uid and gid of the process that listens (SO_PEERCRED)."""
@@ -42,7 +43,7 @@ _SOCKET_PATH_MAX = 107
 
 
 class ControlError(CachefsError):
-    """The daemon could not be asked, or refused."""
+    """The daemon could not be reached, or it refused the request."""
 
 
 class NotRunning(ControlError):
@@ -64,7 +65,7 @@ def slug(text: str, unique: str, longest: int = 48) -> str:
 
 
 def runtime_dir() -> Path:
-    """Where this user's control sockets are."""
+    """The directory of this user's control sockets."""
     if os.getuid() == 0:
         return Path("/run/cachefs")
     shared = os.environ.get("XDG_RUNTIME_DIR")
@@ -76,14 +77,14 @@ def runtime_dir() -> Path:
 
 
 def control_path(mountpoint: Path) -> Path:
-    """The control socket of the daemon that serves `mountpoint` (absolute, links resolved). Does not touch it."""
+    """The control socket of the daemon that serves `mountpoint` (absolute, links resolved). Makes no system call on it."""
     directory = runtime_dir()
     room = _SOCKET_PATH_MAX - len(os.fsencode(directory)) - len("/-0123456789.sock")
     return directory / f"{slug(str(mountpoint).strip('/'), str(mountpoint), min(room, 48))}.sock"
 
 
 def sockets(mountpoint: Path) -> Iterator[Path]:
-    """Where the daemon of `mountpoint` may listen: at this user's place and, for root, at other users'."""
+    """Paths at which the daemon of `mountpoint` may listen: this user's and, for root, other users'."""
     own = control_path(mountpoint)
     yield own
     if os.getuid() == 0:
@@ -96,10 +97,10 @@ def sockets(mountpoint: Path) -> Iterator[Path]:
 
 
 def ask(mountpoint: Path, verb: str, /, timeout_s: float = 5.0, **arguments: Any) -> Any:
-    """The answer of the daemon that serves `mountpoint` (canonical). Raises `ControlError`, or `MountError`
-    when there is no such mount."""
+    """The result of a verb, from the daemon that serves `mountpoint` (canonical). Raises `ControlError`, or `MountError` if
+    there is no such mount."""
     mount = mount_at(mountpoint)
-    # The kernel names the user that mounted it: root asks that user's daemon, and no other's.
+    # mountinfo names the user that mounted it: root connects to that user's daemon, and to no other user's.
     owners = {mount.owner} if mount is not None and mount.is_cachefs and mount.owner is not None else ()
 
     def answer() -> Any:
@@ -114,7 +115,7 @@ def ask(mountpoint: Path, verb: str, /, timeout_s: float = 5.0, **arguments: Any
         return answer()
     if mount is None or not mount.is_cachefs:
         raise MountError(f"{mountpoint} is not a cachefs mount: cachefs status lists those there are")
-    # Between two daemons of a mount the kernel keeps this waiting for the next one, which listens by then.
+    # After a daemon's death the kernel answers this once the next daemon serves the mount, which then listens, too.
     if is_dead(probe(mountpoint)):
         raise MountError(
             f"the daemon of {mountpoint} has died: cachefs umount {mountpoint}, then mount it again"
@@ -127,8 +128,8 @@ def ask(mountpoint: Path, verb: str, /, timeout_s: float = 5.0, **arguments: Any
 
 
 def connected(path: Path, timeout_s: float, owners: Collection[int] = ()) -> socket.socket:
-    """A connection to a daemon of root, of this user or of one of `owners`. Other users may make directories in /tmp, and
-    sockets in them, that look like those of a daemon."""
+    """Connect to a daemon of root, of this user or of one of `owners`. Other users can make directories in /tmp, and sockets
+    in them, that look like those of a daemon. Raises `OfAnother`, `NotRunning`, `ControlError`."""
     trusted = {0, os.geteuid(), *owners}
     foreign = OfAnother(f"{path} belongs to another user, who is not asked")
     try:
@@ -159,9 +160,8 @@ def connected(path: Path, timeout_s: float, owners: Collection[int] = ()) -> soc
 def request(
     path: Path, verb: str, /, timeout_s: float = 5.0, *, owners: Collection[int] = (), **arguments: Any
 ) -> Any:
-    """Ask the daemon at `path` and return its result. Blocking, at most about `timeout_s` in all. Raises
-    `NotRunning` when no daemon listens there that root, this user or one of `owners` runs, `ControlError` with the
-    daemon's line when it refuses."""
+    """Send one request to the daemon at `path`; returns its result. Takes about `timeout_s` at most. Raises `NotRunning` if
+    no daemon of root, this user or one of `owners` listens there, `ControlError` with the daemon's line if it refuses."""
     until = time.monotonic() + timeout_s
     received = bytearray()
     with connected(path, timeout_s, owners) as connection:
@@ -188,8 +188,7 @@ def request(
 
 
 def batches(items: Iterable[T]) -> Iterator[list[T]]:
-    """A long list in pieces that fit one request each. Items are what JSON can say; one that is too long alone is
-    refused by the daemon."""
+    """Split a list into batches that fit one request each. Items are JSON values. The daemon refuses a longer item."""
     batch: list[T] = []
     room = BATCH_BYTES
     for item in items:

@@ -1,9 +1,9 @@
-"""Seconds since the epoch by a clock that does not step.
+"""Seconds since the epoch by a clock that does not step, for the age of the origin's answers.
 
-How old an answer of the origin is decides whether it may still be used. The wall clock cannot say: set back by an hour, it
-makes every answer an hour younger. So the wall clock is read once after each boot, and from then on the kernel's time since
-boot is added, which no clock setting changes and which goes on while the machine sleeps. A daemon that starts again before
-the next boot takes over the same sum. Times that people see are not taken from here."""
+A wall clock that is set back by an hour makes every answer an hour younger. So the wall clock is read once after each boot.
+From then on, the kernel's time since boot is added: setting the clock does not change it, and it goes on while the machine
+sleeps. A daemon that is started again in the same boot goes on with the same sum. Times that people see come from the wall
+clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _boot_id() -> str:
 
 
 class Machine(NamedTuple):
-    """The clocks of a machine: seconds since the epoch, seconds since it was booted, and the name of this boot."""
+    """The clocks of a machine: seconds since the epoch, seconds since the boot, and the identifier of the boot."""
 
     wall: Callable[[], float] = time.time
     since_boot: Callable[[], float] = _boottime
@@ -33,7 +33,7 @@ class Machine(NamedTuple):
 
 
 class SteadyClock:
-    """Calling it gives seconds since the epoch. `earlier` is the `state` of a clock of an earlier run, if there is one."""
+    """Call it for seconds since the epoch. `earlier` is the `state` of an earlier run's clock, if there was one."""
 
     def __init__(self, earlier: bytes | None = None, machine: Machine | None = None) -> None:
         machine = machine or Machine()

@@ -1,31 +1,37 @@
-"""The only file that opens LMDB: one environment, named tables of bytes to bytes.
+"""A database: one LMDB environment with named tables, whose keys and values are bytes. No other module opens LMDB.
 
-Idea: what the tables mean belongs to the rooms that own them; what a database can suffer belongs here. A damaged
-database is neither repaired nor used: it is dropped with one line in the log, because everything in it can be
-learnt again. Only a `precious` one (the journal of uploads) cannot: that is refused and left as it is.
+The rooms define what their tables mean; this module handles the failures of a database. A damaged database is neither
+repaired nor used. It is dropped, with one line in the log, because all data in it can be learnt again. A `precious` one (the
+journal of uploads) cannot be learnt again: opening it fails, and it is not changed.
 
-How damage is noticed, without scanning a healthy database at start: beside the file lies a mark, `version`, with the
-format of the rows and a state. `closed HASH` is the xxh3 of the file, so the next open compares one hash (a gigabyte a
-second and more). `open BOOT_ID` is there before LMDB changes anything, and until a clean close has written out all else; a
-mark that is missing or cannot be read says the same. Each mark is on the disk before what follows it, so a power cut at any
-moment leaves a state that opens. What was not closed is rewritten: a process of its own writes every row into a fresh file,
-which takes the old one's place. Whatever a damaged page makes LMDB do (raise, SIGBUS, SIGSEGV, loop), it does to that
-process, and no such page is ever written to. That is half a second for a million rows. It is not done where the caller knows
-that SIGKILL ended the process before (`killed`). `fsync=False` gives up the ordering of writes on power loss, so such a
-database is dropped when it was not closed and the machine has been rebooted since.
+Damage is detected without a scan of a healthy database. A file `version` beside it, the mark, has the format of the rows and
+a state. `closed HASH` has the xxh3 of the database's file, so that opening compares one hash (a gigabyte a second or more).
+`open BOOT_ID` is written before LMDB changes anything, and stays until a clean close has written out all else. A mark that
+is missing or malformed means the same. Each mark is on the disk before the next step, so a power cut at any time leaves a
+state that opens.
 
-What LMDB leaves to its user is done here. Pages it has read stay mapped and count as the process's memory: `release_memory`
-unmaps them (they stay in the page cache, where the kernel can take them when it needs to). A failed write of its meta page
-makes an environment useless: it is opened again in place. A disk that fills up under a database that must go on is left for
-the `refuge`, a directory elsewhere. LMDB maps its lock file and writes to it in every transaction with Python's lock held,
-so a hung disk below that file would stop the whole interpreter: the file is in memory. It maps the data, too: pages behind
-the end of a file that was cut short are a SIGBUS. So each transaction compares the file's length first, and fails, until
-`renew` begins with an empty file. What remains: a file that is cut while a transaction runs, or a disk that fails to read a
-mapped page, ends the process; a disk that hangs then holds up the caller. Both are rare: opening has read the whole file, so
-its pages are in memory.
+A database that was not closed is rewritten: another process copies all rows to a fresh file, which replaces the old one. So
+whatever LMDB does because of a damaged page (raise, SIGBUS, SIGSEGV, loop) happens in that process, and no such page is
+written to. A million rows take half a second. With `killed`, the caller knows that SIGKILL ended the previous process, and
+nothing is rewritten. `fsync=False` gives up the order of writes at a power cut, so such a database is dropped if it was not
+closed and the machine has been rebooted since.
 
-Calls are synchronous and short. Reads may run in any thread; writes take LMDB's single writer lock, and with
-``fsync=True`` they wait for the disk: call them from a worker thread.
+This module also handles what LMDB leaves to its user:
+
+- Pages that were read stay mapped and count as the process's memory. `release_memory` unmaps them; they stay in the page
+  cache, from which the kernel can reclaim them.
+- A failed write of the meta page makes an environment useless. It is opened again.
+- The disk may be full although the database must go on. Then it goes on in the `refuge`, another directory.
+- LMDB maps its lock file and writes to it in each transaction while it holds Python's lock, so a disk that hangs would stop
+  the interpreter. So the lock file is in memory.
+- The data is mapped, too. A page behind the end of a truncated file is a SIGBUS. So each transaction compares the file's
+  length first, and fails until `renew` has begun an empty file.
+
+Two failures remain: a file that is truncated while a transaction runs, and a disk that fails to read a mapped page, end the
+process, and a disk that hangs then blocks the caller. Both are rare, because opening reads the whole file into memory.
+
+Calls are synchronous and short. Reads may run in any thread. Writes take LMDB's single writer lock, and with ``fsync=True``
+they wait for the disk, so call them in a worker thread.
 """
 
 from __future__ import annotations
@@ -59,22 +65,22 @@ from cachefs.base.linux import end_with_parent
 log = logging.getLogger(__name__)
 
 MAP_SIZES = (1 << 40, 1 << 36, 1 << 33, 1 << 30)
-"""Address space reserved, largest that the process may have (RLIMIT_AS). Not disk: the file grows as it is used."""
+"""Sizes of the map, in bytes of address space: the largest that RLIMIT_AS admits is used. The file is shorter."""
 
 LOCK_BYTES = 64 << 10
-"""Derived: 512 readers of 64 bytes, and LMDB's header."""
+"""Size of the lock file. Derived: 512 readers of 64 bytes, and LMDB's header."""
 
 BATCH_ROWS = 100_000
-"""Rows of one transaction in a rewrite. Derived: tens of megabytes of memory."""
+"""Rows of a transaction in a rewrite. Derived: tens of megabytes of memory."""
 
 REWRITE_S = 120.0
-"""A rewrite that takes longer is killed. Guessed: a hundred times what ten million rows take here."""
+"""Deadline of a rewrite, which is then killed. Guessed: a hundred times as long as ten million rows take here."""
 
 WAIT_S = 30.0
-"""How long another thread's transaction is waited for. Guessed: far longer than one takes on a disk that answers."""
+"""Deadline of a wait for another thread's transaction. Guessed: far longer than one takes on a disk that answers."""
 
 LOCK = "lock.pid"
-"""A file that names the process which has the database open, and which keeps it locked (flock)."""
+"""The file with the pid of the process that has the database open, and has this file locked (flock)."""
 
 MARK = "version"
 _MARK = re.compile(r"([ -~]+)\n((?:open|closed) [!-~]+)\n")
@@ -107,8 +113,8 @@ class Database:
 
         `version` names the format of the rows; a database of another version is dropped. When a write fails and there is
         a `refuge` (a directory that must not exist yet), the database goes on there until it is closed. A `precious` one is
-        never dropped: `CacheUnusable` then, and nothing is changed. With `killed`, the process that had it open has ended by
-        SIGKILL, so not by a damaged page: then it is not rewritten, unless the machine has been rebooted since."""
+        never dropped: this raises `CacheUnusable` and changes nothing. `killed`: the previous process ended by SIGKILL, so
+        not by a damaged page; the database is not rewritten, unless the machine has been rebooted since."""
         self.path = path
         self._precious = precious
         self._killed = killed
@@ -135,7 +141,7 @@ class Database:
         try:
             if reason := self._distrust():
                 self._drop(reason)
-            # From here on, what is left at any moment is not closed.
+            # From here until a clean close, the mark says that the database is open.
             self._mark(f"open {_boot_id()}")
             if not self._data.exists():
                 self._create()
@@ -164,7 +170,7 @@ class Database:
         durable.write(self.path / MARK, f"{self._version}\n{state}\n")
 
     def _create(self) -> None:
-        """An empty database, whole or not at all: what a kill or a power cut leaves must not look like damage."""
+        """Create an empty database atomically: a kill or a power cut must not leave what looks like damage."""
         fresh = self.path / "fresh"
         shutil.rmtree(fresh, ignore_errors=True)
         durable.make_directory(fresh)
@@ -173,7 +179,7 @@ class Database:
         shutil.rmtree(fresh, ignore_errors=True)
 
     def _distrust(self) -> str | None:
-        """Why what lies at `path` cannot be used, or None. One that was not closed is rewritten first."""
+        """Why the database at `path` cannot be used, or None. Rewrites one that was not closed."""
         if self._data.is_symlink():  # LMDB would follow it
             return "its file is a link"
         if not self._data.exists():
@@ -190,7 +196,7 @@ class Database:
         if not self._fsync and not same_boot:
             return "the machine stopped before it was written out"
         if self._killed and same_boot:
-            return None  # the page cache has each write that LMDB had made, and LMDB is right after each
+            return None  # the page cache has all writes of LMDB, whose file is consistent after each
         return _rewrite(self.path, self.tables)
 
     def _drop(self, reason: str) -> None:
@@ -204,7 +210,7 @@ class Database:
         durable.remove(self._data)  # before there is a mark that fits another format
 
     def get(self, table: str, key: bytes) -> bytes | None:
-        """The value of `key`, or None. Like all reads, raises `CacheUnusable` when it meets damage."""
+        """The value of `key`, or None. Like all reads, raises `CacheUnusable` if the database is damaged."""
 
         def take(opened: _Environment) -> bytes | None:
             with opened.env.begin(db=opened.tables[table]) as txn:
@@ -234,7 +240,7 @@ class Database:
                 if not cursor.set_range(start):
                     return rows
                 for key, value in cursor:
-                    # A damaged page may hold keys out of order: a caller that pages on must never be led back.
+                    # A damaged page may have keys out of order: a caller that reads on from the last key must not loop.
                     if key < start or (stop is not None and key >= stop) or len(rows) == limit:
                         break
                     rows.append((key, value))
@@ -243,7 +249,7 @@ class Database:
         return self._read(take)
 
     def last(self, table: str, before: bytes | None = None) -> tuple[bytes, bytes] | None:
-        """The row with the greatest key (below `before`, when given)."""
+        """The row with the greatest key (below `before`, if given), or None."""
 
         def take(opened: _Environment) -> tuple[bytes, bytes] | None:
             with opened.env.begin(db=opened.tables[table]) as txn, txn.cursor() as cursor:
@@ -262,8 +268,8 @@ class Database:
         return self._read(take)
 
     def _read(self, take: Callable[[_Environment], T]) -> T:
-        """What `take` returns. An environment that a failed write has made useless is opened again first."""
-        self._reading.append(None)  # before `_opened` is looked at: `_reopen` does it in the other order
+        """The result of `take`. Opens an environment again that a failed write has made useless."""
+        self._reading.append(None)  # before `_opened` is read: `_reopen` has the other order
         opened = self._opened
         try:
             if opened is not None:
@@ -272,7 +278,7 @@ class Database:
             pass
         finally:
             self._reading.pop()
-        with self._exclusive():  # so that no other write fails meanwhile
+        with self._exclusive():  # no other write may fail meanwhile
             if self._opened is opened:
                 self._reopen()
             assert self._opened is not None
@@ -309,8 +315,8 @@ class Database:
             self._turn.release()
 
     def _reopen(self) -> None:
-        """Open the file again, with readers kept out, for the caller that has the turn; it then has all acknowledged rows.
-        Raises `CacheUnusable`; the next reader or writer tries again."""
+        """Open the file again, without readers; it then has all acknowledged rows. The caller has `_turn`. Raises
+        `CacheUnusable`; the next reader or writer tries again."""
         if self._closed:
             raise self._unreadable("it is closed")
         broken, self._opened = self._opened, None
@@ -326,7 +332,7 @@ class Database:
         log.warning("opened the database in %s again after a failed write", self.path)
 
     def renew(self) -> bool:
-        """Begin with an empty file, if the old one was cut short; False if it was not. Blocking. Raises `CacheUnusable`."""
+        """Begin an empty file if the old one was truncated, else return False. Blocking. Raises `CacheUnusable`."""
         with self._exclusive():
             broken = self._opened
             whole = broken is None or broken.length() >= broken.committed
@@ -342,7 +348,7 @@ class Database:
                 raise self._unreadable(exc) from exc
             finally:
                 if self._opened is None:
-                    self._opened = broken  # all fails as before; the next call tries again
+                    self._opened = broken  # transactions fail as before; the next call tries again
             assert broken is not None
             broken.close()
             return True
@@ -357,8 +363,8 @@ class Database:
         return True
 
     def write(self, puts: Iterable[Put], ranges: Iterable[tuple[str, bytes, bytes]] = ()) -> None:
-        """Delete the (table, start, stop) `ranges`, then apply `puts`, in one transaction. `NoRoom` when the disk is full,
-        `CacheUnusable` on any other failure; either way nothing of it is written."""
+        """Delete the (table, start, stop) `ranges`, then apply `puts`, in one transaction. Raises `NoRoom` if the disk is
+        full, `CacheUnusable` for any other failure; then nothing is written."""
         puts, ranges = list(puts), list(ranges)
         with self._exclusive():
             if self._closed:
@@ -371,7 +377,7 @@ class Database:
                 self._write(puts, ranges)
 
     def _write_or_reopen(self, puts: Sequence[Put], ranges: Sequence[tuple[str, bytes, bytes]]) -> None:
-        """Write. An environment that this makes useless, or that was, is opened again, and the write tried once more."""
+        """Write. If the environment is or becomes useless, open it again and repeat the write once."""
         if self._opened is None:
             self._reopen()
         try:
@@ -419,26 +425,26 @@ class Database:
         opened.committed = opened.length()
 
     def _flee(self, why: Exception) -> bool:
-        """Go on in the refuge, with a copy of what is here. False when there is none, or it fails too."""
+        """Go on in the refuge, with a copy of the database. False if there is no refuge, or it fails, too."""
         if self._refuge is None or self._opened is None:
             return False
         refuge, self._refuge = self._refuge, None
         try:
             self._check_length(self._opened)
             refuge.mkdir(durable.PRIVATE_DIRECTORY)
-            self._locks.append(_lock(refuge / LOCK))  # what has none is left by a daemon that was killed
+            self._locks.append(_lock(refuge / LOCK))  # a refuge without a lock was left by a killed daemon
             self._opened.env.copy(str(refuge), compact=True)
             opened = _Environment(refuge, self.tables, fsync=False)
         except (lmdb.Error, OSError, CacheUnusable) as exc:
             log.warning("%s; and going on in %s failed: %s", why, refuge, exc)
             return False
         log.warning("%s; going on in %s until the end of this mount", why, refuge)
-        # Another thread may be reading the old one right now, so it stays open until the end.
+        # Another thread may be reading the old one, so it stays open until the end.
         self._left, self._opened, self._place = self._opened, opened, refuge
         return True
 
     def release_memory(self, above_bytes: int) -> None:
-        """Unmap the pages that reads have left mapped, when they are more than `above_bytes`."""
+        """Unmap the pages that reads have mapped, if they are more than `above_bytes`."""
         name = str(self.path / "data.mdb")
         resident = start = 0
         for line in Path("/proc/self/smaps").read_text().splitlines() if _file_pages() > above_bytes else ():
@@ -451,12 +457,12 @@ class Database:
             _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_DONTNEED)
 
     def sync(self) -> None:
-        """Write everything out to the disk. Blocking."""
+        """Sync the file to the disk. Blocking."""
         if not self._closed:
             self._read(lambda opened: opened.env.sync(True))
 
     def close(self, *, clean: bool = True) -> None:
-        """Close; when `clean`, the next open accepts the file after one hash. Idempotent."""
+        """Close. `clean`: the next open compares only the file's hash. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -466,12 +472,12 @@ class Database:
                 if opened is None or not self._readers_left():
                     return
                 whole = opened.length() >= opened.committed
-                if whole:  # else a page that LMDB looks at may be missing
+                if whole:  # else LMDB might read a missing page
                     opened.env.sync(True)
                 opened.close()
                 if self._left is not None:
                     self._left.close()
-                    return  # what lies at `path` is true but older: it is not closed, so it is rewritten first
+                    return  # the file at `path` is consistent but older: it stays marked as open, and is rewritten
                 if clean and whole:
                     self._mark(f"closed {_file_hash(self._data)}")
         except (lmdb.Error, OSError, CacheUnusable) as exc:
@@ -485,11 +491,11 @@ class Database:
 
 
 class _CutShort(CacheUnusable):
-    """Pages are missing: LMDB must not look for them."""
+    """Pages are missing, which LMDB must not read."""
 
 
 class _Environment:
-    """An LMDB environment that is open, with its tables. Only this process has it open."""
+    """An open LMDB environment with its tables. Only this process has it open."""
 
     def __init__(self, path: Path, names: Sequence[str], *, fsync: bool) -> None:
         self.env = _open_env(path, len(names), fsync=fsync)
@@ -502,10 +508,10 @@ class _Environment:
             self.env.close()
             raise
         self.committed = self.length()
-        """Of the file, after the last commit. It never shrinks."""
+        """Length of the file after the last commit, in bytes. It never shrinks."""
 
     def length(self) -> int:
-        """Of the file now. Measured: a third of the cost of fstat."""
+        """Length of the file now, in bytes. Measured: lseek takes a third of fstat's time."""
         return os.lseek(self._fd, 0, os.SEEK_END)
 
     def close(self) -> None:
@@ -519,11 +525,11 @@ def _file_pages() -> int:
 
 
 def _open_env(path: Path, tables: int, *, fsync: bool) -> Any:
-    """The environment, with a lock file in memory: LMDB follows a link to it, which is there only meanwhile."""
+    """The environment, with a lock file in memory. LMDB opens it by a link, which is then removed."""
     link = path / "lock.mdb"
     memory = os.memfd_create("cachefs-lock", os.MFD_CLOEXEC)
     try:
-        # LMDB maps it sparse: where memory is full, touching it would be a SIGBUS instead of an error.
+        # LMDB would map a sparse file: with memory full, writing to it would be a SIGBUS instead of an error.
         os.posix_fallocate(memory, 0, LOCK_BYTES)
         link.unlink(missing_ok=True)
         link.symlink_to(f"/proc/self/fd/{memory}")
@@ -542,8 +548,8 @@ def _open_lmdb(path: Path, tables: int, **options: Any) -> Any:
                 map_size=size,
                 max_dbs=tables + 1,
                 mode=durable.PRIVATE_FILE,
-                readahead=False,  # rows are small and scattered: reading ahead only inflates resident memory
-                meminit=True,  # else what was in this memory before (headers, keys) would be written to the disk
+                readahead=False,  # rows are small and scattered: readahead only adds resident memory
+                meminit=True,  # else old content of this memory (headers, keys) would be written to the disk
                 **options,
             )
         except lmdb.MemoryError:
@@ -553,7 +559,7 @@ def _open_lmdb(path: Path, tables: int, **options: Any) -> Any:
 
 
 def _lock(path: Path) -> int:
-    """Take the lock that says this process uses the directory; the kernel gives it back however the process ends."""
+    """Lock the directory for this process; the kernel releases the lock when the process ends."""
     fd = ownership.open_file(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -570,7 +576,7 @@ def _lock(path: Path) -> int:
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     except OSError:
-        pass  # a full disk may not take eleven bytes; the lock itself holds
+        pass  # a full disk may not take eleven bytes; the lock is held all the same
     return fd
 
 
@@ -585,8 +591,8 @@ def _is_disk_trouble(exc: Exception) -> bool:
 
 
 def read_mark(path: Path) -> tuple[str, str]:
-    """The format of the database in a directory, and its state ("open BOOT_ID", "closed HASH"). "" each where there is none,
-    or what is there cannot be a mark: only what can be read as another format is another format."""
+    """(format, state) of the database in a directory; the state is "open BOOT_ID" or "closed HASH". Both are "" if the mark
+    is missing or malformed: a malformed one must not count as another format."""
     try:
         found = _MARK.fullmatch((path / MARK).read_text(errors="replace"))
     except OSError:
@@ -616,8 +622,8 @@ def _chunks(file: Any) -> Iterator[memoryview]:
 
 
 def _rewrite(path: Path, tables: Sequence[str]) -> str | None:
-    """Write every row of a database that was not closed into a fresh one, and put that in its place; or why that failed.
-    Another process reads it: see `_main`. Blocking, for `REWRITE_S` at most."""
+    """Replace a database that was not closed by a copy of its rows. Returns why that failed, or None. Another process reads
+    the rows (`_main`). Blocking, for `REWRITE_S` at most."""
     fresh = path / "fresh"
     shutil.rmtree(fresh, ignore_errors=True)
     durable.make_directory(fresh)
@@ -627,7 +633,7 @@ def _rewrite(path: Path, tables: Sequence[str]) -> str | None:
     try:
         status = reader.wait(REWRITE_S)
     except subprocess.TimeoutExpired:
-        reader.kill()  # it is not waited for: on a disk that hangs, it cannot end
+        reader.kill()  # without wait: on a disk that hangs, it cannot end
         return f"it was not closed, and reading it takes more than {REWRITE_S:.0f} s"
     if status == 0:
         durable.put(fresh / "data.mdb", path / "data.mdb")
@@ -639,7 +645,7 @@ def _rewrite(path: Path, tables: Sequence[str]) -> str | None:
 
 
 def _main(parent: str, path: str, *tables: str) -> None:
-    """The process of `_rewrite`. Its exit status says how it went; it ends with its parent."""
+    """The process of `_rewrite`. Its exit status is the result. It ends with its parent."""
     end_with_parent()
     if os.getppid() != int(parent):
         sys.exit(1)
@@ -650,12 +656,11 @@ def _main(parent: str, path: str, *tables: str) -> None:
 
 
 def _copy_rows(path: Path, fresh: Path, tables: Sequence[str]) -> None:
-    """Raises what a damaged database makes LMDB raise: also for a missing table, and for keys out of order. What is written
-    is not synced."""
+    """Copy all rows, without syncing. Raises `lmdb.Error` for a damaged database, a missing table or keys out of order."""
     old = _open_lmdb(path, len(tables), readonly=True, lock=False)
     size, page = (path / "data.mdb").stat().st_size, old.stat()["psize"]
     if size % page and size // page <= old.info()["last_pgno"]:
-        # Within a page; a page that is missing is a SIGBUS, if a row is there.
+        # Truncated within a page. Reading a row of a missing page is a SIGBUS.
         raise lmdb.CorruptedError("cut short")
     sources = {name: old.open_db(name.encode(), create=False) for name in tables}
     new = _open_lmdb(fresh, len(tables), lock=False, sync=False)

@@ -1,9 +1,9 @@
-"""Small state files that survive a power cut: replaced as a whole, and on the disk when a call returns.
+"""Small state files that survive a power cut: they are replaced as a whole, and are on the disk when a call returns.
 
-POSIX orders nothing by itself. A file that was renamed without an fsync can be empty after a power cut; a name can be
-missing, or an older one be back, until its directory is synced. So a file is written beside its place, synced, renamed,
-and then its directory is synced: every prefix of these steps leaves either the old content or the new one. All calls
-block, and raise `OSError`.
+POSIX alone orders no writes. A file that was renamed without an fsync can be empty after a power cut; a new name can be
+missing, or a removed one present, until its directory is synced. So a file is written under another name, synced and
+renamed, and then its directory is synced: a power cut between any two steps leaves the old content or the new one. All
+calls block, and raise `OSError`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ PRIVATE_FILE, PRIVATE_DIRECTORY = 0o600, 0o700
 
 
 def write(path: Path, data: str | bytes) -> None:
-    """Replace the content of `path`. On an error the old content stays."""
+    """Replace the content of `path`. After an error the old content is still there."""
     beside = path.with_name(f"{path.name}.new")
     try:
-        beside.unlink(missing_ok=True)  # an earlier one may have another owner, or be a link
+        beside.unlink(missing_ok=True)  # one that was left may have another owner, or be a link
         fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
         try:
             left = memoryview(data.encode() if isinstance(data, str) else data)
@@ -36,21 +36,21 @@ def write(path: Path, data: str | bytes) -> None:
 
 
 def put(fresh: Path, path: Path) -> None:
-    """Move a file that is complete to its place, in place of what is there."""
+    """Move a complete file to `path`, and replace what is there."""
     sync_file(fresh)
     os.rename(fresh, path)
     sync_directory(path.parent)
 
 
 def remove(*paths: Path) -> None:
-    """Remove files of one directory; those that do not exist are left out."""
+    """Remove files of one directory. Missing ones are ignored."""
     for path in paths:
         path.unlink(missing_ok=True)
     sync_directory(paths[0].parent)
 
 
 def make_directory(path: Path) -> None:
-    """Make the directory and its parents, for its owner only. One that exists gets that mode; its parents keep theirs."""
+    """Make the directory and its missing parents, with mode 0700. An existing directory gets it, too; its parents do not."""
     for directory in reversed([place for place in (path, *path.parents) if not place.exists()]):
         directory.mkdir(PRIVATE_DIRECTORY, exist_ok=True)
         sync_directory(directory.parent)
@@ -63,7 +63,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """The names in it are on the disk."""
+    """Put the names in the directory on the disk."""
     _sync(path, os.O_RDONLY | os.O_DIRECTORY)
 
 

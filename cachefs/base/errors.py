@@ -1,7 +1,7 @@
-"""What can go wrong, in our words.
+"""The expected failures.
 
-Foreign errors are translated once, at the rim of the room that met them, with ``raise ... from exc``. The errno each
-of these becomes is a table in `cachefs.fuse.errno_table`; nothing here knows FUSE.
+The room that calls a foreign library translates its errors, with ``raise ... from exc``. `cachefs.fuse.errno_table` maps
+each of these classes to an errno; nothing here knows FUSE.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class NotADirectory(CachefsError):
 
 
 class NameTooLong(CachefsError):
-    """A path component of more bytes than a name may have."""
+    """A path component is longer than a name may be."""
 
 
 class IsADirectory(CachefsError):
@@ -32,7 +32,7 @@ class ReadOnly(CachefsError):
 
 
 class AlreadyExists(CachefsError):
-    """The name to make exists."""
+    """The name to create exists."""
 
 
 class NotEmpty(CachefsError):
@@ -40,11 +40,11 @@ class NotEmpty(CachefsError):
 
 
 class Invalid(CachefsError):
-    """A request without meaning: a name that no key can have, a directory moved into itself, an unknown flag."""
+    """A request that makes no sense: a name that no key can have, a directory moved into itself, an unknown flag."""
 
 
 class NotPermitted(CachefsError):
-    """Something that an object store does not have: links, special files, another source."""
+    """An operation that object stores do not have: links, special files, another source."""
 
 
 class CrossDevice(CachefsError):
@@ -56,31 +56,31 @@ class TooLarge(CachefsError):
 
 
 class BadHandle(CachefsError):
-    """A handle that was not opened for this."""
+    """The handle was not opened for this operation."""
 
 
 class Unsupported(CachefsError):
-    """The origin or this backend cannot do that at all."""
+    """The origin or the FUSE backend does not have this operation."""
 
 
 class ObjectChanged(CachefsError):
-    """The object's version is no longer the one that was asked for (etag mismatch, 412, or gone while open)."""
+    """The object is no longer the requested version (etag mismatch, 412, or removed while open)."""
 
 
 class Conflict(CachefsError):
-    """A conditional write met another version at the origin than it was to replace, or one where none was to be."""
+    """A conditional write found another version at the origin than it should replace, or one where none should be."""
 
 
 class NoSuchUpload(CachefsError):
-    """The origin does not know this multipart upload (any more): completed, aborted or expired."""
+    """The origin does not know this multipart upload: it was completed or aborted, or it expired."""
 
 
 class PermissionDenied(CachefsError):
-    """Credentials are missing, wrong, expired, or lack the right. Not retried; recovers when they are renewed."""
+    """Credentials are missing, wrong, expired, or lack the permission. Not retried; new credentials end it."""
 
 
 class Transient(CachefsError):
-    """The origin failed in a way that another attempt may not meet (reset, truncated body, 5xx, timeout)."""
+    """The origin failed in a way that a retry may fix (reset, truncated body, 5xx, timeout)."""
 
 
 class Throttled(Transient):
@@ -88,28 +88,28 @@ class Throttled(Transient):
 
 
 class OriginFailed(CachefsError):
-    """The origin could not serve the request within its retries and deadline."""
+    """The origin did not serve the request within its retries and deadline."""
 
 
 class OriginFull(OriginFailed):
-    """The origin has no room for more: its disk is full, or a quota is used up."""
+    """The origin is full: its disk, or a quota."""
 
 
 class Unreachable(OriginFailed):
-    """The origin does not answer at all, so the request was not sent, or was given up."""
+    """The origin does not answer at all, so the request was not sent, or was cancelled."""
 
 
 class NoRoom(CachefsError):
-    """No tier can take the bytes now (full of blocks in use, disk full, disk failing). Readers never see this, writers do
-    when there is no place for what they wrote."""
+    """No tier can take the bytes now (full of blocks in use, disk full, disk failing). Readers never get this error; writers
+    get it if the bytes they write fit nowhere."""
 
 
 class CacheUnusable(CachefsError):
-    """A cache directory or index cannot be used at all; the text says why and what to change."""
+    """A cache directory or index cannot be used; the text says why and what to change."""
 
 
 class CacheInUse(CacheUnusable):
-    """Another daemon holds this cache directory."""
+    """Another daemon uses this cache directory."""
 
 
 class ConfigError(CachefsError):

@@ -1,8 +1,8 @@
-"""What is remembered by name beside the counters: requests by dataset, waits by process, reasons of misses.
+"""Accounting by name, beside the counters: requests by dataset, waits by process, reasons of misses.
 
-It is noted where a request waits anyway (for the origin, for a disk, for an upload), so a warm read costs nothing more.
-Requests that the kernel answers by itself are not seen. Every table is bounded: a row that falls out is added to the row
-`OTHERS`, or forgotten where only the latest counts. Only the trio thread changes it.
+Entries are made where a request waits anyway (for the origin, for a disk, for an upload), so a warm read costs nothing more.
+The daemon does not see requests that the kernel answers by itself. Every table is bounded: an evicted row is added to the
+row `OTHERS`, or forgotten where only the latest count. Only the trio thread changes the tables.
 """
 
 from __future__ import annotations
@@ -21,59 +21,56 @@ from cachefs.base.linux import UNSEEN, Identity, identify
 from cachefs.base.names import ObjectId
 
 OTHERS = "…"
-"""The row that adds up what has no row of its own."""
+"""The row that sums datasets or processes without a row of their own."""
 
 DATASETS = 64
-"""Rows of datasets. Borrowed from the cache store: a source with more first components has classes there, no datasets."""
+"""Rows of datasets. Borrowed from the cache store, which has no datasets for a source with more first components."""
 
 PROCESSES = 512
-"""Rows of processes. Guessed: a node's jobs and their loaders; half a MiB."""
+"""Rows of processes, a bound. Guessed: a node's jobs and their loaders; half a MiB."""
 
 THREAD_S = 10.0
-"""Seconds until the process of a thread is looked up again. Derived: the kernel gives a thread's number to another process
-after minutes at the earliest, and 0.1 ms in 10 s for each thread that waits is no load."""
+"""How long a thread's process is cached. Derived: the kernel reuses a thread's number after minutes at the earliest, and
+0.1 ms in 10 s for each thread that waits is no load."""
 
 REMEMBERED = 16_384
-"""Rows of each table of which only the latest count. Derived: 3 MB a table; extents of 256 GiB at the default block size."""
+"""Rows of each table that keeps only the latest. Derived: 3 MB a table; extents of 256 GiB at the default block size."""
 
 SLOW_S, SLOWEST, SLOW_FOR_S = 0.01, 32, 900.0
-"""Which reads the page and `--json` list as the slowest: those of at least 10 ms, so many, of the last quarter of an hour.
-Derived: one round trip to a near origin takes less than 10 ms; the page shows a dozen."""
+"""The slowest reads on the page and in `--json`: at least `SLOW_S` long, at most `SLOWEST` of them, of the last
+`SLOW_FOR_S`. Derived: one round trip to a near origin takes less than 10 ms; the page shows a dozen."""
 
 ORIGIN, PEER, DISK = "origin", "peer", "disk"
 READ_FROM = (ORIGIN, PEER, DISK)
-"""What a read waits for: bytes from the origin, from another node, or from this node's own tiers."""
+"""What reads wait for: bytes from the origin, from another node, or from this node's tiers."""
 
 NAMES, WRITES = "names", "writes"
 WAITED_FOR = (*READ_FROM, NAMES, WRITES)
-"""And what else it does: looking names up, listing, opening, making, moving and removing; or writing, close and fsync,
-until what was written is where it has to be."""
+"""What requests wait for. `NAMES`: lookup, listing, open, create, rename and removal. `WRITES`: write, close and fsync."""
 
 REASONS = {
     "cold": "it was never here, as far as is remembered",
-    "evicted": "it was here and went, to make room or by cachefs evict",
+    "evicted": "it was here and was evicted, for space or by cachefs evict",
     "changed": "another version of the file was here",
     "damaged": "it was here, and its checksum or its disk failed",
-    "not_admitted": "it was read before, and no tier had room for it",
+    "not_admitted": "it was read before, and no tier had space for it",
     "prefetch_in_flight": "its prefetch was in flight, and had not arrived yet",
 }
-"""Why a reader had to wait for a block. The counters `misses_…` are these."""
+"""Why a reader had to wait for a block → the words for people. Each has a counter `misses_…`."""
 
-ORIGIN_REQUESTS = ("get", "head", "list", "put", "put_part", "upload", "copy", "delete")
-"""Kinds of requests; the counters `origin_…` are these."""
+ORIGIN_REQUESTS = ("get", "list", "head", "put", "put_part", "upload", "copy", "delete")
+"""Kinds of requests, in the order of `cachefs ledger`. Each has a counter `origin_…`."""
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Upper bounds of the histograms."""
 
 
+@dataclass(slots=True)
 class Histogram:
-    """Durations, counted by the least bound of `BUCKETS_S` that they do not exceed; the last count is of longer ones."""
+    """Durations by bucket: `counts[i]` is of those up to `BUCKETS_S[i]`, the last one of longer ones."""
 
-    __slots__ = ("counts", "sum_s")
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(BUCKETS_S) + 1)
-        self.sum_s = 0.0
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
+    sum_s: float = 0.0
 
     def add(self, seconds: float) -> None:
         self.counts[bisect_left(BUCKETS_S, seconds)] += 1
@@ -87,32 +84,22 @@ Account = Counter[str]
 # -- waits -----------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class Process:
-    """A process that waited. `waited` has the seconds that its requests waited, added up, by what for. `blocked_s` are
-    seconds in which at least one of them waited. `calls` are its requests that were no reads. `account` has the requests
+    """A process that waited. `waited` has the sum of its requests' waits in seconds, by what for. `blocked_s` are the
+    seconds in which at least one request waited. `calls` counts its requests that were no reads. `account` has the requests
     to the origin that its reads waited for, and those that its other requests caused."""
 
-    __slots__ = (
-        "_blocked_since",
-        "account",
-        "blocked_s",
-        "bytes",
-        "calls",
-        "identity",
-        "reads",
-        "since",
-        "waited",
-        "waiting",
-    )
-
-    def __init__(self, identity: Identity, now: float) -> None:
-        self.identity = identity
-        self.since = now
-        self.account = Account()
-        self.reads = self.calls = self.bytes = self.waiting = 0
-        self.waited = dict.fromkeys(WAITED_FOR, 0.0)
-        self.blocked_s = 0.0
-        self._blocked_since = 0.0
+    identity: Identity
+    since: float
+    account: Account = field(default_factory=Account)
+    reads: int = 0
+    calls: int = 0
+    bytes: int = 0
+    waiting: int = 0
+    waited: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WAITED_FOR, 0.0))
+    blocked_s: float = 0.0
+    _blocked_since: float = 0.0
 
     def began(self, now: float) -> None:
         if not self.waiting:
@@ -125,11 +112,11 @@ class Process:
             self.blocked_s += now - self._blocked_since
 
     def blocked_until(self, now: float) -> float:
-        """`blocked_s`, with the time since it was blocked last if it still is."""
+        """`blocked_s` at `now`: with the present wait, if one of its requests waits."""
         return self.blocked_s + (now - self._blocked_since if self.waiting else 0.0)
 
     def add(self, other: Process) -> None:
-        """Add the totals of a process that is forgotten."""
+        """Add the totals of another process."""
         self.account += other.account
         self.reads += other.reads
         self.calls += other.calls
@@ -140,7 +127,8 @@ class Process:
 
 
 class Wait:
-    """One request that waits. `request` is its name, `on` what it waits for now, `key` the object's ("": not known)."""
+    """One request that waits. `request` is its name, `on` what it waits for now, `key` the object's ("": unknown), `shares`
+    the seconds that it has waited, by what for."""
 
     __slots__ = (
         "_marked",
@@ -169,7 +157,7 @@ class Wait:
         self.began = self._marked = waits.clock()
 
     def now_for(self, what: str) -> None:
-        """From now on the request waits for `what`."""
+        """Note that the request waits for `what` from now on."""
         if self._waits is not None:
             now = self._waits.clock()
             self.shares[self.on] = self.shares.get(self.on, 0.0) + now - self._marked
@@ -177,7 +165,7 @@ class Wait:
             self.on = what
 
     def end(self, count: int = 0) -> None:
-        """The request was answered (a read with `count` bytes), or given up. Further calls change nothing."""
+        """Note that the request was answered (a read with `count` bytes), or cancelled. Further calls change nothing."""
         if self._waits is not None:
             self.now_for(self.on)
             waits, self._waits = self._waits, None
@@ -198,7 +186,7 @@ def about(key: str) -> None:
 class SlowRead(NamedTuple):
     seconds: float
     number: int
-    """Orders reads of equal length."""
+    """Orders reads of equal duration."""
     at: float
     key: str
     offset: int
@@ -207,17 +195,17 @@ class SlowRead(NamedTuple):
 
 
 class Waits:
-    """Processes that waited, for how long and for what. Times are seconds of `clock`; `look` finds a thread's process."""
+    """Processes that waited, how long and what for. Times are seconds of `clock`; `identify` finds a thread's process."""
 
-    def __init__(self, clock: Callable[[], float], look: Callable[[int], Identity]) -> None:
+    def __init__(self, clock: Callable[[], float], identify: Callable[[int], Identity]) -> None:
         self.clock = clock
-        self._look = look
+        self._identify = identify
         self._threads: OrderedDict[int, tuple[float, Process]] = OrderedDict()
         self._processes: OrderedDict[tuple[int, int], Process] = OrderedDict()
         self._numbers = count()
-        self._slow: list[SlowRead] = []
+        self._slow: list[SlowRead] = []  # the slowest first
         self._waiting: set[Wait] = set()
-        self.everybody = Process(Identity(0, 0, 0, "all"), clock())
+        self.total = Process(Identity(0, 0, 0, "all"), clock())
         self.read_seconds = Histogram()
         self.open_seconds = Histogram()
 
@@ -227,7 +215,7 @@ class Waits:
         known = self._threads.get(thread)
         if known is not None and now < known[0]:
             return known[1]
-        process = self._row(self._look(thread) if thread else UNSEEN, now)
+        process = self._row(self._identify(thread) if thread else UNSEEN, now)
         _put(self._threads, thread, (now + THREAD_S, process))
         return process
 
@@ -243,13 +231,13 @@ class Waits:
         return process
 
     def _forget_one(self, now: float) -> None:
-        """Forget the process that was seen least recently, of those that do not wait now."""
-        rest = self._processes.setdefault((-1, 0), Process(Identity(-1, 0, 0, OTHERS), now))
+        """Add the least recently seen process that does not wait to `OTHERS`, and forget it."""
+        others = self._processes.setdefault((-1, 0), Process(Identity(-1, 0, 0, OTHERS), now))
         for key, process in self._processes.items():
-            if not process.waiting and process is not rest:
-                rest.add(process)
+            if not process.waiting and process is not others:
+                others.add(process)
                 del self._processes[key]
-                self._threads.clear()  # some may lead to it
+                self._threads.clear()  # some may name it
                 break
 
     def begin(self, thread: int, object_id: ObjectId, offset: int) -> Wait:
@@ -261,7 +249,7 @@ class Waits:
         return self._began(Wait(self, thread, on, request))
 
     def _began(self, wait: Wait) -> Wait:
-        for process in (wait.process, self.everybody):
+        for process in (wait.process, self.total):
             process.began(wait.began)
         self._waiting.add(wait)
         return wait
@@ -271,7 +259,7 @@ class Waits:
         self._waiting.discard(wait)
         now = self.clock()
         seconds, is_read = now - wait.began, wait.request == "read"
-        for process in (wait.process, self.everybody):
+        for process in (wait.process, self.total):
             process.ended(now)
             process.reads += is_read
             process.calls += not is_read
@@ -292,7 +280,7 @@ class Waits:
     def _fresh(self, now: float) -> list[SlowRead]:
         return [read for read in self._slow if now - read.at <= SLOW_FOR_S]
 
-    # For others: plain values, times as seconds before now.
+    # Plain values for JSON. Points in time are seconds before now.
 
     def processes(self) -> list[dict[str, Any]]:
         """Processes that have waited, the latest first."""
@@ -301,7 +289,7 @@ class Waits:
 
     def totals(self) -> dict[str, Any]:
         """All processes together: `blocked_s` are seconds in which at least one of them waited."""
-        return _shown(self.everybody, self.clock())
+        return _shown(self.total, self.clock())
 
     def slowest(self) -> list[dict[str, Any]]:
         """The slowest reads of the last quarter of an hour, the slowest first."""
@@ -358,12 +346,12 @@ def _shown(process: Process, now: float) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Miss:
-    """The last time that a reader had to wait for blocks of an extent. `at` is the time of day; `way` says where they were
-    asked for, in that order."""
+    """The last time that a reader had to wait for blocks of an extent. `at` is in seconds since the epoch; `asked` has where
+    they were requested, in that order."""
 
     at: float
     reason: str
-    way: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
 
 
 class Misses:
@@ -373,7 +361,7 @@ class Misses:
         self._clock = clock
         self._gone: OrderedDict[tuple[bytes, int], str] = OrderedDict()
         self._last: OrderedDict[tuple[bytes, int], Miss] = OrderedDict()
-        # Which version of a file was fetched last, and whether there was another before it.
+        # hash of (source, key) → (digest of the version fetched last, whether another one was fetched before it)
         self._versions: OrderedDict[int, tuple[bytes, bool]] = OrderedDict()
 
     def gone(self, digest: bytes, extent: int, reason: str) -> None:
@@ -387,28 +375,30 @@ class Misses:
         if before is None or before[0] != object_id.digest:
             _put(self._versions, name, (object_id.digest, before is not None))
 
-    def missed(self, object_id: ObjectId, extent: int, *, joins: bool = False, late: bool) -> str:
+    def missed(
+        self, object_id: ObjectId, extent: int, *, joins: bool = False, prefetch_in_flight: bool
+    ) -> str:
         """Note that a reader has to wait for blocks of that extent. Returns the reason. `joins`: another reader
-        waits for them already."""
+        waits for them already. `prefetch_in_flight`: they are being prefetched."""
         place = object_id.digest, extent
         before = self._last.get(place) if joins else None
-        reason = "prefetch_in_flight" if late else self._gone.get(place, "")
+        reason = "prefetch_in_flight" if prefetch_in_flight else self._gone.get(place, "")
         if not reason:
             digest, changed = self._versions.get(
                 hash((object_id.source, object_id.key)), (object_id.digest, False)
             )
             reason = "changed" if changed or digest != object_id.digest else "cold"
-        _put(self._last, place, Miss(self._clock(), reason, before.way if before is not None else []))
+        _put(self._last, place, Miss(self._clock(), reason, before.asked if before is not None else []))
         return reason
 
-    def asked(self, digest: bytes, extent: int, way: str) -> None:
-        """Note where missing blocks were asked for, and the outcome."""
+    def asked(self, digest: bytes, extent: int, place: str) -> None:
+        """Note where missing blocks were requested, and the outcome."""
         miss = self._last.get((digest, extent))
-        if miss is not None and len(miss.way) < 8 and way not in miss.way[-1:]:
-            miss.way.append(way)
+        if miss is not None and len(miss.asked) < 8 and place not in miss.asked[-1:]:
+            miss.asked.append(place)
 
     def last(self, digest: bytes, extents: int) -> Iterator[tuple[int, Miss]]:
-        """(extent, its last miss) of a version with so many extents."""
+        """(extent, its last miss) of a version, for its first `extents` extents."""
         for extent in range(extents):
             miss = self._last.get((digest, extent))
             if miss is not None:
@@ -423,8 +413,8 @@ def _put(table: OrderedDict[Any, Any], key: Any, value: Any) -> None:
 
 
 class Ledger:
-    """Requests to the origin by dataset, waits and misses, and how long requests to the origin and uploads took. A dataset
-    is a first path component below the mounted prefix."""
+    """Requests to the origin by dataset, waits and misses, and durations of requests to the origin and of uploads. A dataset
+    is the first path component below the mounted prefix."""
 
     def __init__(self) -> None:
         self.datasets: dict[str, Account] = {}

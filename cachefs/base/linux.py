@@ -1,7 +1,7 @@
-"""What Linux says through /proc and does through libc: mounts, memory limits, processes.
+"""/proc and libc: mounts, memory limits, processes.
 
-Reading `/proc/self/mountinfo` never touches a mount, so it answers also when the filesystem behind a path hangs or is dead.
-Standard library and Python 3.9 only: `cachefs.hints` uses this module inside of training images.
+Reading `/proc/self/mountinfo` makes no request to a mount, so it works also when the filesystem behind a path hangs or is
+dead. Standard library and Python 3.9 only: `cachefs.hints` uses this module in training images.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import re
 import signal
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 PROBE_DEADLINE_S = 5.0
-"""How long a mount may take to answer one stat before it counts as hanging."""
+"""A mount that takes longer to answer one statfs counts as hanging. Guessed: a daemon answers in milliseconds."""
 
 CAP_SYS_ADMIN = 21
 MNT_DETACH = 2
@@ -28,23 +28,23 @@ libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 
 _OPENAT2, _AT_FDCWD, _RESOLVE_CACHED = 437, -100, 0x20
-_LOOK = (ctypes.c_uint64 * 3)(os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, 0, _RESOLVE_CACHED)
+_HOW = (ctypes.c_uint64 * 3)(os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, 0, _RESOLVE_CACHED)
 
 
 def release(text: str | None = None) -> tuple[int, ...]:
-    """The numbers of the running kernel's version, two at most; or of that one ("6.18.44-…")."""
+    """(major, minor) of the running kernel's version, or of `text` ("6.18.44-…")."""
     numbers = (os.uname().release if text is None else text).split("-")[0].split(".")[:2]
     return tuple(int(number) for number in numbers if number.isdigit())
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when the thread that has started it ends. The caller looks whether it has."""
+    """Have the kernel kill this process when the thread that started it ends. The caller checks that it has not yet."""
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def cached_lstat(path: str) -> os.stat_result | None:
-    """`os.lstat`; None where the kernel would have to read the disk for it, and before Linux 5.12."""
-    fd: int = libc.syscall(_OPENAT2, _AT_FDCWD, os.fsencode(path), ctypes.byref(_LOOK), ctypes.sizeof(_LOOK))
+    """`os.lstat` without reading the disk; None if the kernel would have to read it, and before Linux 5.12."""
+    fd: int = libc.syscall(_OPENAT2, _AT_FDCWD, os.fsencode(path), ctypes.byref(_HOW), ctypes.sizeof(_HOW))
     if fd < 0:
         if ctypes.get_errno() == errno.ENOENT:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
@@ -67,8 +67,8 @@ def umount(path: str | Path, flags: int = 0) -> None:
 
 @dataclass(frozen=True)
 class Mount:
-    """One line of mountinfo. `number` identifies the mount until it is unmounted, and is then reused;
-    `device` is "major:minor"; `root` is the part of the filesystem that is mounted here."""
+    """One line of mountinfo. `number` identifies the mount until it is unmounted, and is then reused; `device` is
+    "major:minor"; `root` is the part of the filesystem that is mounted at `path`."""
 
     device: str
     root: str
@@ -80,18 +80,14 @@ class Mount:
 
     @property
     def owner(self) -> int | None:
-        """The user who mounted a FUSE filesystem."""
+        """The uid of the user that mounted a FUSE filesystem."""
         found = (option.removeprefix("user_id=") for option in self.options if option.startswith("user_id="))
         uid = next(found, "")
         return int(uid) if uid.isdigit() else None
 
     def same(self, other: Mount | None) -> bool:
-        """Whether `other`, seen later, is this mount. Numbers alone do not tell, since they are reused."""
-        return other is not None and self.identity == other.identity
-
-    @property
-    def identity(self) -> tuple[object, ...]:
-        return self.number, self.device, self.root, self.path, self.fstype, self.source
+        """Whether `other`, read later, is this mount: same number and same description, because numbers are reused."""
+        return other is not None and replace(other, options=self.options) == self
 
     @property
     def is_cachefs(self) -> bool:
@@ -99,7 +95,7 @@ class Mount:
 
 
 def parse(text: str) -> list[Mount]:
-    """Every line, in mount order: of several mounts on one path, the last is on top."""
+    """The mounts in mountinfo's order: of several on one path, the last one is on top."""
     mounts = []
     for line in text.splitlines():
         left, separator, right = line.partition(" - ")
@@ -126,7 +122,7 @@ def unescape(field: str) -> str:
 
 
 def mounts(root: Path = Path("/")) -> list[Mount]:
-    """All mounts that this process sees; none without /proc."""
+    """The mounts in this process's namespace; none without /proc."""
     try:
         text = (root / "proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
@@ -141,19 +137,19 @@ def mount_at(path: Path) -> Mount | None:
 
 
 class Finder:
-    """Which cachefs mount a path lies below, for long lists of paths.
+    """Finds the cachefs mount that a path lies below, for long lists of paths.
 
-    A path that begins with a mountpoint is found by its text alone; any other has the links above its name resolved,
-    once for each directory. No path is touched that lies below a mount already."""
+    A path that begins with a mountpoint needs no system call. In any other path, the links in its directory are resolved,
+    once for each directory."""
 
     def __init__(self) -> None:
         found = {mount.path for mount in mounts() if mount.is_cachefs}
-        # Of mounts within one another the inner one is meant.
+        # The longest first, so that of nested mounts the inner one is found.
         self._inside = sorted(((path, path.rstrip("/") + "/") for path in found), key=lambda m: -len(m[1]))
         self._resolved: dict[str, str] = {}
 
     def find(self, path: str) -> tuple[str, str] | None:
-        """(mountpoint, path relative to it); None when there is no such mount."""
+        """(mountpoint, path relative to it); None if the path is below no cachefs mount."""
         if "//" in path or "/." in path:
             path = os.path.normpath(path)
         return self._split(path) or self._split(self._resolve(path))
@@ -175,12 +171,12 @@ class Finder:
 
 
 def probe(path: Path, timeout_s: float = PROBE_DEADLINE_S) -> os.stat_result | OSError:
-    """`os.stat` of a mountpoint whose daemon answers; given up on after a while with ETIMEDOUT."""
+    """`os.stat` of a mountpoint, answered by its daemon; the error if it fails, ETIMEDOUT after `timeout_s`."""
     answer: list[os.stat_result | OSError] = []
 
     def ask() -> None:
         try:
-            os.statvfs(path)  # the kernel answers stat from its cache, also for the dead; statfs it must ask
+            os.statvfs(path)  # for stat, the kernel's attribute cache would answer in place of a dead daemon
             answer.append(path.stat())
         except OSError as exc:
             answer.append(exc)
@@ -192,7 +188,7 @@ def probe(path: Path, timeout_s: float = PROBE_DEADLINE_S) -> os.stat_result | O
 
 
 def is_dead(answer: os.stat_result | OSError) -> bool:
-    """Whether the daemon behind a mount has gone ("Transport endpoint is not connected")."""
+    """Whether the mount's daemon has ended ("Transport endpoint is not connected")."""
     return isinstance(answer, OSError) and answer.errno in (errno.ENOTCONN, errno.ECONNABORTED)
 
 
@@ -205,10 +201,10 @@ LIMIT_FILES = {
 
 
 def memory_limit(root: Path = Path("/")) -> int:
-    """Bytes that this process may use: the smallest limit among the machine and its control groups.
+    """Bytes that this process may use: the smallest limit of the machine and of its control groups.
 
-    A container's limit is what the OOM killer enforces, and it may be set on any parent group, under cgroup v1 or
-    v2. A file that cannot be read does not limit. `root` is where /proc and /sys are looked for."""
+    The OOM killer enforces a container's limit, which may be set on any parent group, under cgroup v1 or v2. A file that
+    cannot be read sets no limit. /proc and /sys are read below `root`."""
     return min([_machine_memory(root), *_group_limits(root)])
 
 
@@ -249,8 +245,8 @@ def _groups(root: Path) -> list[tuple[str, str]]:
 
 
 def _upwards(top: Path, group: str, mount_root: str) -> Iterator[Path]:
-    """The group's directory and its parents up to `top`. In a container the mount may show only a part of the
-    tree (`mount_root`), and the group's name may be the host's: what does not exist here is skipped."""
+    """The group's directory and its parents up to `top`. In a container the mount may show only a part of the tree
+    (`mount_root`), and the group's name may be the host's, so directories may be missing."""
     relative = posixpath.relpath(group, mount_root) if mount_root not in ("/", "") else group.lstrip("/")
     if relative.startswith(".."):
         relative = ""
@@ -276,7 +272,7 @@ def _limits_in(directory: Path, names: tuple[str, ...]) -> Iterator[int]:
 
 
 class Identity(NamedTuple):
-    """Which process a thread belongs to. `started` tells it from an earlier one of the same number."""
+    """The process of a thread. `started` distinguishes it from an earlier one with the same pid."""
 
     pid: int
     started: int
@@ -285,7 +281,7 @@ class Identity(NamedTuple):
 
 
 UNSEEN = Identity(0, 0, 0, "?")
-"""The kernel itself, or a process outside of this PID namespace."""
+"""The kernel, or a process outside of this PID namespace."""
 
 
 def identify(thread: int) -> Identity:
@@ -301,7 +297,7 @@ def identify(thread: int) -> Identity:
 
 
 def descendants(pid: int) -> set[int]:
-    """A process and all its present descendants."""
+    """The pids of a process and all its present descendants."""
     parents: dict[int, int] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -321,8 +317,8 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def may(capability: int) -> bool:
-    """Whether this process has the capability; True where /proc does not say."""
+def has_capability(capability: int) -> bool:
+    """Whether this process has the capability; True if /proc cannot be read."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         mask = next(int(line.split()[1], 16) for line in lines if line.startswith("CapEff:"))

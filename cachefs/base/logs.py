@@ -1,7 +1,7 @@
-"""Where log records go: one line each, as text for people or as JSON for machines.
+"""Set-up of logging: one line for each record, as text or as JSON.
 
-The loggers of this package are set up, not the root logger's level, so that `debug` does not mean the debug
-output of every library; warnings of the libraries still get through.
+The level is set on this package's loggers and not on the root logger, so that `debug` does not include the debug output of
+every library; warnings of libraries are logged.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from typing import Any
 from cachefs.base import ownership
 from cachefs.base.units import printable
 
-MAX_FILE_BYTES = 10 << 20
-KEPT_FILES = 3
+MAX_FILE_BYTES, OLD_FILES = 10 << 20, 3
+"""The log is rotated at this size, and this many rotated files stay. Promised in `cachefs mount --help`."""
 HANDLER = "cachefs"
 
 REPEATED_EVERY_S = 60.0
-"""Between equal lines. Derived: a line a minute fills the 40 MiB that are kept in months."""
+"""Between equal lines. Derived: a line a minute fills the 40 MiB of log files in months."""
 
 REPEATS_REMEMBERED = 256
-"""Pairs of operation and error. Derived: there are fewer than that."""
+"""Bound of the different lines that a `Repeats` knows. Derived: there are fewer pairs of operation and error."""
 
 LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
@@ -54,12 +54,12 @@ class TextFormatter(logging.Formatter):
         return "\n".join(printable(line) for line in super().format(record).split("\n"))
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        # Names of objects may hold line breaks; a record is one line all the same.
+        # Names of objects may hold line breaks, which must not make a second line.
         return printable(super().formatMessage(record))
 
 
 class JsonFormatter(TextFormatter):
-    """One JSON object a line; `extra` fields are members, an exception is one escaped string."""
+    """One JSON object a line; `extra` fields are members, a traceback is one string."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
@@ -77,11 +77,11 @@ class JsonFormatter(TextFormatter):
 
 
 class _Rotating(logging.handlers.RotatingFileHandler):
-    """A log that only its owner reads."""
+    """A log that only its owner may read."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(
-            path, maxBytes=MAX_FILE_BYTES, backupCount=KEPT_FILES, encoding="utf-8", errors="backslashreplace"
+            path, maxBytes=MAX_FILE_BYTES, backupCount=OLD_FILES, encoding="utf-8", errors="backslashreplace"
         )
 
     def _open(self) -> TextIOWrapper:
@@ -90,8 +90,8 @@ class _Rotating(logging.handlers.RotatingFileHandler):
 
 
 def open_file(path: Path, *, ours: bool) -> int:
-    """A descriptor for appending to a log, made with mode 0600. One that is `ours` has that mode also if it was there, and
-    is no link; the mode of a file that the user named, and what it links to (/dev/stdout), are the user's. `OSError`."""
+    """Open a log for appending, and create it with mode 0600. `ours`: an existing file gets that mode, too, and a link is
+    refused. A file that the user named keeps its mode, and may be a link (/dev/stdout). Raises `OSError`."""
     if ours:
         return ownership.open_file(path, LOG_FLAGS)
     path.parent.mkdir(mode=ownership.DIRECTORY_MODE, parents=True, exist_ok=True)
@@ -99,30 +99,25 @@ def open_file(path: Path, *, ours: bool) -> int:
 
 
 class Repeats:
-    """Limits equal lines in the log: the first one, and then one in `every_s`, with how many were left out.
+    """Admits the first of equal log lines, and then one in `REPEATED_EVERY_S`, with the number of those left out.
 
-    Without it, a user of a mount could fill the log by making one operation fail."""
+    Without this, a user of a mount could fill the log by making one operation fail."""
 
-    def __init__(
-        self,
-        every_s: float = REPEATED_EVERY_S,
-        *,
-        most: int = REPEATS_REMEMBERED,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._every_s, self._most, self._clock = every_s, most, clock
-        self._seen: dict[Hashable, list[float]] = {}  # when it was logged last, how many were left out since
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        # line → [when it was logged last, how many were left out since]
+        self._seen: dict[Hashable, list[float]] = {}
 
     def admit(self, what: Hashable) -> int | None:
-        """How many equal lines were left out since the last one was logged; None: leave this one out, too."""
+        """How many equal lines were left out since the last one; None if this one is to be left out, too."""
         now = self._clock()
         seen = self._seen.get(what)
         if seen is None:
-            if len(self._seen) >= self._most:
+            if len(self._seen) >= REPEATS_REMEMBERED:
                 del self._seen[next(iter(self._seen))]
             self._seen[what] = [now, 0]
             return 0
-        if now - seen[0] < self._every_s:
+        if now - seen[0] < REPEATED_EVERY_S:
             seen[1] += 1
             return None
         left_out = int(seen[1])
@@ -131,8 +126,8 @@ class Repeats:
 
 
 def setup(level: str, format: str, file: Path | None = None) -> None:
-    """Send records to `file`, rotated, or to stderr. Replaces what an earlier call set up. Raises `OSError`
-    when the file cannot be written; then nothing has changed."""
+    """Send records to `file`, which is rotated, or to stderr. Replaces the handler of an earlier call. Raises `OSError` if
+    the file cannot be opened; then nothing has changed."""
     handler = logging.StreamHandler(sys.stderr) if file is None else _Rotating(file)
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
     root = logging.getLogger()
@@ -143,17 +138,18 @@ def setup(level: str, format: str, file: Path | None = None) -> None:
     handler.set_name(HANDLER)
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
-    logging.raiseExceptions = False  # a full disk under the log is no reason to write tracebacks
+    logging.raiseExceptions = False  # or a full disk under the log would put tracebacks on stderr
     set_level(level)
 
 
 QUEUED_RECORDS, DRAINED_WITHIN_S = 10_000, 2.0
-"""Records (about 5 MB) that may wait for a log that cannot be written, and how long the end waits for them. Guessed."""
+"""Most records (about 5 MB) that wait while the log cannot be written, and how long the daemon's end waits for them to be
+written. Guessed: more than a busy daemon logs in seconds, and a wait that does not show beside the rest of a stop."""
 
 
 class _Queue(logging.handlers.QueueHandler):
-    """Takes records without waiting; of too many, the new ones are lost. A `SimpleQueue` may be put to while the same thread
-    is putting: a destructor that the collector runs may log, too."""
+    """Queues records without waiting, and drops new ones when the queue is full. `SimpleQueue.put` is reentrant: a
+    destructor that the garbage collector runs within it may log, too."""
 
     def __init__(self, records: queue.SimpleQueue[logging.LogRecord | None]) -> None:
         super().__init__(records)
@@ -165,37 +161,37 @@ class _Queue(logging.handlers.QueueHandler):
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         record = copy.copy(record)
-        record.msg, record.args = record.getMessage(), None  # as it is now
+        record.msg, record.args = record.getMessage(), None  # formatted before its arguments change
         return record
 
 
 @contextmanager
-def beside() -> Iterator[None]:
-    """Have a thread write records in this context: the log may lie on a disk that hangs, or be a pipe that is not read."""
+def in_background() -> Iterator[None]:
+    """Have a thread write the log in this context: the log may be on a disk that hangs, or a pipe without a reader."""
     root = logging.getLogger()
-    written = [handler for handler in root.handlers if handler.get_name() == HANDLER]
+    handlers = [handler for handler in root.handlers if handler.get_name() == HANDLER]
     records: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
-    taking = _Queue(records)
-    taking.set_name(HANDLER)
+    queued = _Queue(records)
+    queued.set_name(HANDLER)
 
     def write() -> None:
         while (record := records.get()) is not None:
-            for handler in written:
+            for handler in handlers:
                 handler.handle(record)
 
     thread = threading.Thread(target=write, name="log", daemon=True)
     thread.start()
-    root.handlers = [*(handler for handler in root.handlers if handler not in written), taking]
+    root.handlers = [*(handler for handler in root.handlers if handler not in handlers), queued]
     try:
         yield
     finally:
         records.put(None)
         thread.join(DRAINED_WITHIN_S)
-        root.handlers = [handler for handler in root.handlers if handler is not taking]
+        root.handlers = [handler for handler in root.handlers if handler is not queued]
         if not thread.is_alive():
-            root.handlers += written
+            root.handlers += handlers
 
 
 def set_level(level: str) -> None:
-    """Change how much this package logs, at once: debug, info, warning or error."""
+    """Set the level of this package's loggers: debug, info, warning or error."""
     logging.getLogger("cachefs").setLevel(level.upper())

@@ -1,9 +1,8 @@
-"""One table of everything that is measured: name, unit, meaning.
+"""The table of all metrics: name, unit, meaning.
 
-A counter is a plain integer attribute, so that counting costs one dictionary operation on the hot path. They are only
-changed from the trio thread; worker threads report back instead. Values that are not counted but looked up for a scrape
-(how full a tier is, what waits) have rows in `SERIES`. What is known by name is in the `ledger` that every room gets with
-the counters.
+A counter is a plain integer attribute, so that counting costs one attribute access on the hot path. Only the trio thread
+changes counters. Values that a scrape reads elsewhere (how full a tier is, what waits) have rows in `SERIES`. Accounts by
+name are in the `ledger`, which every room gets with the counters.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ def _counter(unit: str, meaning: str) -> Any:
 
 
 class Family(NamedTuple):
-    """A Prometheus counter that stands for several counters, told apart by a label: value of the label → counter."""
+    """A Prometheus counter of several counters that differ in a label. `counters` maps the label's value to the counter."""
 
     meaning: str
     label: str
@@ -51,7 +50,7 @@ FAMILIES = {
         {"in": "origin_bytes", "out": "origin_bytes_sent"},
     ),
     "cache_hits": Family(
-        "blocks that readers found here; heap: in memory, because no tier could take them",
+        "blocks that were cached when a reader needed them; heap: in memory, because no tier could take them",
         "tier",
         _named("{}_hits", "ram ssd heap"),
     ),
@@ -70,11 +69,11 @@ FAMILIES = {
     ),
 }
 NOT_EXPORTED = {"misses"}
-"""Counters that are the sum of a family."""
+"""Counters that are a family's sum."""
 
 
 class Counter(NamedTuple):
-    """A row of the table: `name` is the attribute, `family` and `labels` are Prometheus' ("": not exported)."""
+    """A row of the table: `name` is the attribute of `Metrics`, `family` Prometheus' name ("": not exported)."""
 
     name: str
     unit: str
@@ -85,9 +84,9 @@ class Counter(NamedTuple):
 
 @dataclass(slots=True)
 class Metrics:
-    """Everything the daemon counts since it started."""
+    """What the daemon has counted since it started."""
 
-    # The kernel's requests to us (one each per FUSE message).
+    # FUSE messages.
     fuse_lookup: int = _counter("requests", "names the kernel asked for")
     fuse_getattr: int = _counter("requests", "attributes the kernel asked for")
     fuse_open: int = _counter("requests", "files opened")
@@ -116,7 +115,7 @@ class Metrics:
     origin_bytes: int = _counter("bytes", "body bytes received from the origin")
     origin_put: int = _counter("requests", "objects put whole")
     origin_put_part: int = _counter("requests", "parts of multipart uploads sent, or copied at the origin")
-    origin_upload: int = _counter("requests", "multipart uploads begun, completed, aborted, looked at")
+    origin_upload: int = _counter("requests", "multipart uploads begun, completed, aborted, listed")
     origin_copy: int = _counter("requests", "objects copied at the origin in one request")
     origin_delete: int = _counter("requests", "deletions, of one object or a thousand")
     origin_bytes_sent: int = _counter("bytes", "body bytes sent to the origin, repetitions included")
@@ -130,38 +129,32 @@ class Metrics:
     upload_failures: int = _counter("attempts", "uploads of files that failed and are tried again")
     # Other nodes.
     peer_requests: int = _counter(
-        "requests", "blocks asked of other nodes, asked after, or to be brought there"
+        "requests", "requests to other nodes for blocks, for which blocks they have, or to fetch some"
     )
     peer_bytes_in: int = _counter("bytes", "bytes of blocks received from other nodes, checked")
-    peer_failures: int = _counter("requests", "requests to other nodes that went wrong or were turned away")
+    peer_failures: int = _counter("requests", "requests to other nodes that failed or were refused")
     peer_hits: int = _counter("blocks", "blocks that came from another node instead of the origin")
-    peer_misses: int = _counter(
-        "blocks", "blocks asked of other nodes that came from the origin all the same"
-    )
+    peer_misses: int = _counter("blocks", "blocks requested from other nodes that then came from the origin")
     peer_compared: int = _counter(
         "blocks", "blocks from other nodes that were compared with the origin or its MD5"
     )
-    peer_lies: int = _counter("blocks", "of these, blocks that were not the origin's")
+    peer_lies: int = _counter("blocks", "of these, blocks that differed from the origin's")
     peer_served: int = _counter("requests", "blocks served to other nodes")
     peer_bytes_out: int = _counter("bytes", "bytes of blocks sent to other nodes")
-    peer_turned_away: int = _counter("requests", "requests of other nodes answered with a refusal")
+    peer_turned_away: int = _counter("requests", "requests of other nodes that this node refused")
     # The cache.
     ram_hits: int = _counter("blocks", "blocks read from the RAM tier")
     ssd_hits: int = _counter("blocks", "blocks read from the SSD tier")
     heap_hits: int = _counter("blocks", "blocks read from memory because no tier could take them")
     misses: int = _counter("blocks", "blocks a reader had to wait for, for one of these reasons")
-    misses_cold: int = _counter("blocks", "never here, as far as is remembered")
+    misses_cold: int = _counter("blocks", "never cached, as far as is remembered")
     misses_evicted: int = _counter("blocks", "evicted before they were read again")
-    misses_changed: int = _counter("blocks", "of files of which an older version was here")
+    misses_changed: int = _counter("blocks", "of files of which an older version was cached")
     misses_damaged: int = _counter("blocks", "dropped because their checksum or their disk failed")
-    misses_not_admitted: int = _counter("blocks", "not kept the last time because no tier could take them")
-    misses_prefetch_in_flight: int = _counter(
-        "blocks", "on their way already, fetched ahead, but not here yet"
-    )
-    prefetched: int = _counter("blocks", "blocks fetched ahead of any reader")
-    prefetched_late: int = _counter(
-        "blocks", "blocks fetched ahead that a reader had to wait for all the same"
-    )
+    misses_not_admitted: int = _counter("blocks", "not cached the last time because no tier could take them")
+    misses_prefetch_in_flight: int = _counter("blocks", "whose prefetch was in flight")
+    prefetched: int = _counter("blocks", "blocks prefetched")
+    prefetched_late: int = _counter("blocks", "prefetched blocks that a reader had to wait for")
     admitted_blocks: int = _counter("blocks", "blocks written to a tier")
     bypassed_blocks: int = _counter(
         "blocks", "blocks served without being cached because no tier could take them"
@@ -171,7 +164,7 @@ class Metrics:
     discarded_bytes: int = _counter(
         "bytes", "of that: parts of blocks whose transfer ended before they were whole"
     )
-    evicted_blocks: int = _counter("blocks", "blocks removed to make room")
+    evicted_blocks: int = _counter("blocks", "blocks evicted for space")
     spilled_blocks: int = _counter("blocks", "blocks moved from RAM to SSD")
     promoted_blocks: int = _counter("blocks", "blocks copied from SSD to RAM on re-use")
     prepared_versions: int = _counter(
@@ -182,10 +175,10 @@ class Metrics:
     )
     checksum_failures: int = _counter("blocks", "cached blocks dropped because their checksum did not match")
     tier_errors: int = _counter("errors", "I/O errors on a cache tier (each costs a refetch, never data)")
-    # Prefetched files (readahead within a file is counted in blocks, above).
-    prefetch_files: int = _counter("files", "files fetched ahead of any reader, by directory, shard or plan")
+    # Prefetched files. Readahead within a file counts in blocks, above.
+    prefetch_files: int = _counter("files", "files prefetched by directory, shard or plan")
     prefetch_used_files: int = _counter("files", "of those, opened later")
-    prefetch_errors: int = _counter("errors", "files that could not be fetched ahead")
+    prefetch_errors: int = _counter("errors", "files whose prefetch failed")
     # The tree.
     stale_answers: int = _counter("answers", "names used beyond their TTL because the origin did not answer")
     negative_hits: int = _counter("lookups", "missing names answered without a request")
@@ -196,12 +189,12 @@ class Metrics:
     """Requests, waits and misses by name."""
 
     def as_dict(self) -> dict[str, int]:
-        """Name → value, in the order of the table."""
+        """Name of each counter → value, in the order of the table."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.metadata}
 
     @classmethod
     def table(cls) -> list[Counter]:
-        """Every counter, for documentation and exporters."""
+        """The rows of all counters, for documentation and exporters."""
         labelled = {
             counter: (name, {family.label: value})
             for name, family in FAMILIES.items()
@@ -216,17 +209,18 @@ class Metrics:
 
 
 def hit_ratios(counted: Mapping[str, int]) -> tuple[float | None, float | None]:
-    """The share of blocks that were cached: of all, and of those read through the daemon. None where there are none.
+    """(the share of all blocks that were cached, the same of blocks read through the daemon); None of no blocks.
 
-    The daemon does not see how much of a passthrough file the kernel reads, so an open counts as reading all of it."""
+    The daemon does not see how much of a passthrough file the kernel reads, so an open counts as a read of all blocks."""
     hits = sum(counted.get(f"{tier}_hits", 0) for tier in ("ram", "ssd", "heap"))
-    misses, passed = counted.get("misses", 0), counted.get("passthrough_blocks", 0)
-    overall = (hits + passed) / (hits + passed + misses) if hits + passed + misses else None
+    misses, passthrough = counted.get("misses", 0), counted.get("passthrough_blocks", 0)
+    blocks = hits + passthrough + misses
+    overall = (hits + passthrough) / blocks if blocks else None
     return overall, hits / (hits + misses) if hits + misses else None
 
 
 class Series(NamedTuple):
-    """A row for what is looked up. `kind` is Prometheus' word: gauge, counter or histogram."""
+    """A value that is read at scrape time. `kind` is Prometheus' type: gauge, counter or histogram."""
 
     name: str
     kind: str
@@ -243,14 +237,14 @@ SERIES = (
         "loop_pause_seconds_max",
         "gauge",
         "seconds",
-        "longest time in which the event loop answered nothing, within 0.1 s: of the last minute, or of the run",
+        "longest pause of the event loop, within 0.1 s: of the last minute, or since the start",
         ("over",),
     ),
     Series(
         "restarts",
         "counter",
         "restarts",
-        "times that another daemon went on with the mount",
+        "times that a new daemon took over the mount",
     ),
     Series(
         "restart_pause_seconds_max",
@@ -279,8 +273,8 @@ SERIES = (
     ),
     Series("origin_out", "gauge", "", "1 while an origin does not answer at all", ("source",)),
     Series("origin_throughput_bytes", "gauge", "bytes a second", "what an origin sends now", ("source",)),
-    Series("prefetch_in_flight", "gauge", "files", "files being fetched ahead"),
-    Series("prefetch_unused_bytes", "gauge", "bytes", "fetched ahead and not opened yet"),
+    Series("prefetch_in_flight", "gauge", "files", "files being prefetched"),
+    Series("prefetch_unused_bytes", "gauge", "bytes", "prefetched and not opened yet"),
     Series("uploads_pending", "gauge", "files", "written here and not at the origin yet"),
     Series("uploads_pending_bytes", "gauge", "bytes", "the bytes of those"),
     Series("peer_members", "gauge", "nodes", "other members of the group, by state", ("state",)),
@@ -301,7 +295,7 @@ SERIES = (
         "waited_seconds",
         "counter",
         "seconds",
-        "time that requests waited, added up, by what for: reads for origin, peer or disk, others for names or writes",
+        "sum of the times that requests waited, by what for: reads for origin, peer or disk, others for names or writes",
         ("on",),
     ),
     Series(
@@ -324,4 +318,4 @@ SERIES = (
         "how long files took to upload, by the attempt that succeeded",
     ),
 )
-"""What exporters add to the counters. Names are without the prefix `cachefs_`."""
+"""Names are without the prefix `cachefs_`."""

@@ -1,8 +1,7 @@
-"""The vocabulary: which bytes are meant.
+"""Names of bytes: versions of objects, blocks and extents. Pure.
 
-Names carry versions. An `ObjectId` names one immutable version of one object: source, key, etag and size. Whatever
-is cached under it never has to be invalidated, only forgotten; a changed object simply has another name. Blocks and
-extents are positions inside it. Everything here is pure.
+An `ObjectId` names one immutable version of one object: source, key, etag and size. What is cached under it never has to be
+invalidated, only evicted: a changed object has another name. Blocks and extents are positions in a version.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 BLOCKS_PER_EXTENT = 16
-"""Blocks whose bookkeeping is one index row, evicted together: 16 MiB at the default block size. Derived: a row stays
-under 200 bytes, a terabyte of cache is 65,000 rows, and the unit equals the largest range one GET fetches."""
+"""Blocks that share an index row and are evicted together: 16 MiB at the default block size. Derived: a row is shorter than
+200 bytes, a terabyte of cache has 65,000 rows, and an extent is the largest range of one GET."""
 
 
 class OnOutage(NamedTuple):
-    """What happens to requests while an origin does not answer at all. `wait_s` is for the mode `wait`, else 0."""
+    """What requests do while an origin does not answer at all. `wait_s` is for the mode `wait`, else 0."""
 
     mode: Literal["serve-stale", "eio", "wait"] = "eio"
     wait_s: float = 0.0
@@ -37,8 +36,8 @@ ERRORS = OnOutage()
 class ObjectId:
     """One version of one object.
 
-    `source` names the origin (for example ``s3://bucket`` plus endpoint), `key` is the origin's own key, `etag` is the
-    origin's version tag exactly as If-Match wants it, `size` is in bytes.
+    `source` names the origin (for example ``s3://bucket`` with its endpoint), `key` is the origin's key, `etag` the origin's
+    version tag as in If-Match, `size` is in bytes. `digest` has 16 bytes.
     """
 
     source: str
@@ -55,7 +54,7 @@ class ObjectId:
 
 
 def blocks_covering(offset: int, length: int, block_size: int) -> range:
-    """Indices of the blocks that hold bytes [offset, offset+length); empty for length <= 0."""
+    """Indices of the blocks with bytes of [offset, offset + length); empty for length <= 0."""
     if length <= 0:
         return range(0)
     return range(offset // block_size, (offset + length - 1) // block_size + 1)
@@ -67,7 +66,7 @@ def block_count(size: int, block_size: int) -> int:
 
 
 def extent_bits(blocks: int, extent: int) -> int:
-    """A bit for each block that an extent of an object of `blocks` has, its first one the lowest."""
+    """A bit for each block of an extent, the first block's lowest, of an object that has `blocks` blocks."""
     return (1 << min(BLOCKS_PER_EXTENT, blocks - extent * BLOCKS_PER_EXTENT)) - 1
 
 

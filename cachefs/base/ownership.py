@@ -1,9 +1,9 @@
-"""What is ours on disks that others use, too: directories of mode 0700, files of mode 0600, and nothing behind a link.
+"""Files of cachefs on disks that other users can write to: directories of mode 0700, files of mode 0600, no links.
 
-A directory of another user may hold links that were put there for us to write through, and its owner can replace what we
-wrote. So it is refused, whatever its mode: root does not use a user's directory, nor a user root's. The same holds for what
-is in it under a name of ours, because others may have been able to write there once. Only the directory itself and what is
-below is looked at: above may be a place for everybody, such as /tmp.
+Another user's directory may hold links, through which the daemon would write elsewhere, and its owner can replace the
+daemon's files. So it is refused, whatever its mode: root does not use a user's directory, nor a user root's. Entries in it
+under names of cachefs are refused, too, if they belong to another user, who may have been able to write there once. The
+directories above are not checked: they may be for all users, as /tmp is.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ OURS = frozenset(
     )
 )
 OURS_BEGIN = ("cachefs.log", "trash-", "staging.", "index.", "names.", "journal.")
-"""What we make in a cache directory. A directory that has only such is one of ours."""
+"""Names, and beginnings of names, that cachefs makes in a cache directory. A directory with no others is cachefs's own."""
 
 WITHOUT_MODES = (errno.EROFS, errno.EPERM, errno.EOPNOTSUPP)
-"""What a file system says that cannot change a mode."""
+"""Errors of a filesystem that cannot change a mode."""
 
 
 class ForeignDirectory(CacheUnusable):
-    """A directory that others own, or in which they put a link where a file of ours would be."""
+    """Another user owns the directory, or an entry in it that has a name of cachefs."""
 
 
 def check(path: Path, *, links: bool = True) -> None:
-    """Raises `ForeignDirectory` unless `path` is a directory of this user, or is not there yet. Changes nothing. A link that
-    root or this user made is followed with `links`: it says where the directory is (systemd's DynamicUser makes one)."""
+    """Raise `ForeignDirectory` unless `path` is a directory of this user, or missing. Changes nothing. `links`: follow a
+    link that root or this user made (systemd's DynamicUser makes one)."""
     try:
         link = path.lstat()
         found = path.stat()
     except OSError:
-        return  # missing, or out of reach: making it or writing there tells more
+        return  # missing, or out of reach: creating it or writing there gives the error
     if stat.S_ISLNK(link.st_mode) and not (links and link.st_uid in (0, os.geteuid())):
         raise ForeignDirectory(f"{path} is a link of {_user(link.st_uid)}: choose another directory")
     if stat.S_ISDIR(found.st_mode) and found.st_uid != os.geteuid():
@@ -63,12 +63,12 @@ def check(path: Path, *, links: bool = True) -> None:
 
 
 def claim(path: Path, *, whole: bool = False) -> None:
-    """Make the directory, or take the one that is there: afterwards no other user can look into what is ours in it.
-    Raises `ForeignDirectory`, also for what a third user left there; `OSError` where it cannot be made.
+    """Create the directory, or use an existing one: afterwards no other user can read the files of cachefs in it. Raises
+    `ForeignDirectory`, also for entries of a third user; `OSError` if it cannot be created.
 
-    One that holds nothing but our files gets mode 0700. One that holds other things, too (a whole disk), keeps its mode,
-    unless others can write there: then they could put links in place of our files. `whole`: a
-    directory that only we make; all in it is ours, whatever the names, and it is no link."""
+    A directory with no other files gets mode 0700. One with other files (a whole disk) keeps its mode; it is refused if
+    other users can write to it, because they could put links in place of the files of cachefs. `whole`: the directory is
+    cachefs's own, all entries in it are, whatever their names, and it must not be a link."""
     for missing in reversed([path, *path.parents]):
         if not os.path.lexists(missing):
             missing.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
@@ -76,7 +76,7 @@ def claim(path: Path, *, whole: bool = False) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         found = os.fstat(fd)
-        if found.st_uid != os.geteuid():  # it was exchanged since
+        if found.st_uid != os.geteuid():  # it was replaced after the check
             raise ForeignDirectory(f"{path} belongs to {_user(found.st_uid)}: choose another directory")
         names = os.listdir(fd)
         others_write = bool(found.st_mode & 0o022)
@@ -88,7 +88,7 @@ def claim(path: Path, *, whole: bool = False) -> None:
             )
         for name in ours:
             _take_entry(fd, path, name, others_write)
-        if other is None:  # last, so that what was refused is refused again
+        if other is None:  # last: a directory that was refused above must be refused again
             _narrow(fd, found.st_mode, DIRECTORY_MODE)
     finally:
         os.close(fd)
@@ -100,7 +100,7 @@ def _take_entry(fd: int, path: Path, name: str, others_write: bool) -> None:
         raise ForeignDirectory(
             f"others can write to {path}, and {name!r} in it is a link or not ours: remove it"
         )
-    # Others could write here once, or a link led here: root can replace what is ours anyway, a third user must not.
+    # Other users may have been able to write here before. Root can replace our files anyway; a third user must not.
     if entry.st_uid not in (0, os.geteuid()):
         raise ForeignDirectory(
             f"{path / name} belongs to {_user(entry.st_uid)}, and this is {_user(os.geteuid())}: chown or remove it"
@@ -115,7 +115,7 @@ def _take_entry(fd: int, path: Path, name: str, others_write: bool) -> None:
 
 
 def open_file(path: Path | str, flags: int) -> int:
-    """A descriptor of a file of ours, of mode 0600, made if `flags` say so. `OSError` (ELOOP) where it is a link."""
+    """Open a file of cachefs. With O_CREAT in `flags` it gets mode 0600. `OSError` (ELOOP) if it is a link."""
     fd = os.open(path, flags | os.O_NOFOLLOW, FILE_MODE)
     try:
         if flags & os.O_CREAT:
@@ -132,7 +132,7 @@ def read(path: Path) -> bytes:
 
 
 def _narrow(fd: int, mode: int, allowed: int) -> None:
-    """Take away the permissions that `allowed` does not have."""
+    """Remove the permissions that are not in `allowed`."""
     if mode & ~allowed & 0o777:
         try:
             os.fchmod(fd, stat.S_IMODE(mode) & allowed)

@@ -1,12 +1,12 @@
-"""Memory that outlives this process: what the next daemon goes on from.
+"""Memory that outlives this process, for the next daemon of the mount.
 
-It is a part of a memory file that another process keeps (the holder of a mount). It survives the death of this process, not
-that of the machine. Four tables lie in it: rows of a database that wait for their commit (`RowLog`), records of files that
-are being written (`FileRecords`), the ends of such files that wait in memory (`Tails`), and when something was last changed
-in each directory (`Times`).
+It is a part of a memory file of another process, the mount's holder. It survives the end of this process, but not of the
+machine. It has four tables: rows of a database that are not committed yet (`RowLog`), records of dirty files
+(`FileRecords`), the ends of dirty files that are in memory (`Tails`), and the time of the last change in each directory
+(`Times`).
 
 A process may be killed between any two instructions. So each table writes the bytes first, and then one word that makes them
-count: what was torn is never read. One thread at a time uses a table.
+valid: a torn write is never read. One thread at a time uses a table.
 """
 
 from __future__ import annotations
@@ -20,34 +20,36 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 LOG_BYTES = 16 << 20
-"""Each half of the row log. Derived: as much as half of the rows that may wait for a disk that does not answer."""
+"""Size of each half of the row log. Derived: half of the rows that may wait for a disk that does not answer."""
 
 MOST_RECORDS, RECORD_BYTES = 16_384, 4096
-"""Files that are being written, 4 KiB of address space each; a key has 1 KiB at most. Guessed: more than any job has open.
-Only records that were ever in use at once take memory."""
+"""Most dirty files, and the bytes of each record; a key has 1 KiB at most. Guessed: more files than any job has open. A
+record takes memory only once it was in use."""
 
 MOST_TAILS, TAIL_BYTES = 1024, 256 << 10
-"""Files whose end waits in memory, and the longest such end (`staging.HELD`). What has no place here goes to the disk at
-once. Guessed: more than the files that are written at the same time."""
+"""Most files whose end is in memory, and the most bytes of such an end (`staging.HELD`). Further ends are written to the
+disk at once. Guessed: more than the files that are written at the same time."""
 
 MOST_TIMES = 16_384
-"""Directories whose last change is remembered, 16 bytes each and about 120 of the process. Guessed."""
+"""Most directories whose last change is stored: 16 bytes each, and about 120 of the process. Guessed: more than a job
+changes."""
 
 GIVE_BACK_BYTES = 64 << 10
-"""Memory beyond so many bytes is given back to the machine after its use. Guessed: a system call costs as much as filling so
-much again."""
+"""A longer used part is returned to the kernel when it is free. Guessed: a system call costs as much as faulting in so many
+bytes again."""
 
 _HALF = struct.Struct("=QQ")
-"""Of the row log: its number (the larger one is the newer half), and how many bytes of it count."""
+"""Head of a half of the row log: its number (the newer half has the larger one), and the number of valid bytes."""
 _ROW = struct.Struct("=Ii")
-"""Bytes of the word and of the value (-1: the row is deleted), which follow."""
+"""Head of a row: lengths of its key and of its value (-1: the row is deleted), which follow."""
 
 _RECORD = struct.Struct("=Q32sQq")
-"""Number (0: no record; of two with one name the larger one counts), name, bytes of the text, mtime_ns. The text follows."""
+"""Head of a record: its number (0: no record; of two with one name the larger is valid), its name, the length of its JSON,
+which follows, and mtime_ns."""
 _MTIME_AT = 48
 
 _TAIL, _TAIL_STRIDE = struct.Struct("=Q32sQQ"), 64
-"""Whether it is in use, the name of the file, where in it the bytes begin, and how many there are."""
+"""Head of a tail: whether it is in use, the file's name, the offset of the bytes in the file, and their number."""
 _LENGTH_AT = 48
 
 _WORD = struct.Struct("=Q")
@@ -58,10 +60,10 @@ _RECORDS_AT = _HALVES_AT + 2 * LOG_BYTES
 _TAIL_HEADS_AT = _RECORDS_AT + MOST_RECORDS * RECORD_BYTES
 _TAILS_AT = _TAIL_HEADS_AT + MOST_TAILS * _TAIL_STRIDE
 _USED_AT = 2 * _HALF.size
-"""How many records there were at most, so that the next daemon does not touch the pages behind them."""
+"""Offset of the number of records that were ever in use: the next daemon does not read the pages behind them."""
 
 _TIMES_AT = _TAILS_AT + MOST_TAILS * TAIL_BYTES
-"""Two words each: inode (0: none), time (0: unknown)."""
+"""Offset of the times: two words each, inode (0: none) and time (0: unknown)."""
 
 _TIMES_BYTES = MOST_TIMES * 2 * _WORD.size
 
@@ -69,7 +71,7 @@ LENGTH = _TIMES_AT + _TIMES_BYTES
 
 
 class SharedMemory:
-    """The part at `offset` (a multiple of the page size) of the file `fd`, which this makes long enough (sparse)."""
+    """The tables, from `offset` (a multiple of the page size) on in the file `fd`, which is extended if it is too short."""
 
     def __init__(self, fd: int, offset: int) -> None:
         if os.fstat(fd).st_size < offset + LENGTH:
@@ -82,22 +84,22 @@ class SharedMemory:
 
 
 def _give_back(memory: mmap.mmap, at: int, length: int) -> None:
-    """[at, at + length) is zeros, and takes no memory. `at` is a multiple of the page size."""
+    """Return the pages of [at, at + length) to the kernel, if they are many. `at` is a multiple of the page size."""
     if length > GIVE_BACK_BYTES:
         memory.madvise(mmap.MADV_REMOVE, at, -(-length // mmap.PAGESIZE) * mmap.PAGESIZE)
 
 
 class RowLog:
-    """Rows that were written and are not committed: one half takes new ones while the other one is being committed. A group
-    that is appended is read as a whole or not at all. A full half takes no more: the rows behind are those of the present
-    commit period, which a kill then undoes, as without this log. Rows are taken again once all of those are committed."""
+    """Rows that are written and not committed. One half takes new rows while those of the other one are being committed. A
+    group of rows that is appended is read as a whole or not at all. When a half is full, further rows are not stored: a kill
+    before their commit loses them, as without this log. Rows are stored again once all of those are committed."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
         numbers = [self._head(half)[0] for half in (0, 1)]
         self._active = int(numbers[1] > numbers[0])
         self._length = self._head(self._active)[1]
-        self._full = self._missing = False  # `_missing`: rows that were not taken are in no commit yet
+        self._full = self._missing = False  # `_missing`: some rows are neither stored nor in a commit
 
     def _head(self, half: int) -> tuple[int, int]:
         number, length = _HALF.unpack_from(self._memory, half * _HALF.size)
@@ -107,7 +109,7 @@ class RowLog:
         _WORD.pack_into(self._memory, half * _HALF.size + 8, length)
 
     def found(self) -> Iterator[tuple[bytes, bytes | None]]:
-        """What the process before has left, in its order."""
+        """(key, value) of the rows that the previous process left, in their order."""
         for half in (1 - self._active, self._active):
             at = _HALVES_AT + half * LOG_BYTES
             end = at + self._head(half)[1]
@@ -119,7 +121,7 @@ class RowLog:
                 at += max(value, 0)
 
     def clear(self) -> None:
-        """All that was found is committed."""
+        """Remove all rows: those that were found are committed."""
         for half in (1 - self._active, self._active):  # the older one first
             self._empty(half)
         self._length = 0
@@ -130,7 +132,7 @@ class RowLog:
         _give_back(self._memory, _HALVES_AT + half * LOG_BYTES, length)
 
     def append(self, rows: Mapping[bytes, bytes | None]) -> None:
-        """These are written, together."""
+        """Store a group of rows."""
         pieces: list[bytes] = []
         for word, value in rows.items():
             pieces += [_ROW.pack(len(word), -1 if value is None else len(value)), word, value or b""]
@@ -146,12 +148,12 @@ class RowLog:
         self._set_length(self._active, end)
 
     def swap(self) -> None:
-        """What was appended is being committed. While rows of a commit that failed are in the other half, this one goes on:
-        a row may be found there after its commit, and writing it again changes nothing."""
+        """Begin the commit of the rows that were appended: new rows go to the other half, unless it has the rows of a failed
+        commit. Then a row may be found after its commit; writing it again changes nothing."""
         other = 1 - self._active
         if self._full:
-            # The commit has newer rows than these, which would be undone if the process died behind it.
-            self._empty(self._active)  # the newer half first: rows are never found without those before
+            # The commit has newer rows than these, which the next process would write over them.
+            self._empty(self._active)  # the newer half first: rows are never found without the older ones
             self._empty(other)
             self._length, self._missing = 0, False
             return
@@ -162,13 +164,13 @@ class RowLog:
         _WORD.pack_into(self._memory, other * _HALF.size, number + 1)
 
     def committed(self) -> None:
-        """What was swapped is on the disk."""
+        """End the commit: its rows are in the database."""
         self._empty(1 - self._active)
         self._full = self._missing
 
 
 class FileRecords:
-    """JSON objects by name (32 characters), each with a time that is written in place."""
+    """JSON objects by name (32 characters), each with an mtime that is changed in place."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
@@ -178,13 +180,13 @@ class FileRecords:
         self._number = 0
 
     def found(self) -> dict[str, tuple[int, dict[str, Any]]]:
-        """mtime_ns and object by name, as the process before has left them. Once, before anything is put."""
+        """Name → (mtime_ns, object) of the records that the previous process left. Called once, before any `put`."""
         numbers: dict[str, int] = {}
         found: dict[str, tuple[int, dict[str, Any]]] = {}
         for at in range(_RECORDS_AT, _RECORDS_AT + self._used * RECORD_BYTES, RECORD_BYTES):
             number, text, length, mtime_ns = _RECORD.unpack_from(self._memory, at)
             name = text.decode()
-            if number <= numbers.get(name, 0):  # none, or the one that was about to be replaced
+            if number <= numbers.get(name, 0):  # no record, or one that was being replaced
                 self._forget(at)
                 continue
             if name in self._places:
@@ -203,7 +205,7 @@ class FileRecords:
         return name in self._places
 
     def put(self, name: str, mtime_ns: int, row: Mapping[str, Any]) -> bool:
-        """Write a record, or replace it; False if it is too long, or there are too many. Then there is none."""
+        """Write or replace a record. False if it is too long or there are too many; then there is no record of that name."""
         data = json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
         if _RECORD.size + len(data) > RECORD_BYTES or not (self._free or self._extend()):
             self.drop(name)
@@ -227,7 +229,7 @@ class FileRecords:
         return True
 
     def touch(self, name: str, mtime_ns: int) -> None:
-        """The time alone, if there is such a record."""
+        """Change the mtime of a record, if it exists."""
         at = self._places.get(name)
         if at is not None:
             _SIGNED.pack_into(self._memory, at + _MTIME_AT, mtime_ns)
@@ -239,7 +241,7 @@ class FileRecords:
 
 
 class Tail:
-    """Bytes of a file from `start` on. It is used like a bytearray."""
+    """Bytes of a file from the offset `start` on, with methods of a bytearray."""
 
     def __init__(self, tails: Tails, index: int, name: str, start: int, length: int) -> None:
         self.name, self.start = name, start
@@ -255,7 +257,7 @@ class Tail:
         return self._memory[self._at : self._at + self._length]
 
     def view(self) -> memoryview:
-        """Until the next change."""
+        """The bytes, until the next change."""
         return memoryview(self._memory)[self._at : self._at + self._length]
 
     def _resize(self, length: int) -> None:
@@ -268,14 +270,14 @@ class Tail:
         self._resize(end)
 
     def __delitem__(self, cut: slice) -> None:
-        """From `cut.start` to the end."""
+        """Remove the bytes from `cut.start` to the end."""
         self._resize(min(cut.start, self._length))
 
     def __setitem__(self, where: slice, data: bytes | bytearray | memoryview) -> None:
         self._memory[self._at + where.start : self._at + where.stop] = data
 
     def release(self) -> None:
-        """It is not needed any more."""
+        """Free it for another file."""
         _WORD.pack_into(self._memory, self._head, 0)
         _give_back(self._memory, self._at, self._most)
         self._tails.free.append(self._index)
@@ -284,10 +286,10 @@ class Tail:
 class Tails:
     def __init__(self, memory: mmap.mmap) -> None:
         self.memory = memory
-        self.free = list(range(MOST_TAILS - 1, -1, -1))  # those that were in use last are used again first
+        self.free = list(range(MOST_TAILS - 1, -1, -1))  # a stack: the pages of the last one are in memory
 
     def found(self) -> list[Tail]:
-        """Those that the process before has left. Once, before any is made. Each has to be released."""
+        """The tails that the previous process left. Called once, before any `make`. The caller releases each."""
         found = []
         for index in range(MOST_TAILS):
             used, name, start, length = _TAIL.unpack_from(self.memory, _TAIL_HEADS_AT + index * _TAIL_STRIDE)
@@ -298,7 +300,7 @@ class Tails:
         return found
 
     def make(self, name: str, start: int) -> Tail | None:
-        """An empty one, of the file of this name (32 characters); None: there are too many."""
+        """An empty tail for the file of this name (32 characters); None if there are too many."""
         if not self.free:
             return None
         index = self.free.pop()
@@ -309,13 +311,13 @@ class Tails:
 
 
 class Times:
-    """When something was last changed in a directory, in ns since the epoch, by inode. The one that was changed least lately
-    makes room. Without `memory` they end with this process."""
+    """Inode of a directory → time of the last change in it, in ns since the epoch. The least recently changed directory is
+    evicted. Without `memory` they end with this process."""
 
     def __init__(self, memory: memoryview | None = None) -> None:
         self._words = (memoryview(bytearray(_TIMES_BYTES)) if memory is None else memory).cast("Q")
         self._places: OrderedDict[int, int] = OrderedDict()
-        for place in range(MOST_TIMES):  # those of the daemon before
+        for place in range(MOST_TIMES):  # those of the previous daemon
             if not (ino := self._words[2 * place]):
                 break
             self._places[ino] = place
@@ -330,11 +332,11 @@ class Times:
             place = self._places.popitem(last=False)[1]
         self._places[ino] = place = len(self._places) if place is None else place
         if self._words[2 * place] != ino:
-            self._words[2 * place + 1] = 0  # the process may be killed before the next line, or behind it
+            self._words[2 * place + 1] = 0  # the process may be killed before or after the next line
             self._words[2 * place] = ino
         self._words[2 * place + 1] = time_ns
 
     def drop(self, ino: int) -> None:
-        """It is kept elsewhere from now on."""
+        """Forget the time of a directory, whose attributes are stored elsewhere from now on."""
         if (place := self._places.get(ino)) is not None:
             self._words[2 * place + 1] = 0

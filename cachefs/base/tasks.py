@@ -1,8 +1,8 @@
-"""Tasks whose failure stays with what they are about: one file, one request, one connection.
+"""Tasks of one file, one request or one connection, whose failure ends nothing else; calls in worker threads; locks.
 
 In trio an exception that leaves a task ends its whole nursery, and with it the daemon. That is right for the composition
-root's own services, and wrong for a task that serves one file: its callers are told by other means (an event, a reply, a
-result), and the other tasks go on. Such a task is started with `contained`.
+root's own services, and wrong for a task that serves one file: its callers get the failure by other means (an event, a
+reply, a result), and the other tasks go on. Such a task is started with `contained`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ import trio
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-"""How long a thread is not tried for again, where none can be started. Guessed."""
+"""Wait before an operation is repeated that the machine refused: starting a thread, committing rows. Guessed: the machine
+recovers in seconds at the soonest, and one attempt a second takes no processor time that shows."""
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
 class Outcome(Generic[T]):
-    """What becomes of something that others wait for: a value, a failure, or neither, where it was broken off."""
+    """The result that tasks wait for: a value, a failure, or neither if the work was cancelled."""
 
     __slots__ = ("_ended", "failure", "value")
 
@@ -38,12 +39,12 @@ class Outcome(Generic[T]):
         self.failure: Exception | None = None
 
     def end(self, *, failure: Exception | None = None) -> None:
-        """Wake those who wait."""
+        """Wake the tasks that wait."""
         self.failure = failure or self.failure
         self._ended.set()
 
     async def wait(self) -> T | None:
-        """The value, once there is one. Raises the failure: each caller an exception of its own, whose traceback grows."""
+        """Wait for the end and return the value. Raises the failure, a new exception for each caller: tracebacks grow."""
         await self._ended.wait()
         if self.failure is not None:
             raise type(self.failure)(*self.failure.args) from self.failure
@@ -57,7 +58,7 @@ def contained(nursery: trio.Nursery, what: str, work: Callable[[*Ts], Awaitable[
 
 
 async def run_contained(what: str, work: Callable[[*Ts], Awaitable[object]], *args: *Ts) -> None:
-    """Run `work` here, with the same promise. Cancellation passes."""
+    """As `contained`, in this task. `Cancelled` is raised."""
     try:
         await work(*args)
     except* Exception as group:
@@ -68,8 +69,8 @@ async def run_contained(what: str, work: Callable[[*Ts], Awaitable[object]], *ar
 async def in_thread(
     call: Callable[[], T], *, limiter: trio.CapacityLimiter | None = None, abandon_on_cancel: bool = False
 ) -> T:
-    """What `call` returns, or raises, in a worker thread, with the context of this task. OSError (EAGAIN) if none can be
-    started, as where a container has all the processes that it may have."""
+    """Call `call` in a worker thread, with the context of this task; returns its result. OSError (EAGAIN) if no thread can
+    be started, as in a container that has all the processes it may have."""
     return await in_worker(call, limiter=limiter, abandon_on_cancel=abandon_on_cancel)
 
 
@@ -105,8 +106,8 @@ async def in_worker(
 
 
 def start_in_thread(call: Callable[[], T], end: Callable[[outcome.Outcome[T]], object]) -> None:
-    """On the trio thread: have a worker thread make a call, with this context. `end` is given what it returned or raised, on
-    the trio thread again, unless that has ended. OSError (EAGAIN) if no thread can be started."""
+    """Call `call` in a worker thread, with this context. The trio thread then calls `end` with its outcome, unless trio has
+    ended. Call this on the trio thread. OSError (EAGAIN) if no thread can be started."""
     token, context = trio.lowlevel.current_trio_token(), copy_context()
 
     def deliver(result: outcome.Outcome[T]) -> None:
@@ -122,7 +123,7 @@ def start_in_thread(call: Callable[[], T], end: Callable[[outcome.Outcome[T]], o
 async def in_thread_at_last(
     call: Callable[[], T], *, limiter: trio.CapacityLimiter | None = None, abandon_on_cancel: bool = False
 ) -> T:
-    """As `in_thread`; where no thread can be started, it is tried again until one can."""
+    """As `in_thread`, but if no thread can be started, retry until one can."""
     while True:
         try:
             return await in_thread(call, limiter=limiter, abandon_on_cancel=abandon_on_cancel)
@@ -133,8 +134,7 @@ async def in_thread_at_last(
 
 
 async def take(lock: trio.Lock) -> None:
-    """As `lock.acquire()`, but a lock that is free costs no turn of the loop, after which others would have their turns
-    first."""
+    """As `lock.acquire()`, but a free lock costs no checkpoint, in which other tasks would run first."""
     await trio.lowlevel.checkpoint_if_cancelled()
     try:
         lock.acquire_nowait()
@@ -143,7 +143,7 @@ async def take(lock: trio.Lock) -> None:
 
 
 class taken:
-    """Hold a lock, which `take` has taken, while the block runs."""
+    """Hold a lock, acquired by `take`, while the block runs."""
 
     __slots__ = ("_lock",)
 
@@ -158,7 +158,7 @@ class taken:
 
 
 def containing(what: str, handle: Callable[[T], Awaitable[object]]) -> Callable[[T], Awaitable[None]]:
-    """`handle` with the same promise, for what starts a task for each connection."""
+    """`handle` with exceptions contained, for servers that start a task for each connection."""
 
     async def handled(argument: T) -> None:
         await run_contained(what, handle, argument)

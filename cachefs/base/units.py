@@ -1,8 +1,7 @@
-"""Sizes, durations and modes as people write them, and back.
+"""Parsers and formatters of sizes, durations and modes.
 
-Every parser takes text and either returns the value or raises `ValueError` whose text completes the sentence
-"'12X' is …": what it is not, and what to write instead. Every formatter gives text its parser reads back
-exactly.
+A parser returns the value, or raises `ValueError` whose text completes "'12X' is …": what the text is not, and what to
+write instead. The parser of a `format_…` function reads its text back exactly. The `about_…` functions are for people.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ FOREVER = 365 * 86400.0
 """The longest time to live in seconds: a year. Finite, because the kernel takes seconds and not infinity."""
 
 LEAST_WITHOUT_UNIT = 1 << 20
-"""A capacity below this needs a unit. Larger bare numbers come from programs and scripts, which count in bytes."""
+"""A capacity below this needs a unit. Programs and scripts, which count in bytes, give larger bare numbers."""
 
 _BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "P": 1 << 50}
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
@@ -27,8 +26,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?) ?(ms|[smhd]?)")
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A number of bytes, or a share of something whose size is known only later: exactly one of the two is
-    set."""
+    """A number of bytes, or a share of a total that is known later. Exactly one of the two is set."""
 
     bytes: int | None = None
     percent: float | None = None
@@ -71,7 +69,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_capacity(text: str) -> int:
-    """As `parse_bytes`, for sizes of which a few bytes are never meant: ``--ram 8`` asks for 8 GiB, not for 8 bytes."""
+    """As `parse_bytes`, but refuses a small number without a unit: ``--ram 8`` means 8 GiB and not 8 bytes."""
     count = parse_bytes(text)
     if 0 < count < LEAST_WITHOUT_UNIT and text.strip()[-1].isdigit():
         number = text.strip()
@@ -84,7 +82,7 @@ def _unit(prefix: str, suffix: str) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """Exact: the largest unit of 1024 that divides."""
+    """The exact number, in the largest unit of 1024 that divides it."""
     for prefix in ("P", "T", "G", "M", "K"):
         if count and count % _BINARY[prefix] == 0:
             return f"{count // _BINARY[prefix]}{prefix}"
@@ -92,7 +90,7 @@ def format_bytes(count: int) -> str:
 
 
 def about_bytes(count: float) -> str:
-    """For people: three digits and a unit of 1024."""
+    """Three digits and a unit of 1024."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if count < 1024 or unit == "TiB":
             break
@@ -101,17 +99,17 @@ def about_bytes(count: float) -> str:
 
 
 def about_files(count: int) -> str:
-    """For people: "1 file", "1,234 files"."""
+    """ "1 file", "1,234 files"."""
     return f"{count:,} file{'' if count == 1 else 's'}"
 
 
 def about_share(part: int, whole: int) -> str:
-    """For people: of nothing, everything is there."""
+    """A percentage; 100 % of nothing."""
     return f"{100 * part / whole:.1f} %" if whole else "100.0 %"
 
 
 def printable(text: str) -> str:
-    r"""With what is not printable escaped (`\x1b`): names may hold anything, and a terminal obeys some of it."""
+    r"""Escape what is not printable (`\x1b`): names may hold any character, and terminals interpret some of them."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
@@ -126,7 +124,7 @@ def parse_duration(text: str) -> float:
     if match is None:
         raise ValueError("not a time: write it like 60, 60s, 5m, 1h or forever")
     number, unit = float(match[1]), match[2]
-    # Divided, not multiplied by 0.001: 43 ms is 0.043 s and not a hair more.
+    # Divided, not multiplied by 0.001: 43 ms is exactly the float 0.043.
     return min(number / 1000 if unit == "ms" else number * _SECONDS[unit], FOREVER)
 
 
@@ -141,7 +139,7 @@ def _plain(number: float) -> str:
 
 
 def parse_rate(text: str) -> int:
-    """Bytes a second, ``200M`` or ``200MB/s``; 0 is no limit."""
+    """Bytes a second: ``200M`` or ``200MB/s``; 0 is no limit."""
     return parse_capacity(text.strip().removesuffix("/s"))
 
 

@@ -1,8 +1,7 @@
-"""The verbs about caching: warm, evict, pin, unpin; hint and record; simulate.
+"""The verbs about caching: warm, evict, pin, unpin; hint, record, simulate.
 
-The first four are jobs in the daemon (`cachefs.daemon.warming`): the verb starts one, shows its progress and sums it up in a
-line. `hint` says what will be read, `record` notes what was read, and `simulate` plays eviction over that: how much cache is
-enough.
+The first four start a job in the daemon (`cachefs.daemon.warming`), show its progress and print a summary. `hint` tells the
+daemon what will be read, `record` writes down what is read, `simulate` computes the hit ratios of caches for a recording.
 """
 
 from __future__ import annotations
@@ -18,30 +17,45 @@ from typing import IO, Any
 
 import click
 
+from cachefs import hints
 from cachefs.base.errors import ConfigError, MountError, NotFound
 from cachefs.base.units import about_bytes, about_share, format_bytes, parse_capacity
 from cachefs.cli import show
-from cachefs.cli.places import Place, below, listed, mounts_of, only, profiled, seconds_of, wanted_of
+from cachefs.cli.places import (
+    Place,
+    list_option,
+    mounts_of,
+    parse_seconds,
+    parts_in_recording,
+    paths_by_mount,
+    paths_in_list,
+    single_path,
+)
 from cachefs.cli.show import as_json, note, say
 from cachefs.config.config import Eviction
+from cachefs.daemon import asking
 
-NAMED = 3
-"""Failures named in one line."""
+FAILURES_NAMED = 3
+"""Most failures in an error message."""
 
 paths = click.argument("paths", nargs=-1, metavar="PATH…", type=Place())
-at_once = click.option("-p", "--parallel", type=click.IntRange(1), help="Files at a time.  [--concurrency]")
+parallel_option = click.option(
+    "-p", "--parallel", type=click.IntRange(1), help="Files at a time.  [--concurrency]"
+)
 
 
 @click.command(short_help="Fetch files into the cache.")
 @paths
-@listed
-@at_once
-@click.option("--check", is_flag=True, help="Fetch nothing: say how much is cached; exit 1 if not all of it.")
-@click.option("--background", is_flag=True, help="Return at once; cachefs status shows how far it is.")
-@click.option("--stop", is_flag=True, help="End what runs in the background below PATH's mount.")
-@click.option("--profile", metavar="FILE", help="Fetch what a recording of cachefs record has touched.")
+@list_option
+@parallel_option
+@click.option(
+    "--check", is_flag=True, help="Fetch nothing: print how much is cached; exit 1 if not all of it."
+)
+@click.option("--background", is_flag=True, help="Return at once; cachefs status shows the progress.")
+@click.option("--stop", is_flag=True, help="End the jobs of PATH's mount.")
+@click.option("--profile", metavar="FILE", help="Fetch what a recording of cachefs record has read.")
 @click.option("--cluster", is_flag=True, help="Have the other nodes fetch their share, too.")
-@as_json("What became of it, as JSON.")
+@as_json("The result as JSON.")
 def warm(
     paths: tuple[Path, ...],
     list_file: str | None,
@@ -55,10 +69,9 @@ def warm(
 ) -> int:
     """Fetch the files at and below PATH, so that reading them later sends no request to the origin.
 
-    Files that are cached are skipped, so a second run goes on where the first one ended; Ctrl-C ends it, and
-    what was fetched stays. With --peers, each node fetches its own share: run it on all nodes, or with --cluster on one.
-    Requests of readers go first. A job never evicts what it has fetched: it is refused when it needs more than the cache
-    holds.
+    Cached files are skipped, so a second run goes on where the first one ended. Ctrl-C ends it; fetched files stay cached.
+    With --peers, each node fetches its own share: run it on all nodes, or with --cluster on one. Requests of readers have
+    priority. A job that needs more than the cache can hold is refused, so none evicts what it has fetched.
 
     \b
     A directory:             cachefs warm /mnt/data/train
@@ -67,8 +80,6 @@ def warm(
     Is it all there:         cachefs warm --check /mnt/data/train
     As the last run read:    cachefs warm --profile run.jsonl /mnt/data
     """
-    from cachefs.daemon import asking
-
     if stop:
         count = sum(asking.stop_jobs(mountpoint) for mountpoint in mounts_of(paths))
         note(f"{count} jobs ended")
@@ -76,10 +87,14 @@ def warm(
     if profile and list_file is not None:
         raise ConfigError("--profile and -T are two lists of what to fetch: give one of them")
     wanted: Mapping[Path, Iterable[Any]]
-    wanted = profiled(profile, only(paths, "--profile")) if profile else wanted_of(paths, list_file)
+    wanted = (
+        parts_in_recording(profile, single_path(paths, "--profile"))
+        if profile
+        else paths_by_mount(paths, list_file)
+    )
     if background:
         if check:
-            raise ConfigError("--background returns before anything is known, so it does not go with --check")
+            raise ConfigError("--background returns before anything is known, so it excludes --check")
         begun = []
         for mountpoint, items in wanted.items():
             running = asking.job(
@@ -113,41 +128,41 @@ def warm(
     gone = f"; {done['vanished']:,} are not there any more" if done["vanished"] else ""
     elsewhere = ""
     if done["elsewhere_bytes"]:
-        way = "have been brought to other nodes" if cluster else "are for other nodes to fetch (--cluster)"
+        way = "were fetched by other nodes" if cluster else "are for other nodes to fetch (--cluster)"
         elsewhere = f"; {about_bytes(done['elsewhere_bytes'])} {way}"
     note(
         f"{done['done_files']:,} files, {about_bytes(done['done_bytes'])}: {about_bytes(done['fetched_bytes'])} fetched "
-        f"in {done['seconds']:.1f} s{elsewhere}, the rest was here{gone}"
+        f"in {done['seconds']:.1f} s{elsewhere}, the rest was cached{gone}"
     )
     return 0
 
 
 @click.command(short_help="Drop files from the cache.")
 @paths
-@listed
-@as_json("What became of it, as JSON.")
+@list_option
+@as_json("The result as JSON.")
 def evict(paths: tuple[Path, ...], list_file: str | None, as_json: bool) -> None:
-    """Drop what is cached of the files at and below PATH. Pinned files stay.
+    """Drop the cached blocks of the files at and below PATH. Pinned files stay.
 
-    An open file is dropped when it is closed. Reading the files later fetches them again.
+    An open file is dropped when it is closed. A later read fetches the files again.
     """
-    done = _jobs("evict", wanted_of(paths, list_file), as_json=as_json)
-    kept = f"; {done['kept_files']:,} files stay, pinned or in use" if done["kept_files"] else ""
-    note(f"freed {about_bytes(done['freed_bytes'])} of {done['done_files']:,} files{kept}")
+    done = _jobs("evict", paths_by_mount(paths, list_file), as_json=as_json)
+    staying = f"; {done['kept_files']:,} files stay, pinned or in use" if done["kept_files"] else ""
+    note(f"freed {about_bytes(done['freed_bytes'])} of {done['done_files']:,} files{staying}")
 
 
 @click.command(short_help="Fetch files and never evict them.")
 @paths
-@listed
-@at_once
-@as_json("What became of it, as JSON.")
+@list_option
+@parallel_option
+@as_json("The result as JSON.")
 def pin(paths: tuple[Path, ...], list_file: str | None, parallel: int | None, as_json: bool) -> None:
-    """Fetch the files at and below PATH, and keep them until cachefs unpin: they are never evicted.
+    """Fetch the files at and below PATH, and never evict them until cachefs unpin.
 
     Pins survive restarts. A pin is of the present version of a file: a file that is replaced at the origin is not
-    pinned. All pins together are bounded by the mount's --pin-budget.
+    pinned. The mount's --pin-budget limits the sum of all pins.
     """
-    done = _jobs("pin", wanted_of(paths, list_file), parallel, as_json=as_json)
+    done = _jobs("pin", paths_by_mount(paths, list_file), parallel, as_json=as_json)
     note(
         f"pinned {done['done_files']:,} files, {about_bytes(done['done_bytes'])} "
         f"({about_bytes(done['fetched_bytes'])} fetched)"
@@ -156,11 +171,11 @@ def pin(paths: tuple[Path, ...], list_file: str | None, parallel: int | None, as
 
 @click.command(short_help="Allow pinned files to be evicted.")
 @paths
-@listed
-@as_json("What became of it, as JSON.")
+@list_option
+@as_json("The result as JSON.")
 def unpin(paths: tuple[Path, ...], list_file: str | None, as_json: bool) -> None:
     """Allow the files at and below PATH to be evicted again. They stay cached until their space is needed."""
-    done = _jobs("unpin", wanted_of(paths, list_file), as_json=as_json)
+    done = _jobs("unpin", paths_by_mount(paths, list_file), as_json=as_json)
     note(f"unpinned {done['done_files']:,} files")
 
 
@@ -173,9 +188,7 @@ def _jobs(
     cluster: bool = False,
     as_json: bool = False,
 ) -> dict[str, Any]:
-    """Run a job on each mount, one after the other. What became of them, added up. Raises when files failed."""
-    from cachefs.daemon import asking
-
+    """Run a job on each mount, one after the other. Returns the sums of their results. Raises if a job or a file failed."""
     ended: list[dict[str, Any]] = []
     for mountpoint, items in wanted.items():
         job = asking.job(mountpoint, action, items, at_once=at_once or 0, vanish=vanish, cluster=cluster)
@@ -193,32 +206,30 @@ def _jobs(
             raise MountError(f"job {done['id']} was stopped after {done['done_files']:,} files")
     if total["failed"]:
         failures = [failure for job in ended for failure in job["failures"]]
-        more = ", …" if total["failed"] > NAMED else ""
-        raise MountError(f"{total['failed']:,} paths failed: {'; '.join(failures[:NAMED])}{more}")
+        more = ", …" if total["failed"] > FAILURES_NAMED else ""
+        raise MountError(f"{total['failed']:,} paths failed: {'; '.join(failures[:FAILURES_NAMED])}{more}")
     return total
 
 
 DRAIN_EVERY_S = 0.5
+"""Between two requests for the lines of a recording, of which the daemon holds a bounded number."""
 
 PLAN = "hint"
-"""The plan when none is named. Training jobs have plans of other names."""
+"""The default name of a plan. Training jobs have plans of other names."""
 
 
 @click.command(short_help="Tell a mount what will be read next.")
 @click.argument("mountpoint", type=Place())
-@listed
+@list_option
 @click.option("--plan", default=PLAN, help=f"The name of the list, for several at a time.  [{PLAN}]")
-@click.option("--epoch", type=click.IntRange(0), default=0, help="Which round over the files this is.  [0]")
+@click.option("--epoch", type=click.IntRange(0), default=0, help="The number of the epoch.  [0]")
 @click.option("--drop", is_flag=True, help="Forget the plan.")
 def hint(mountpoint: Path, list_file: str | None, plan: str, epoch: int, drop: bool) -> None:
     """Tell the mount at MOUNTPOINT that the files of LIST will be read next, in this order.
 
-    The daemon prefetches them and follows the position of the readers. A list for the next --epoch
-    may be given while the current one is read. In Python, cachefs.hints does this for a DataLoader.
+    The daemon prefetches them, some files before the readers' position. The list of the next --epoch may be given while the
+    present one is read. In Python, cachefs.hints does this for a DataLoader.
     """
-    from cachefs import hints
-    from cachefs.daemon import asking
-
     mount, _ = asking.mount_of(mountpoint)
     if drop:
         if not hints.drop(mount, plan):
@@ -227,7 +238,7 @@ def hint(mountpoint: Path, list_file: str | None, plan: str, epoch: int, drop: b
         return
     if list_file is None:
         raise ConfigError("no LIST: give the paths with -T, one a line")
-    wanted = below(list_file, mountpoint)
+    wanted = paths_in_list(list_file, mountpoint)
     if list(wanted) != [mount]:
         raise ConfigError(f"{list_file} has paths that are not below {mount}")
     hints.send_files(mount, plan, wanted[mount])
@@ -238,26 +249,24 @@ def hint(mountpoint: Path, list_file: str | None, plan: str, epoch: int, drop: b
 
 @click.command(short_help="Record what is opened and read.")
 @click.argument("mountpoint", type=Place())
-@click.option("-o", "--output", metavar="FILE", required=True, help="Where to; - is standard output.")
 @click.option(
-    "--for", "how_long", metavar="TIME", help="End after this time, like 5m; without it with Ctrl-C."
+    "-o", "--output", metavar="FILE", required=True, help="The file to write; - is standard output."
 )
+@click.option("--for", "how_long", metavar="TIME", help="End after this time, like 5m.  [until Ctrl-C]")
 def record(mountpoint: Path, output: str, how_long: str | None) -> None:
     """Record which files of the mount at MOUNTPOINT are opened, and which parts of large ones are read.
 
     One JSON object a line: t (seconds since the start), path, size, offset, length, pid. An open has the
     whole file's length; that of a large file which is read through the daemon has length 0, and lines
-    for what is read of it follow. cachefs warm --profile fetches what a recording has touched, cachefs
-    simulate says what cache it would need. What the kernel answers from its page cache is not seen.
+    for the reads of it follow. cachefs warm --profile fetches what was read, cachefs simulate computes
+    what cache it needs. Reads that the kernel answers from its page cache are not recorded.
     """
-    from cachefs.daemon import asking
-
     mount, _ = asking.mount_of(mountpoint)
-    until = float("inf") if how_long is None else time.monotonic() + seconds_of(how_long, "--for")
+    until = float("inf") if how_long is None else time.monotonic() + parse_seconds(how_long, "--for")
     enough = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: enough.set())
-    recording = asking.ask(mount, "record_start")  # before FILE is emptied: this may be refused
+    recording = asking.ask(mount, "record_start")  # may be refused, so before FILE is truncated
     try:
         with _opened(output) as file:
             lines, lost = _record(mount, recording, file, until, enough)
@@ -278,9 +287,7 @@ def _opened(output: str) -> IO[str]:
 def _record(
     mount: Path, recording: int, file: IO[str], until: float, enough: threading.Event
 ) -> tuple[int, int]:
-    """Write lines until `until` or until `enough` is set. Returns how many lines, and how many were lost."""
-    from cachefs.daemon import asking
-
+    """Write lines until the time `until` or until `enough` is set. Returns (lines written, lines lost)."""
     count = lost = 0
 
     def drain() -> None:
@@ -311,14 +318,14 @@ SHAPES = (
     "two-jobs",
 )
 SHOWN = 8
-"""Epochs that fit a line; of more, the last."""
+"""Most epochs in a line; of more, the last one is shown, too."""
 
 
-@click.command(short_help="How much cache is enough: eviction played over a trace.")
+@click.command(short_help="Compute how much cache is enough, from a trace.")
 @click.option(
-    "--trace", metavar="FILE", type=click.Path(path_type=Path), help="What cachefs record has written."
+    "--trace", metavar="FILE", type=click.Path(path_type=Path), help="A recording of cachefs record."
 )
-@click.option("--shape", type=click.Choice(SHAPES), help="A made-up order of reading instead.")
+@click.option("--shape", type=click.Choice(SHAPES), help="A synthetic order of reading instead.")
 @click.option("--cache-size", required=True, metavar="SIZE,…", help="One size or several: 100G,200G.")
 @click.option("--policy", type=click.Choice([*POLICIES, "all"]), default="all", help="As --eviction.  [all]")
 @click.option("--block-size", metavar="SIZE", default="1M", help="As of the mount.  [1M]")
@@ -339,14 +346,14 @@ def simulate(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Say for each size of cache how much would be read from it, epoch by epoch, and how much from the store.
+    """Compute for each cache size the share of reads that it would answer, by epoch, and the bytes from the origin.
 
     \b
     cachefs record /mnt/data -o trace.jsonl --for 2h
     cachefs simulate --trace trace.jsonl --cache-size 500G,1T,2T
     cachefs simulate --shape shuffled-files --dataset-size 1T --cache-size 500G
 
-    Nothing is mounted and nothing fetched. RAM and SSD count together; what is fetched ahead is not simulated.
+    Nothing is mounted or fetched. RAM and SSD are one tier. Prefetch is not simulated.
     """
     from cachefs.observe import simulate as simulation
 

@@ -1,16 +1,17 @@
 """The verbs about files: info, why, ls, du, locate.
 
-`ls` and `du` read the mount's extended attributes, so they also work where the daemon's socket is out of reach, as in a
+`ls` and `du` read the mount's extended attributes, so they also work where the daemon's socket is not visible, as in a
 container.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -21,107 +22,104 @@ from cachefs.base.units import about_bytes, about_share
 from cachefs.cli import show
 from cachefs.cli.places import Place
 from cachefs.cli.show import as_json, say
+from cachefs.daemon import asking
 
 EXTENTS_LISTED = 64
-"""Rows of `why`, without --json."""
+"""Most rows of `why`; --json has all."""
 
 CACHED = "user.cachefs.cached"
 
-
-only_cached = click.option("--cached", is_flag=True, help="Accepted: it is what this shows.")
+cached_option = click.option(
+    "--cached", is_flag=True, expose_value=False, help="Accepted: it is what this shows."
+)
 
 
 @click.command("ls", short_help="Show how much of each file is cached.")
 @click.argument("path", type=Place())
-@only_cached
+@cached_option
 @as_json("A list of objects: path, size, cached.")
-def list_cached(path: Path, cached: bool, as_json: bool) -> None:
+def list_cached(path: Path, as_json: bool) -> None:
     """Show size, cached bytes and share of the file PATH, or of each file in the directory PATH."""
-    _below_a_mount(path)
+    _refuse_outside_mounts(path)
     try:
-        entries = sorted(os.scandir(path), key=lambda e: e.name) if path.is_dir() else [_Plain(path)]
-        rows = [(*_held(entry), entry) for entry in entries]
+        known = _measure(path)
+        rows = [(str(path), path, known)]
+        if known is None:
+            rows = [
+                (entry.name, entry, _measure(entry, may_be_gone=True)) for entry in sorted(path.iterdir())
+            ]
     except OSError as exc:
         raise MountError(f"{exc.filename or path}: {exc.strerror}") from exc
     if as_json:
-        files = [{"path": e.path, "size": size, "cached": held} for size, held, e in rows if not e.is_dir()]
-        show.data(files)
+        show.data([{"path": str(entry), **known._asdict()} for _, entry, known in rows if known])
         return
-    for size, held, entry in rows:
-        say(
-            f"{'-':>10} {'-':>10} {'-':>7}  {entry.name}/" if entry.is_dir() else _row(size, held, entry.name)
-        )
+    for name, _, known in rows:
+        say(_row(known, name) if known else f"{'-':>10} {'-':>10} {'-':>7}  {name}/")
 
 
 @click.command("du", short_help="Add up how much of a directory is cached.")
 @click.argument("path", type=Place())
-@only_cached
+@cached_option
 @click.option("-d", "--max-depth", type=click.IntRange(0), help="Show directories down to this depth.")
 @click.option("-s", "--summarize", is_flag=True, help="Show the total alone.")
 @as_json("A list of objects: path, files, size, cached.")
-def add_up(path: Path, cached: bool, max_depth: int | None, summarize: bool, as_json: bool) -> None:
+def add_up(path: Path, max_depth: int | None, summarize: bool, as_json: bool) -> None:
     """Add up size and cached bytes of the files below PATH, directory by directory, the total last."""
-    _below_a_mount(path)
+    _refuse_outside_mounts(path)
     found: list[dict[str, Any]] = []
     deepest = 0 if summarize else max_depth
 
-    def visit(directory: Any, depth: int) -> tuple[int, int, int]:
-        files = size = held = 0
-        if not directory.is_dir():
-            files, (size, held) = 1, _held(directory)
-        else:
-            for entry in sorted(os.scandir(directory.path), key=lambda e: e.name):
-                more = visit(entry, depth + 1) if entry.is_dir() else (1, *_held(entry))
-                files, size, held = files + more[0], size + more[1], held + more[2]
+    def visit(path: Path, depth: int) -> tuple[int, _Measured]:
+        """(files, their measures)."""
+        known, files = _measure(path, may_be_gone=depth > 0), 1
+        if known is None:
+            below = [visit(entry, depth + 1) for entry in sorted(path.iterdir())]
+            files = sum(count for count, _ in below)
+            known = _Measured(sum(each.size for _, each in below), sum(each.cached for _, each in below))
+        elif depth:
+            return files, known
         if deepest is None or depth <= deepest:
-            found.append({"path": directory.path, "files": files, "size": size, "cached": held})
+            found.append({"path": str(path), "files": files, **known._asdict()})
             if not as_json:
-                say(_row(size, held, directory.path))
-        return files, size, held
+                say(_row(known, str(path)))
+        return files, known
 
     try:
-        visit(_Plain(path), 0)
+        visit(path, 0)
     except OSError as exc:
         raise MountError(f"{exc.filename or path}: {exc.strerror}") from exc
     if as_json:
         show.data(found)
 
 
-class _Plain:
-    """A path that looks like an entry of a directory."""
+class _Measured(NamedTuple):
+    """Bytes of files, and those of them that are cached."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = self.name = str(path)
-        self._path = path
-
-    def is_dir(self) -> bool:
-        return self._path.is_dir()
-
-    def stat(self) -> os.stat_result:
-        return self._path.stat()
+    size: int
+    cached: int
 
 
-def _held(entry: Any) -> tuple[int, int]:
-    """(size, cached bytes): zeros for a directory, and for a file that has just been removed."""
-    if entry.is_dir():
-        return 0, 0
+def _measure(path: Path, *, may_be_gone: bool = False) -> _Measured | None:
+    """None for a directory. Zeros for a missing file that `may_be_gone`."""
     try:
-        return entry.stat().st_size, int(os.getxattr(entry.path, CACHED))
+        stats = path.stat()
+        return (
+            None if stat.S_ISDIR(stats.st_mode) else _Measured(stats.st_size, int(os.getxattr(path, CACHED)))
+        )
     except FileNotFoundError:
-        if isinstance(entry, _Plain):
+        if not may_be_gone:
             raise
-        return 0, 0
+        return _Measured(0, 0)
 
 
-def _below_a_mount(path: Path) -> None:
-    """Refuse a path outside of a mount with our words rather than with the errno of a missing attribute."""
-    from cachefs.daemon import asking
-
+def _refuse_outside_mounts(path: Path) -> None:
+    """Raise `MountError` for a path outside of a mount: reading the attribute would raise an unspecific errno."""
     asking.mount_of(path)
 
 
-def _row(size: int, held: int, name: str) -> str:
-    return f"{about_bytes(held):>10} {about_bytes(size):>10} {about_share(held, size):>7}  {name}"
+def _row(known: _Measured, name: str) -> str:
+    share = about_share(known.cached, known.size)
+    return f"{about_bytes(known.cached):>10} {about_bytes(known.size):>10} {share:>7}  {name}"
 
 
 @click.command(short_help="Which nodes hold files.")
@@ -129,8 +127,6 @@ def _row(size: int, held: int, name: str) -> str:
 @as_json("A list of objects: path, files, bytes, nodes, unreachable.")
 def locate(paths: tuple[Path, ...], as_json: bool) -> None:
     """Show how many bytes of the files at and below each PATH which node holds."""
-    from cachefs.daemon import asking
-
     answers = []
     for path in paths:
         mountpoint, relative = asking.mount_of(path)
@@ -140,13 +136,13 @@ def locate(paths: tuple[Path, ...], as_json: bool) -> None:
         return
     rows = []
     for answer in answers:
-        for node, held in sorted(answer["nodes"].items()):
+        for node, cached in sorted(answer["nodes"].items()):
             lost = node in answer["unreachable"]
             rows.append(
                 (
-                    "?" if lost else about_bytes(held),
+                    "?" if lost else about_bytes(cached),
                     about_bytes(answer["bytes"]),
-                    "?" if lost else about_share(held, answer["bytes"]),
+                    "?" if lost else about_share(cached, answer["bytes"]),
                     node,
                     answer["path"],
                 )
@@ -160,10 +156,8 @@ def locate(paths: tuple[Path, ...], as_json: bool) -> None:
 # -- why -------------------------------------------------------------------------------------------
 
 
-def _explained(path: Path) -> dict[str, Any] | None:
-    """What the daemon knows of a file. Returns None for a directory."""
-    from cachefs.daemon import asking
-
+def _explanation(path: Path) -> dict[str, Any] | None:
+    """The daemon's answer to `explain`; None for a directory."""
     mountpoint, relative = asking.mount_of(path)
     try:
         known: dict[str, Any] = asking.ask(mountpoint, "explain", 60.0, path=relative)
@@ -174,23 +168,24 @@ def _explained(path: Path) -> dict[str, Any] | None:
     return known
 
 
-@click.command(short_help="What is known of a file or directory.")
+@click.command(short_help="Object, size and cached bytes of a file or directory.")
 @click.argument("path", type=Place())
 @as_json()
 def info(path: Path, as_json: bool) -> None:
-    """Show which object PATH is, and how much of it is cached; of a directory, all below it."""
-    from cachefs.daemon import asking
-
-    known = _explained(path)
+    """Show which object the file PATH is, and how much of it is cached; of a directory, the sums of all files below."""
+    known = _explanation(path)
     if known is None:
         mountpoint, relative = asking.mount_of(path)
-        held = asking.ask(mountpoint, "locate", 60.0, path=relative)
-        known = {"path": relative, **held}
+        located = asking.ask(mountpoint, "locate", 60.0, path=relative)
+        known = {"path": relative, **located}
         lines = [
             ("path", f"{mountpoint / relative}/"),
-            ("files", f"{held['files']:,}"),
-            ("size", about_bytes(held["bytes"])),
-            *((f"on {node}", _of(count, held["bytes"])) for node, count in sorted(held["nodes"].items())),
+            ("files", f"{located['files']:,}"),
+            ("size", about_bytes(located["bytes"])),
+            *(
+                (f"on {node}", _of(count, located["bytes"]))
+                for node, count in sorted(located["nodes"].items())
+            ),
         ]
     else:
         extents = known.pop("extents")
@@ -226,13 +221,13 @@ def _of(part: int, whole: int) -> str:
 
 @click.command(short_help="Why a file is as fast or slow as it is.")
 @click.argument("path", type=Place())
-@as_json("Of every extent, as JSON.")
+@as_json("All extents as JSON.")
 def why(path: Path, as_json: bool) -> None:
     """Show where each part of the file PATH is, and why it was not cached when it was last read.
 
-    A part is an extent of 16 blocks. Reasons are remembered for some thousand extents, since the mount began.
+    A part is an extent of 16 blocks. The daemon remembers the reasons of some thousand extents.
     """
-    known = _explained(path)
+    known = _explanation(path)
     if known is None:
         raise MountError(f"{path} is a directory: name a file, or ask cachefs info")
     if as_json:
@@ -243,12 +238,12 @@ def why(path: Path, as_json: bool) -> None:
 
 
 def explain(known: Mapping[str, Any], now: float) -> Iterator[str]:
-    """The answer in words: the file, then its extents; neighbours that are alike share a line."""
+    """The answer for people: the file, then its extents. Adjacent extents with equal text share a line."""
     yield f"{known['key']}: {_of(known['cached_bytes'], known['size'])} here"
     if known["passthrough_on"]:
         yield f"whole and verified on {known['passthrough_on']}: the kernel reads it by itself from the next open on"
     elif known["cached_bytes"] >= known["size"] > 0:
-        yield "whole, but over several tiers or not verified yet: it is read through the daemon"
+        yield "whole, but in several tiers or not verified yet: it is read through the daemon"
     runs: list[tuple[int, int, str]] = []
     for row in known["extents"]:
         said = _extent(row, now)
@@ -272,17 +267,17 @@ def _extent(row: Mapping[str, Any], now: float) -> str:
     parts = []
     for copy in row["tiers"]:
         if copy["blocks"]:
-            more = [word for word in ("pinned", "borrowed") if copy[word]]
+            more = [word for word, key in (("pinned", "pinned"), ("remote-owned", "borrowed")) if copy[key]]
             if copy["verified"] < copy["blocks"]:
                 more.append("not verified yet")
             some = "" if copy["blocks"] == row["blocks"] else f" {copy['blocks']} of {row['blocks']} blocks"
             parts.append(f"{copy['tier']}{some}{' (' + ', '.join(more) + ')' if more else ''}")
     if row["on_its_way"]:
-        parts.append(f"{row['on_its_way']} blocks on their way")
+        parts.append(f"{row['on_its_way']} blocks in flight")
     if not parts:
         parts.append("not here")
     if row["owner"]:
-        parts.append(f"kept by {row['owner']}")
+        parts.append(f"owned by {row['owner']}")
     miss = row["last_miss"]
     if miss:
         asked = f", asked {', then '.join(miss['asked'])}" if miss["asked"] else ""

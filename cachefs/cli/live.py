@@ -1,6 +1,6 @@
-"""The verbs that look at a mount while it works: stats, top, ledger.
+"""The verbs that monitor a mount: stats, top, ledger.
 
-Each asks the daemon for its counters and ledger (`watch`) and shows what changed between two answers.
+Each requests the daemon's counters and ledger (verb `watch`). `stats` and `top` show the difference of two answers.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,26 +17,30 @@ from typing import Any
 import click
 
 from cachefs.base.errors import ConfigError
+from cachefs.base.ledger import ORIGIN_REQUESTS
 from cachefs.base.linux import descendants
 from cachefs.base.metrics import hit_ratios
 from cachefs.base.units import about_bytes
 from cachefs.cli import show
-from cachefs.cli.places import mount_meant, mountpoint, seconds_of
+from cachefs.cli.places import mountpoint, parse_seconds, resolve_mount
 from cachefs.cli.show import as_json, rate, say, share
+from cachefs.daemon import asking
 
 HEADS_EVERY = 20
 
-every = click.option("-i", "--interval", metavar="TIME", help="Between two looks.  [1s; top: 2s]")
-times = click.option("-n", "--count", type=click.IntRange(1), help="End after so many.  [until Ctrl-C]")
+interval_option = click.option(
+    "-i", "--interval", metavar="TIME", help="Time between two lines or screens.  [1s; top: 2s]"
+)
+count_option = click.option(
+    "-n", "--count", type=click.IntRange(1), help="End after so many.  [until Ctrl-C]"
+)
 
-Known = Mapping[str, Any]
+Answer = Mapping[str, Any]
 
 
-def _looks(mountpoint: Path, interval: str, count: int | None) -> Iterator[tuple[Known, Known, float]]:
-    """(before, after, seconds between them), until Ctrl-C. Raises when the daemon goes."""
-    from cachefs.daemon import asking
-
-    interval_s = seconds_of(interval, "--interval")
+def _samples(mountpoint: Path, interval: str, count: int | None) -> Iterator[tuple[Answer, Answer, float]]:
+    """(before, after, seconds between them), until Ctrl-C. Raises `ControlError` or `MountError` when the daemon ends."""
+    interval_s = parse_seconds(interval, "--interval")
     if not 0.05 <= interval_s <= 86400:
         raise ConfigError(f"--interval: {interval!r} is not between 50ms and 1d")
     before, at = asking.ask(mountpoint, "watch"), time.monotonic()
@@ -49,8 +54,8 @@ def _looks(mountpoint: Path, interval: str, count: int | None) -> Iterator[tuple
         return
 
 
-def _grown(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    return {name: count - before.get(name, 0) for name, count in now.items()}
+def _grown(now: Mapping[str, int], before: Mapping[str, int]) -> Counter[str]:
+    return Counter({name: count - before.get(name, 0) for name, count in now.items()})
 
 
 # -- stats -----------------------------------------------------------------------------------------
@@ -75,30 +80,30 @@ def _line(cells: tuple[str, ...]) -> str:
     return " ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, COLUMNS, strict=True))
 
 
-@click.command(short_help="What a mount does, a line a second.")
+@click.command(short_help="Activity of a mount, a line a second.")
 @mountpoint
-@every
-@times
-@as_json("Each line an object: what every counter grew by.")
+@interval_option
+@count_option
+@as_json("An object a line: by how much each counter grew.")
 def stats(mountpoint: Path | None, interval: str | None, count: int | None, as_json: bool) -> None:
     """Print what the mount at MOUNTPOINT did in the last second, every second.
 
     \b
-    HIT      of the blocks that programs asked for, how many were cached; a file that is opened in passthrough
-             counts with its size
+    HIT      share of the requested blocks that were cached; a file that is opened in passthrough counts with
+             its size
     DAEMON   the same of the blocks that were read through the daemon
-    READS    to readers, through the daemon; OPENS, and how many of them the kernel serves by itself (PASS)
-    ORIGIN   received from the origin, in GETs; PEERS the same from other nodes; SENT to the origin
-    WAIT     the part of the time in which at least one request of a program waited; NOW how many wait now
+    READS    bytes to readers through the daemon; OPENS, and the share of them in passthrough (PASS)
+    ORIGIN   bytes from the origin, in GET requests; PEERS: from other nodes; SENT: to the origin
+    WAIT     share of the time in which at least one request of a program waited; NOW: requests that wait now
     """
-    looks = _looks(mount_meant(mountpoint), interval or "1s", count)
-    for number, (before, after, passed) in enumerate(looks):
+    samples = _samples(resolve_mount(mountpoint), interval or "1s", count)
+    for number, (before, after, seconds) in enumerate(samples):
         grown = _grown(after["metrics"], before["metrics"])
         blocked_s = after["reads"]["blocked_s"] - before["reads"]["blocked_s"]
         if as_json:
             line = {
                 "time": round(time.time(), 3),
-                "seconds": round(passed, 3),
+                "seconds": round(seconds, 3),
                 "blocked_s": round(blocked_s, 6),
             }
             waiting, pauses = after["reads"]["waiting"], after["loop_pause_s"]
@@ -109,15 +114,15 @@ def stats(mountpoint: Path | None, interval: str | None, count: int | None, as_j
         ratios = ("-" if ratio is None else share(ratio, 1) for ratio in hit_ratios(grown))
         cells = (
             *ratios,
-            rate(grown["fuse_read_bytes"], passed),
-            f"{grown['fuse_open'] / passed:,.0f}",
+            rate(grown["fuse_read_bytes"], seconds),
+            f"{grown['fuse_open'] / seconds:,.0f}",
             share(grown["passthrough_opens"], grown["fuse_open"]),
-            rate(grown["origin_bytes"], passed),
-            f"{grown['origin_get'] / passed:,.0f}",
-            rate(grown["peer_bytes_in"], passed),
-            rate(grown["origin_bytes_sent"], passed),
+            rate(grown["origin_bytes"], seconds),
+            f"{grown['origin_get'] / seconds:,.0f}",
+            rate(grown["peer_bytes_in"], seconds),
+            rate(grown["origin_bytes_sent"], seconds),
             f"{grown['evicted_blocks']:,}",
-            share(blocked_s, passed),
+            share(blocked_s, seconds),
             str(after["reads"]["waiting"]),
         )
         say(_line(cells))
@@ -128,12 +133,12 @@ def stats(mountpoint: Path | None, interval: str | None, count: int | None, as_j
 
 @click.command(short_help="Which processes and datasets keep a mount busy.")
 @mountpoint
-@every
-@times
+@interval_option
+@count_option
 @click.option("--by", type=click.Choice(["process", "dataset"]), help="Only these.  [both]")
 @click.option("--pid", type=click.IntRange(1), help="Only this process and its descendants.")
-@click.option("--total", is_flag=True, help="Since each process was first seen, once; with --json.")
-@as_json("Who waited how long, on what: an object a line.")
+@click.option("--total", is_flag=True, help="Since each process was first seen, once; needs --json.")
+@as_json("An object a line: which process waited how long, and for what.")
 def top(
     mountpoint: Path | None,
     interval: str | None,
@@ -145,31 +150,29 @@ def top(
 ) -> None:
     """Show which processes wait for the mount at MOUNTPOINT and what for, and which requests each dataset causes.
 
-    A process is seen when one of its requests has to wait: a read, a listing, a close. Requests that the kernel or the
-    cache answers at once are not seen.
+    A process appears once one of its requests has to wait: a read, a listing, a close. Requests that the kernel or the
+    cache answers at once are not counted.
 
-    In JSON, blocked_s are seconds in which at least one request of the process waited, blocked_share the part of its time
-    (seconds) that this was. waited_s are seconds added up over its requests, by what for: its reads for the
-    origin, a peer or this node's disk, other requests for names (looking up, listing, opening, renaming) or writes
-    (write, close, fsync). So a training loop can log "waited 38 % on data":
+    In JSON, blocked_s are the seconds in which at least one request of the process waited, and blocked_share is their share
+    of the time (seconds). waited_s are the sums of its requests' waits by what for: reads wait for the origin, a peer or
+    this node's disk, other requests for names (lookup, listing, open, rename) or writes (write, close, fsync). So a
+    training loop can log "waited 38 % on data":
 
     \b
     cachefs top --json -i 60s -n 1 --pid $TRAINER /mnt/data | jq .processes[].blocked_share
     """
-    from cachefs.daemon import asking
-
     if total and not as_json:
-        raise ConfigError("--total goes with --json")
-    mount, pids = mount_meant(mountpoint), None if pid is None else descendants(pid)
+        raise ConfigError("--total needs --json")
+    mount, pids = resolve_mount(mountpoint), None if pid is None else descendants(pid)
     if total:
-        show.data(waited(None, asking.ask(mount, "watch"), pids))
+        show.data(process_waits(None, asking.ask(mount, "watch"), pids))
         return
-    looks = _looks(mount, interval or "2s", count)
+    samples = _samples(mount, interval or "2s", count)
     if as_json:
-        for before, after, _ in looks:
-            show.data(waited(before, after, pids), line=True)
+        for before, after, _ in samples:
+            show.data(process_waits(before, after, pids), line=True)
         return
-    show.screens(_frame(before, after, passed, by, pids) for before, after, passed in looks)
+    show.screens(_frame(before, after, seconds, by, pids) for before, after, seconds in samples)
 
 
 PROCESS_HEADS = (
@@ -186,22 +189,24 @@ DATASET_HEADS = ("DATASET", "#GET/s", "#LIST/s", "#HEAD/s", "#PUT/s", "#FROM ORI
 
 
 def _frame(
-    before: Known, after: Known, passed: float, by: str | None, pids: set[int] | None
+    before: Answer, after: Answer, seconds: float, by: str | None, pids: set[int] | None
 ) -> Iterator[str]:
-    blocked = share(after["reads"]["blocked_s"] - before["reads"]["blocked_s"], passed)
+    blocked = share(after["reads"]["blocked_s"] - before["reads"]["blocked_s"], seconds)
     yield (
         f"{after['mountpoint']}: {after['reads']['waiting']} requests wait now; programs waited {blocked} of the last "
-        f"{passed:.0f} s"
+        f"{seconds:.0f} s"
     )
     if by != "dataset":
         yield ""
-        yield from show.table(PROCESS_HEADS, _process_rows(before, after, passed, pids))
+        yield from show.table(PROCESS_HEADS, _process_rows(before, after, seconds, pids))
     if by != "process":
         yield ""
-        yield from show.table(DATASET_HEADS, _dataset_rows(before, after, passed))
+        yield from show.table(DATASET_HEADS, _dataset_rows(before, after, seconds))
 
 
-def _process_rows(before: Known, after: Known, passed: float, pids: set[int] | None) -> list[tuple[str, ...]]:
+def _process_rows(
+    before: Answer, after: Answer, seconds: float, pids: set[int] | None
+) -> list[tuple[str, ...]]:
     waiting: dict[int, str] = {}
     for wait in after["waiting"]:
         what = " ".join(part for part in (wait["request"], wait["key"]) if part)
@@ -210,43 +215,39 @@ def _process_rows(before: Known, after: Known, passed: float, pids: set[int] | N
         (
             row["name"],
             str(row["pid"]) if row["pid"] > 0 else "",
-            share(row["blocked_s"], passed),
-            f"{row['reads'] / passed:,.0f}",
-            f"{row['calls'] / passed:,.0f}",
-            f"{row['requests'].get('origin_get', 0) / passed:,.0f}",
-            rate(row["requests"].get("origin_bytes", 0), passed),
+            share(row["blocked_s"], seconds),
+            f"{row['reads'] / seconds:,.0f}",
+            f"{row['calls'] / seconds:,.0f}",
+            f"{row['requests']['origin_get'] / seconds:,.0f}",
+            rate(row["requests"]["origin_bytes"], seconds),
             waiting.get(row["pid"], ""),
         )
-        for row in waited(before, after, pids)["processes"]
+        for row in process_waits(before, after, pids)["processes"]
         if row["reads"] or row["calls"] or row["blocked_s"] > 0
     ]
 
 
-def _dataset_rows(before: Known, after: Known, passed: float) -> list[tuple[str, ...]]:
+def _dataset_rows(before: Answer, after: Answer, seconds: float) -> list[tuple[str, ...]]:
     rows = []
     for name, account in after["datasets"].items():
         grown = _grown(account, before["datasets"].get(name, {}))
         if not any(grown.values()):
             continue
-        requests = (
-            grown.get("origin_get", 0),
-            grown.get("origin_list", 0),
-            grown.get("origin_head", 0),
-            grown.get("origin_put", 0) + grown.get("origin_put_part", 0),
-        )
-        received, sent = grown.get("origin_bytes", 0), grown.get("origin_bytes_sent", 0)
-        cells = (name or "/", *(f"{number / passed:,.0f}" for number in requests))
-        rows.append((sum(requests), (*cells, rate(received, passed), rate(sent, passed))))
+        puts = grown["origin_put"] + grown["origin_put_part"]
+        requests = (grown["origin_get"], grown["origin_list"], grown["origin_head"], puts)
+        cells = (name or "/", *(f"{number / seconds:,.0f}" for number in requests))
+        moved = (rate(grown[counter], seconds) for counter in ("origin_bytes", "origin_bytes_sent"))
+        rows.append((sum(requests), (*cells, *moved)))
     return [cells for _, cells in sorted(rows, key=lambda row: -row[0])]
 
 
-def waited(before: Known | None, after: Known, pids: set[int] | None = None) -> dict[str, Any]:
-    """How long each process waited between two looks, or since it was first seen; the longest first."""
+def process_waits(before: Answer | None, after: Answer, pids: set[int] | None = None) -> dict[str, Any]:
+    """How long each process waited between two samples, or since it was first seen; the longest first."""
     earlier = {(row["pid"], row["name"]): row for row in before["processes"]} if before else {}
-    passed = after["reads"]["seen_s"] - before["reads"]["seen_s"] if before else None
+    between_s = after["reads"]["seen_s"] - before["reads"]["seen_s"] if before else None
 
-    def row_of(row: Known, old: Known) -> dict[str, Any]:
-        seconds = passed if passed is not None else row["seen_s"]
+    def row_of(row: Answer, old: Answer) -> dict[str, Any]:
+        seconds = row["seen_s"] if between_s is None else between_s
         blocked_s = row["blocked_s"] - old.get("blocked_s", 0.0)
         before_s = old.get("waited_s", {})
         return {
@@ -274,31 +275,27 @@ def waited(before: Known | None, after: Known, pids: set[int] | None = None) -> 
 
 # -- ledger ----------------------------------------------------------------------------------------
 
-KINDS = ("get", "list", "head", "put", "put_part", "upload", "copy", "delete")
 
-
-@click.command(short_help="What was asked of the origin, and what it cost.")
+@click.command(short_help="Requests to the origin, and their cost.")
 @mountpoint
 @click.option(
-    "--prices", type=click.Path(path_type=Path), help="TOML file with what requests and bytes cost."
+    "--prices", type=click.Path(path_type=Path), help="TOML file with the prices of requests and bytes."
 )
 @as_json("The same as JSON, also by process.")
 def ledger(mountpoint: Path | None, prices: Path | None, as_json: bool) -> None:
-    """Show the requests and bytes that the mount at MOUNTPOINT exchanged with its origins, by dataset, since it began.
+    """Show the requests and bytes that the mount at MOUNTPOINT exchanged with its origins since it began, by dataset.
 
-    --json has the same by process, without prefetched files. A price list looks like this; what it leaves out is free:
+    --json has the same by process, without prefetched files. An example of a price list, in which all else is free:
 
     \b
     currency = "USD"
     [requests]            # for a thousand of them
     get = 0.0004
     list = 0.005
-    [bytes]               # for 10^9 of them: "in" is from the origin to here
+    [bytes]               # for 10^9 of them: "in" is from the origin
     in = 0.09
     """
-    from cachefs.daemon import asking
-
-    known = asking.ask(mount_meant(mountpoint), "watch")
+    known = asking.ask(resolve_mount(mountpoint), "watch")
     price = Prices.read(prices) if prices is not None else None
     datasets = [_entry(name or "/", account, price) for name, account in known["datasets"].items()]
     total = _entry("all", known["metrics"], price)
@@ -312,7 +309,7 @@ def ledger(mountpoint: Path | None, prices: Path | None, as_json: bool) -> None:
         answer = {"since_s": since_s, "total": total, "datasets": datasets, "processes": processes}
         show.data({**answer, "currency": price.currency if price else None})
         return
-    shown = [kind for kind in KINDS if total["requests"].get(kind)]
+    shown = [kind for kind in ORIGIN_REQUESTS if total["requests"].get(kind)]
     heads = [
         "DATASET",
         *(f"#{kind.upper().replace('_', ' ')}" for kind in shown),
@@ -336,7 +333,7 @@ def ledger(mountpoint: Path | None, prices: Path | None, as_json: bool) -> None:
 
 
 def _entry(name: str, account: Mapping[str, int], price: Prices | None) -> dict[str, Any]:
-    requests = {kind: account[f"origin_{kind}"] for kind in KINDS if account.get(f"origin_{kind}")}
+    requests = {kind: account[f"origin_{kind}"] for kind in ORIGIN_REQUESTS if account.get(f"origin_{kind}")}
     bytes_in, bytes_out = account.get("origin_bytes", 0), account.get("origin_bytes_sent", 0)
     entry: dict[str, Any] = {"name": name, "requests": requests, "bytes_in": bytes_in, "bytes_out": bytes_out}
     if price is not None:
@@ -346,26 +343,26 @@ def _entry(name: str, account: Mapping[str, int], price: Prices | None) -> dict[
 
 @dataclass(frozen=True)
 class Prices:
-    """The cost of a thousand requests of each kind, and of 10⁹ bytes each way ("in", "out")."""
+    """The prices of a thousand requests of each kind, and of 10⁹ bytes in each direction ("in", "out")."""
 
     currency: str
     requests: Mapping[str, float]
-    moved: Mapping[str, float]
+    bytes: Mapping[str, float]
 
     @classmethod
     def read(cls, path: Path) -> Prices:
-        """Raises `ConfigError` for a file that is no price list."""
+        """Read a price list. Raises `ConfigError`."""
         try:
             table = tomllib.loads(path.read_text())
         except (OSError, ValueError) as exc:
             raise ConfigError(f"{path}: {getattr(exc, 'strerror', None) or exc}") from exc
         requests, moved = table.get("requests", {}), table.get("bytes", {})
         strange = (table.keys() - {"currency", "requests", "bytes"}) | (moved.keys() - {"in", "out"})
-        strange |= requests.keys() - set(KINDS)
+        strange |= requests.keys() - set(ORIGIN_REQUESTS)
         if strange:
             raise ConfigError(
                 f"{path}: {', '.join(sorted(strange))}: not in a price list, which has currency, [requests] with "
-                f"{', '.join(KINDS)}, and [bytes] with in, out"
+                f"{', '.join(ORIGIN_REQUESTS)}, and [bytes] with in, out"
             )
         wrong = [name for name, value in {**requests, **moved}.items() if not isinstance(value, int | float)]
         if wrong:
@@ -374,7 +371,7 @@ class Prices:
 
     def cost(self, requests: Mapping[str, int], bytes_in: int, bytes_out: int) -> float:
         asked = sum(self.requests.get(kind, 0.0) * count / 1000 for kind, count in requests.items())
-        return asked + (self.moved.get("in", 0.0) * bytes_in + self.moved.get("out", 0.0) * bytes_out) / 1e9
+        return asked + (self.bytes.get("in", 0.0) * bytes_in + self.bytes.get("out", 0.0) * bytes_out) / 1e9
 
 
 COMMANDS = (stats, top, ledger)

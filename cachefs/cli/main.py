@@ -1,9 +1,8 @@
-"""The `cachefs` command: argv to a Config and a verb.
+"""The `cachefs` command, and the verbs mount, umount, config, version, completion.
 
-Idea: a verb is a few lines here; the work is done in the room it names. The options of `mount` are read off
-the table in `cachefs.config.config`. Every failure is one line on stderr that begins with ``cachefs:``; usage errors
-exit with 2, others with 1. Modules that take long to import are imported by the verbs that need them, so that `status` in a
-loop costs little.
+A verb is a few lines; the work is done in the room it imports. The options of `mount` come from the table in
+`cachefs.config.config`. An error is one line on stderr that begins with ``cachefs:``. The exit code is 2 for wrong usage, 1
+for other errors. Verbs import modules that are slow to import, so that `status` in a loop costs little.
 """
 
 from __future__ import annotations
@@ -27,36 +26,37 @@ from cachefs.cli import cache, files, live, show, status, writing
 from cachefs.cli.places import Place
 from cachefs.cli.show import as_json, note, say
 from cachefs.config.config import GROUPS, ROWS, Config
-from cachefs.config.options import Row, directory
+from cachefs.config.options import Row, base_directory
+from cachefs.daemon import mounting
 
 log = logging.getLogger(__name__)
 
 
 ALIASES = {"unmount": "umount", "warmup": "warm", "load": "warm", "prefetch": "warm", "free": "evict"}
-"""Names under which other tools have these verbs."""
+"""Names of these verbs in other tools."""
 
 VERBS = {
     "Mounting": ("mount", "umount", "upgrade", "config"),
-    "Looking": ("status", "stats", "top", "ledger", "logs", "log-level", "doctor", "peers"),
+    "Monitoring": ("status", "stats", "top", "ledger", "logs", "log-level", "doctor", "peers"),
     "Files": ("info", "why", "ls", "du", "locate", "refresh"),
     "Caching": ("warm", "evict", "pin", "unpin", "hint", "record", "simulate"),
     "Written files": ("flush", "recover"),
     "This command": ("version", "completion"),
 }
-"""The groups of the help text."""
+"""The verbs of each group in the help text."""
 
 MOUNT_CODES = {0: 0, 2: 1, 130: 8, 143: 8}
-"""Our exit codes as mount(8) names them: wrong invocation, interrupted; any other failure is 32, "mount failure"."""
+"""Exit code → code of mount(8) (wrong invocation, interrupted). All other failures are 32, "mount failure"."""
 
 
 class OneLine(click.Group):
-    """A group whose failures are one line and an exit code, also when another program calls it."""
+    """A group whose errors are one line and an exit code, also when `main` is called by another program."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return super().get_command(ctx, ALIASES.get(cmd_name, cmd_name))
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        cmd.params.extend(show.MANNERS)
+        cmd.params.extend(show.COMMON_OPTIONS)
         super().add_command(cmd, name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -146,7 +146,7 @@ class TableOption(click.Option):
 
 
 class MountCommand(click.Command):
-    """`mount`: options in groups, and the arguments kept as they were written for the child."""
+    """`mount`: its help has the options in groups; `ctx.meta["arguments"]` has the arguments for the child process."""
 
     def __init__(self, *args: Any, **extra: Any) -> None:
         super().__init__(*args, **extra)
@@ -180,7 +180,7 @@ def cli() -> None:
     """
 
 
-cli.params.extend(show.MANNERS)
+cli.params.extend(show.COMMON_OPTIONS)
 
 
 @cli.command(cls=MountCommand, short_help="Show an origin as files below a directory.")
@@ -190,12 +190,12 @@ cli.params.extend(show.MANNERS)
 )
 @click.pass_context
 def mount(ctx: click.Context, /, places: tuple[str, ...], o: tuple[str, ...], **options: Any) -> int:
-    """Show what is in SOURCE as files below MOUNTPOINT.
+    """Show the objects in SOURCE as files below MOUNTPOINT.
 
-    Returns once the mount answers, or says why it does not. SOURCE is s3://bucket/prefix, az://container,
+    Returns once the mount answers, or prints why it does not. SOURCE is s3://bucket/prefix, az://container,
     gs://bucket, https://host/path, file:///directory or any fsspec URL; leave it out when --config lists
-    sources. Credentials come from where the origin's own tools take them: AWS_… and AZURE_… variables, ~/.aws,
-    roles.
+    sources. Credentials come from the same places as for the origin's own tools: AWS_… and AZURE_… variables,
+    ~/.aws, roles.
 
     \b
     Public data:          cachefs mount --anonymous s3://bucket /mnt/data
@@ -226,10 +226,10 @@ def mount(ctx: click.Context, /, places: tuple[str, ...], o: tuple[str, ...], **
             click.echo(layers.dump(config), nl=False)
             return 0
         if config.foreground or ready.in_background:
-            # A connection that a service manager has kept is gone on with, whatever the configuration says: programs wait.
+            # A connection in a service manager's store is taken over in any case, because programs wait for it.
             if held is None and (not why_not(config) or background.kept()):
                 command = background.holding(background.command_of(ctx.meta["arguments"]))
-                # Under the same process id: the caller waits for it and sends it signals.
+                # The process id stays the same: the caller waits for it and sends it signals.
                 os.execv(command[0], command)
             return _serve(config, ready, read, held)
         _mount_in_background(ctx.meta["arguments"], config)
@@ -243,7 +243,6 @@ def _mount_config(
     places: Sequence[str], o: Sequence[str], options: dict[str, Any], in_background: bool, cwd: str
 ) -> Config:
     from cachefs.config import layers
-    from cachefs.daemon import mounting
 
     given = dict(options)
     if len(places) > 2:
@@ -253,16 +252,16 @@ def _mount_config(
     elif places:
         given["source" if "://" in places[0] else "mountpoint"] = places[0]
     if in_background:
-        given["foreground"] = False  # -f is how the parent calls its child: its log is still a file
-    token = directory.set(cwd)
+        given["foreground"] = False  # the parent passes -f to its child, whose log is a file all the same
+    token = base_directory.set(cwd)
     try:
         return mounting.located(layers.load(given, o))
     finally:
-        directory.reset(token)
+        base_directory.reset(token)
 
 
 def _mount_in_background(arguments: list[str], config: Config) -> None:
-    from cachefs.daemon import background, mounting
+    from cachefs.daemon import background
 
     if config.descriptor is not None:
         raise MountError(
@@ -270,7 +269,7 @@ def _mount_in_background(arguments: list[str], config: Config) -> None:
         )
     mounting.check(config)
     dead = mounting.dead_mount(config)
-    # A caller that ends this process (timeout, a service manager) means the child too: unwind, and end it on the way.
+    # A caller that ends this process (timeout, a service manager) means the child, too, which the unwinding ends.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     background.start(arguments, config, over_dead=dead is not None)
     if dead is not None:
@@ -278,9 +277,8 @@ def _mount_in_background(arguments: list[str], config: Config) -> None:
 
 
 def _serve(config: Config, ready: Any, reread: Callable[[], Config], held: Any) -> int:
-    """Become the daemon."""
+    """Run the daemon in this process. Returns its exit code."""
     from cachefs.base import logs
-    from cachefs.daemon import mounting
 
     try:
         logs.setup(config.log_level, config.log_format, config.log_file)
@@ -303,7 +301,7 @@ def _serve(config: Config, ready: Any, reread: Callable[[], Config], held: Any) 
     from cachefs.daemon import daemon
 
     if ready.in_background:
-        os.chdir("/")  # a daemon keeps no directory busy
+        os.chdir("/")  # a working directory could not be unmounted
     try:
         return daemon.run(config, ready.ready, reread, held)
     except CachefsError as exc:
@@ -319,8 +317,8 @@ def _serve(config: Config, ready: Any, reread: Callable[[], Config], held: Any) 
 @click.option("-r", "read_only", is_flag=True)
 @click.option("-f", "fake", is_flag=True)
 @click.option("-N", "namespace")
-@click.option("-t", "fstype")
-@click.option("-s", "-n", "-w", "ignored", is_flag=True)
+@click.option("-t", "fstype", expose_value=False)
+@click.option("-s", "-n", "-w", "ignored", is_flag=True, expose_value=False)
 @click.pass_context
 def mount_cachefs(
     ctx: click.Context,
@@ -330,10 +328,8 @@ def mount_cachefs(
     read_only: bool,
     fake: bool,
     namespace: str | None,
-    fstype: str | None,
-    ignored: bool,
 ) -> Any:
-    """What mount(8) calls for `mount -t cachefs` and for lines of fstab; SOURCE may also be a TOML file.
+    """The helper of mount(8) for `mount -t cachefs` and for lines of fstab. SOURCE may also be a TOML file.
 
     Exits with the codes of mount(8)."""
     from cachefs.config.layers import split_options
@@ -345,7 +341,7 @@ def mount_cachefs(
         raise ConfigError(f"options of a mount cannot be changed: unmount {mountpoint} first")
     if fake:
         return 0
-    # mount(8) adds "rw" unless the user asked for "ro". The user has not asked for it.
+    # mount(8) adds "rw" unless the user gave "ro", so it is no choice of the user's.
     words = [option.replace("\\", "\\\\").replace(",", "\\,") for option in options if option != "rw"]
     words += ["ro"] if read_only else []
     arguments = ["-o", ",".join(words)] if words else []
@@ -357,34 +353,34 @@ def mount_cachefs(
 
 @cli.command(short_help="Unmount, and wait for the daemon to end.")
 @click.argument("mountpoint", type=Place())
-@click.option("--lazy", "-l", is_flag=True, help="Detach now, also while processes use it.")
+@click.option("--lazy", "-l", is_flag=True, help="Detach at once, even if processes use it.")
 @click.option("--flush", is_flag=True, help="Only if every written file is at the origin.")
 def umount(mountpoint: Path, lazy: bool, flush: bool) -> None:
     """Unmount MOUNTPOINT and wait until its daemon has saved its cache and ended.
 
-    Written files are uploaded first, for at most --flush-deadline of the mount (60s); files that are not uploaded by then
-    are named, and stay in the cache directory for the next mount. --flush waits as long as it takes.
+    Written files are uploaded first, for at most the mount's --flush-deadline (60s). Files that are not uploaded by then are
+    named, and stay in the cache directory for the next mount. --flush waits without a deadline.
 
-    A mount that is in use is not unmounted: the processes that use it are named. --lazy detaches it from
-    the tree at once; its daemon ends with the last process that uses it. A mount whose daemon has died is cleaned up.
+    A mount in use is not unmounted: the processes that use it are named. --lazy detaches it at once; its daemon ends with
+    the last process that uses it. A mount whose daemon has died is unmounted, too.
     """
     from cachefs.daemon.unmounting import unmount
 
     note(unmount(mountpoint, lazy=lazy, flush=flush, show=writing.show_left))
 
 
-@cli.group("config", short_help="Look at config files.")
+@cli.group("config", short_help="Check config files.")
 def config() -> None:
-    """Look at config files. What a mount would use, and where each value comes from: cachefs mount --print-config"""
+    """Check config files. cachefs mount --print-config prints all values of a mount and where each comes from."""
 
 
-@config.command("check", short_help="Say whether a config file is right.")
+@config.command("check", short_help="Check a config file.")
 @click.argument("file", required=False, envvar="CACHEFS_CONFIG")
 @as_json("file, sources and options; or error.")
 def check(file: str | None, as_json: bool) -> int:
-    """Read the TOML file FILE (or $CACHEFS_CONFIG) as cachefs mount would, and say what is wrong with it.
+    """Read the TOML file FILE (or $CACHEFS_CONFIG) as cachefs mount would, and print the first mistake.
 
-    The origins are not asked, and other options of the environment are left out. Exits with 2 when it is wrong.
+    Sends no request to the origins, and ignores other options in the environment. Exits with 2 if there is a mistake.
     """
     from cachefs.config import layers
 
@@ -406,7 +402,7 @@ def check(file: str | None, as_json: bool) -> int:
     return 0
 
 
-check.params.extend(show.MANNERS)
+check.params.extend(show.COMMON_OPTIONS)
 for room in (status, live, cache, writing, files):
     for command in room.COMMANDS:
         cli.add_command(command)
@@ -426,7 +422,7 @@ def version(as_json: bool) -> None:
 @click.argument("shell", required=False, type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(ctx: click.Context, shell: str | None) -> None:
-    """Print what a shell has to read for completing cachefs commands: SHELL is that of $SHELL, if left out.
+    """Print the shell code that completes cachefs commands. SHELL is by default that of $SHELL.
 
     \b
     bash:  cachefs completion bash > ~/.local/share/bash-completion/completions/cachefs

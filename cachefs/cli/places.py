@@ -1,6 +1,6 @@
-"""What a verb is given: mounts, paths, lists and recordings, as paths relative to their mounts; and times.
+"""Arguments of verbs: mounts, paths, lists and recordings, as paths relative to their mounts; and times.
 
-A list has one path a line, absolute, or relative to the one path that was given beside it.
+A list has one path a line, absolute, or relative to the path that is given with it.
 """
 
 from __future__ import annotations
@@ -13,41 +13,41 @@ from typing import Any
 import click
 
 from cachefs.base.errors import ConfigError, MountError
+from cachefs.base.linux import Finder
 from cachefs.base.units import parse_duration
+from cachefs.daemon import asking
+from cachefs.daemon.mounting import canonical
 
-NAMED = 8
-"""Mounts that are named in a line."""
+MOUNTS_NAMED = 8
+"""Most mounts in an error message."""
 
 
 class Place(click.Path):
-    """A path that is not touched while arguments are parsed: click's own type calls stat, which may hang below a mount."""
+    """The type of a path. click's own calls stat while it parses the arguments, which may hang below a mount."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         return Path(value)
 
 
-# -f stays in the foreground or follows, in every verb that has it; -T is what tar calls a list.
-listed = click.option(
+# -T as in tar: -f means --foreground or --follow in all verbs.
+list_option = click.option(
     "-T", "--files-from", "list_file", metavar="LIST", help="Paths, one a line; - reads standard input."
 )
 mountpoint = click.argument("mountpoint", required=False, type=Place())
 
 
-def mount_meant(mountpoint: Path | None) -> Path:
-    """The mount that is named, or the only one of this user."""
-    from cachefs.daemon import asking
-    from cachefs.daemon.mounting import canonical
-
+def resolve_mount(mountpoint: Path | None) -> Path:
+    """The given mount, or the only one of this user. Raises `MountError` if there are several."""
     if mountpoint is not None:
         return canonical(mountpoint)
     found = asking.all_statuses()
     if len(found) != 1:
-        some = ", ".join(str(status["mountpoint"]) for status in found[:NAMED])
+        some = ", ".join(str(status["mountpoint"]) for status in found[:MOUNTS_NAMED])
         raise MountError(f"{len(found)} cachefs mounts: name one: {some}" if found else "no cachefs mounts")
     return Path(found[0]["mountpoint"])
 
 
-def seconds_of(text: str, option: str) -> float:
+def parse_seconds(text: str, option: str) -> float:
     """The value of an option that is a time. Raises `ConfigError`."""
     try:
         return parse_duration(text)
@@ -55,10 +55,8 @@ def seconds_of(text: str, option: str) -> float:
         raise ConfigError(f"{option}: {text!r} is {exc}") from None
 
 
-def wanted_of(paths: Sequence[Path], list_file: str | None) -> dict[Path, list[str]]:
-    """Paths relative to their mounts, by mount. With a list, a path is where its relative lines begin."""
-    from cachefs.daemon import asking
-
+def paths_by_mount(paths: Sequence[Path], list_file: str | None) -> dict[Path, list[str]]:
+    """Mount → paths relative to it. With a list, `paths` has at most one path, to which relative lines refer."""
     if list_file is None:
         if not paths:
             raise ConfigError("no PATH: give files or directories below a mount, or a list of them with -T")
@@ -67,10 +65,11 @@ def wanted_of(paths: Sequence[Path], list_file: str | None) -> dict[Path, list[s
             mountpoint, relative = asking.mount_of(path)
             wanted.setdefault(mountpoint, []).append(relative)
         return wanted
-    return below(list_file, only(paths, "-T") if paths else None)
+    return paths_in_list(list_file, single_path(paths, "-T") if paths else None)
 
 
-def only(paths: Sequence[Path], option: str) -> Path:
+def single_path(paths: Sequence[Path], option: str) -> Path:
+    """The only path. Raises `ConfigError`."""
     if len(paths) != 1:
         raise ConfigError(
             f"{option} takes one PATH: the mount, or a directory of it, that its paths are below"
@@ -78,10 +77,8 @@ def only(paths: Sequence[Path], option: str) -> Path:
     return paths[0]
 
 
-def below(list_file: str, base: Path | None) -> dict[Path, list[str]]:
-    from cachefs.base.linux import Finder
-    from cachefs.daemon import asking
-
+def paths_in_list(list_file: str, base: Path | None) -> dict[Path, list[str]]:
+    """Mount → paths relative to it, of the lines of a list. Relative lines are relative to `base`. Raises `ConfigError`."""
     start = None if base is None else asking.mount_of(base)
     finder = Finder()
     wanted: dict[Path, list[str]] = {}
@@ -104,9 +101,8 @@ def below(list_file: str, base: Path | None) -> dict[Path, list[str]]:
     return wanted
 
 
-def profiled(file: str, base: Path) -> dict[Path, list[Any]]:
-    """What a recording has touched, in its order, each part once: paths, and [path, offset, length]."""
-    from cachefs.daemon import asking
+def parts_in_recording(file: str, base: Path) -> dict[Path, list[Any]]:
+    """{mount: parts that a recording has read, in its order, each once}: a path, or [path, offset, length]."""
     from cachefs.daemon.recording import parsed
 
     mountpoint, above = asking.mount_of(base)
@@ -140,8 +136,7 @@ def _join(above: str, relative: str) -> str:
 
 
 def mounts_of(paths: Sequence[Path]) -> list[Path]:
-    from cachefs.daemon import asking
-
+    """The mounts of the paths, each once. Raises `ConfigError` if there are no paths."""
     if not paths:
         raise ConfigError("no PATH: give the mount")
     return list(dict.fromkeys(asking.mount_of(path)[0] for path in paths))

@@ -1,7 +1,7 @@
-"""How verbs print: lines, labelled values, tables, JSON and the progress of jobs.
+"""Output of the verbs: lines, labelled values, tables, JSON, and the progress of jobs.
 
-Every verb prints through this module. Names of files may hold control characters, so all text is escaped before it reaches
-a terminal. ``-q``, ``-v`` and ``--color`` are options of every verb and take effect here.
+All verbs print by this module. Names of files may contain control characters, so it escapes all text. It also has the
+options of all verbs: ``-q``, ``-v`` and ``--color``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cachefs.base.units import about_bytes, printable
 QUIET = "cachefs.quiet"
 
 LINE_EVERY_S = 10.0
-"""Between lines about a job when stderr is not a terminal."""
+"""Between progress lines of a job when stderr is no terminal. Guessed: a warm-up of hours prints some thousand lines."""
 
 Row = Sequence[str]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -29,7 +29,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def _quiet(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if value:
-        ctx.meta[QUIET] = True  # contexts share it with their parents
+        ctx.meta[QUIET] = True  # `meta` is shared with the parent contexts
 
 
 def _verbose(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -46,7 +46,7 @@ def _color(ctx: click.Context, param: click.Parameter, value: str | None) -> Non
         ctx.color = False
 
 
-MANNERS = (
+COMMON_OPTIONS = (
     click.Option(
         ["-q", "--quiet"],
         is_flag=True,
@@ -59,7 +59,7 @@ MANNERS = (
         is_flag=True,
         expose_value=False,
         callback=_verbose,
-        help="Print what this command does, and tracebacks of its errors.",
+        help="Print what this command does, and tracebacks of errors.",
     ),
     click.Option(
         ["--color"],
@@ -69,7 +69,7 @@ MANNERS = (
         help="Whether to use colors.  [auto: on a terminal, unless NO_COLOR is set]",
     ),
 )
-"""Options of every verb."""
+"""Options of all verbs."""
 
 
 def as_json(help: str = "The same as JSON.") -> Callable[[F], F]:
@@ -82,28 +82,28 @@ def is_quiet() -> bool:
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print lines: what was asked for, or (`err`) a warning or an error."""
+    """Print lines: on stdout, or with `err` on stderr."""
     click.echo("\n".join(printable(line) for line in text.split("\n")), err=err)
 
 
 def note(text: str) -> None:
-    """Print on stderr what was done, unless ``--quiet`` was given."""
+    """Print a message on stderr, unless ``--quiet`` was given."""
     if not is_quiet():
         say(text, err=True)
 
 
 def data(value: Any, *, line: bool = False) -> None:
-    """Print JSON; `line`: an object of a series, on a line of its own."""
+    """Print JSON; with `line` on one line, for a series of objects."""
     click.echo(json.dumps(value, indent=None if line else 2))
 
 
 def raw(text: str, *, err: bool = False) -> None:
-    """Print text as it is: what a shell or a terminal is meant to interpret."""
+    """Print text without escaping it, for a shell or a terminal to interpret."""
     click.echo(text, nl=False, err=err)
 
 
 def pairs(values: Iterable[tuple[str, str]]) -> None:
-    """Print a label and a value a line. A line is never broken, so that it can be searched for."""
+    """Print a label and a value on each line. Lines are not wrapped, so that grep finds values."""
     for name, value in values:
         click.echo(click.style(f"{name:<10}", bold=True) + "  " + printable(value))
 
@@ -114,7 +114,7 @@ def marked(mark: str, color: str, text: str) -> None:
 
 
 def table(heads: Row, rows: Iterable[Row]) -> list[str]:
-    """Lines of columns as wide as their longest cell. A head that begins with ``#`` has its column aligned to the right."""
+    """The lines of a table. A ``#`` before a head aligns its column to the right."""
     cells = [[head.lstrip("#") for head in heads], *([printable(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
@@ -135,7 +135,7 @@ def share(part: float, whole: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """The two largest of days, hours, minutes, seconds."""
+    """The two largest units, of days, hours, minutes and seconds."""
     minutes, s = divmod(int(max(seconds, 0)), 60)
     hours, m = divmod(minutes, 60)
     d, h = divmod(hours, 24)
@@ -147,7 +147,7 @@ def duration(seconds: float) -> str:
 
 
 def screens(frames: Iterable[Iterable[str]]) -> None:
-    """Show each frame in place of the one before on a terminal, below it elsewhere."""
+    """Show frames: on a terminal each replaces the one before, elsewhere it follows."""
     if not sys.stdout.isatty():
         for frame in frames:
             say("\n".join(frame))
@@ -166,8 +166,8 @@ def screens(frames: Iterable[Iterable[str]]) -> None:
 
 
 def progress(statuses: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Show each status of a job as it comes; returns the last one."""
-    shown: Iterable[Mapping[str, Any]] = statuses
+    """Show the progress of a job by its statuses. Returns the last one."""
+    shown = statuses
     if not is_quiet():
         shown = _bar(statuses) if sys.stderr.isatty() else _lines(statuses)
     return dict(deque(shown, maxlen=1).pop())
@@ -206,18 +206,18 @@ def _bar(statuses: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
 
 
 def _lines(statuses: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    said, before = time.monotonic(), 0
+    printed, before = time.monotonic(), 0
     for status in statuses:
         now = time.monotonic()
-        if now - said >= LINE_EVERY_S:
-            per_s = (status["done_bytes"] - before) / (now - said)
-            said, before = now, status["done_bytes"]
+        if now - printed >= LINE_EVERY_S:
+            per_s = (status["done_bytes"] - before) / (now - printed)
+            printed, before = now, status["done_bytes"]
             say(f"cachefs: {job_line(status, per_s)}", err=True)
         yield status
 
 
 def job_line(status: Mapping[str, Any], per_s: float) -> str:
-    """One line about a job that runs; `per_s` in bytes a second."""
+    """The progress line of a job; `per_s` is in bytes a second."""
     of = "" if status["walked"] else " so far"
     left = status["bytes"] - status["done_bytes"]
     time_left = f", {duration(left / per_s)} left" if status["walked"] and per_s > 0 else ""

@@ -1,4 +1,4 @@
-"""The verbs about a mount as a whole: status, peers, doctor, logs, log-level, refresh."""
+"""The verbs about a whole mount: status, upgrade, refresh, peers, doctor, logs, log-level."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from cachefs.base.linux import mount_at
 from cachefs.base.metrics import hit_ratios
 from cachefs.base.units import about_bytes, about_files
 from cachefs.cli import show
-from cachefs.cli.places import Place, mount_meant, mountpoint
+from cachefs.cli.places import Place, mountpoint, resolve_mount
 from cachefs.cli.show import as_json, note, say
 from cachefs.config.config import LOG_NAME
+from cachefs.daemon import asking
 from cachefs.daemon.mounting import canonical
 
-NAMED = 2
-"""Failures of a job that has ended."""
+FAILURES_NAMED = 2
+"""Most failures in the line of a job that has ended."""
 
-DATASETS = 6
-"""Named in one line."""
+DATASETS_NAMED = 6
+"""Most datasets in a line."""
 
 FOLLOW_EVERY_S = 0.5
+"""Between two reads of the log that `logs -f` follows. Guessed: people do not notice a shorter delay."""
 
 MARKS = {"ok": ("ok     ", "green"), "note": ("note   ", "yellow"), "problem": ("PROBLEM", "red")}
 
 
-@click.command(short_help="What mounts are doing.")
+@click.command(short_help="The state of mounts.")
 @mountpoint
 @as_json("Everything the daemon counts; a list without MOUNTPOINT.")
 def status(mountpoint: Path | None, as_json: bool) -> None:
-    """Show what the mount at MOUNTPOINT, or every mount of this user, caches and asks of its origins."""
-    from cachefs.daemon import asking
-
+    """Show the state, the cache and the requests of the mount at MOUNTPOINT, or of all mounts of this user."""
     found = asking.all_statuses() if mountpoint is None else [asking.status_of(mountpoint)]
     if as_json:
         show.data(found if mountpoint is None else found[0])
@@ -56,31 +56,27 @@ def status(mountpoint: Path | None, as_json: bool) -> None:
             say(f"{left.subject}: {left.found}: {left.todo}")
 
 
-@click.command(short_help="Look again at the origin.")
+@click.command(short_help="Forget cached names and attributes.")
 @click.argument("path", type=Place())
 def refresh(path: Path) -> None:
-    """Forget what is cached of names and attributes at PATH and below, so that their next use asks the origin again.
+    """Forget the cached names and attributes at PATH and below, so that their next use sends a request to the origin.
 
-    Cached bytes of versions that have not changed stay cached.
+    Cached blocks of versions that have not changed stay cached.
     """
-    from cachefs.daemon import asking
-
     mountpoint, relative = asking.mount_of(path)
     asking.ask(mountpoint, "refresh", 60.0, path=relative)
     note(f"{canonical(path)}: looking again")
 
 
-@click.command(short_help="Have the installed version go on with a mount.")
+@click.command(short_help="Replace a mount's daemon by the installed version.")
 @click.argument("mountpoint", type=Place())
 @as_json("The two versions, and how long programs waited.")
 def upgrade(mountpoint: Path, as_json: bool) -> None:
-    """Have the version that is installed now go on with MOUNTPOINT, unless it ends with its daemon (--no-restart).
+    """Replace the daemon of MOUNTPOINT by the version that is installed now. Not for a mount with --no-restart.
 
-    Programs keep what they have open: they wait for a moment and get no error. If the installed version does not start, or
-    cannot go on with what this one has open, it says so, and nothing changes.
+    Files that programs have open stay open: the programs wait for a moment and get no error. If the installed version does
+    not start, or cannot take over the open files, the command says so, and nothing changes.
     """
-    from cachefs.daemon import asking
-
     before, after = asking.upgrade(canonical(mountpoint))
     if as_json:
         show.data({"from": before["version"], "to": after["version"], "pause_s": after["holder"]["pause_s"]})
@@ -90,7 +86,7 @@ def upgrade(mountpoint: Path, as_json: bool) -> None:
 
 
 def lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(what, value) in the order they are shown."""
+    """(label, value) of each line."""
     yield "mountpoint", str(status.get("mountpoint", "?"))
     for source in status.get("sources") or []:
         name = f"{source['name']}: " if source.get("name") else ""
@@ -101,11 +97,13 @@ def lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "daemon", ", ".join(_daemon(status))
     for tier in status.get("tiers") or []:
         yield str(tier.get("name", "tier")), _tier(tier)
-    yield from _counts(status.get("metrics") or {})
-    yield from _writing(status.get("uploads") or {}, status.get("metrics") or {})
+    metrics = Counter[str](status.get("metrics") or {})
+    if metrics:
+        yield from _counts(metrics)
+    yield from _writing(status.get("uploads") or {}, metrics)
     yield from _eviction(status.get("eviction") or {}, int(status.get("pinned_bytes", 0)))
-    yield from _prefetch(status.get("prefetch") or {}, status.get("metrics") or {})
-    yield from _peers(status.get("peers") or {}, status.get("metrics") or {})
+    yield from _prefetch(status.get("prefetch") or {}, metrics)
+    yield from _peers(status.get("peers") or {}, metrics)
     for job in status.get("jobs") or []:
         yield f"job {job['id']}", _job(job)
     if "fuse" in status and "fuse_reason" in status:
@@ -153,12 +151,7 @@ def _tier(tier: Mapping[str, Any]) -> str:
     )
 
 
-def _counts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    def count(name: str) -> int:
-        return int(metrics.get(name, 0))
-
-    if not metrics:
-        return
+def _counts(metrics: Counter[str]) -> Iterator[tuple[str, str]]:
     overall, through_daemon = hit_ratios(metrics)
     if overall is not None:
         names = {
@@ -167,16 +160,16 @@ def _counts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             "ssd_hits": "SSD",
             "misses": "waited for",
         }
-        parts = [f"{count(name):,} {words}" for name, words in names.items() if count(name)]
-        total = sum(count(name) for name in (*names, "heap_hits"))
+        parts = [f"{metrics[name]:,} {words}" for name, words in names.items() if metrics[name]]
+        total = sum(metrics[name] for name in (*names, "heap_hits"))
         daemon = ""
-        if through_daemon is not None and count("passthrough_blocks"):
+        if through_daemon is not None and metrics["passthrough_blocks"]:
             daemon = f"; {100 * through_daemon:.1f} % of those read through the daemon"
         yield "hits", f"{100 * overall:.1f} % of {total:,} blocks ({', '.join(parts)}){daemon}"
     yield (
         "origin",
-        f"{count('origin_get'):,} GET, {count('origin_head'):,} HEAD, {count('origin_list'):,} LIST, "
-        f"{about_bytes(count('origin_bytes'))} received",
+        f"{metrics['origin_get']:,} GET, {metrics['origin_head']:,} HEAD, {metrics['origin_list']:,} LIST, "
+        f"{about_bytes(metrics['origin_bytes'])} received",
     )
     trouble = {
         "origin_retries": "retries",
@@ -186,12 +179,13 @@ def _counts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         "tier_errors": "tier errors",
         "fuse_errors": "failed operations",
     }
-    met = [f"{count(name):,} {words}" for name, words in trouble.items() if count(name)]
+    met = [f"{metrics[name]:,} {words}" for name, words in trouble.items() if metrics[name]]
     if met:
         yield "trouble", ", ".join(met)
     yield (
         "readers",
-        f"{count('fuse_open'):,} opens, {count('fuse_read'):,} reads, {about_bytes(count('fuse_read_bytes'))} returned",
+        f"{metrics['fuse_open']:,} opens, {metrics['fuse_read']:,} reads, "
+        f"{about_bytes(metrics['fuse_read_bytes'])} returned",
     )
 
 
@@ -204,19 +198,16 @@ def _mode(status: Mapping[str, Any]) -> str:
     )
 
 
-def _writing(uploads: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    def count(name: str) -> int:
-        return int(metrics.get(name, 0))
-
+def _writing(uploads: Mapping[str, Any], metrics: Counter[str]) -> Iterator[tuple[str, str]]:
     if not uploads:
         return
-    if count("fuse_write") or count("origin_bytes_sent"):
+    if metrics["fuse_write"] or metrics["origin_bytes_sent"]:
         yield (
             "written",
-            f"{about_bytes(count('fuse_write_bytes'))} through the daemon, "
-            f"{about_bytes(count('origin_bytes_sent'))} sent in "
-            f"{count('origin_put'):,} PUT, {count('origin_put_part'):,} parts; "
-            f"{count('origin_copy'):,} COPY, {count('origin_delete'):,} DELETE",
+            f"{about_bytes(metrics['fuse_write_bytes'])} through the daemon, "
+            f"{about_bytes(metrics['origin_bytes_sent'])} sent in "
+            f"{metrics['origin_put']:,} PUT, {metrics['origin_put_part']:,} parts; "
+            f"{metrics['origin_copy']:,} COPY, {metrics['origin_delete']:,} DELETE",
         )
     if uploads.get("pending"):
         failed = uploads.get("failed")
@@ -228,7 +219,7 @@ def _writing(uploads: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator
         )
 
 
-def _peers(peers: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _peers(peers: Mapping[str, Any], metrics: Counter[str]) -> Iterator[tuple[str, str]]:
     members = peers.get("members")
     if members is None:
         return
@@ -243,9 +234,8 @@ def _peers(peers: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator[tup
     )
     yield (
         "shared",
-        f"{about_bytes(metrics.get('peer_bytes_in', 0))} from others, "
-        f"{about_bytes(metrics.get('peer_bytes_out', 0))} to them; "
-        f"{metrics.get('peer_misses', 0):,} blocks they did not give",
+        f"{about_bytes(metrics['peer_bytes_in'])} from others, {about_bytes(metrics['peer_bytes_out'])} to them; "
+        f"{metrics['peer_misses']:,} blocks they did not give",
     )
 
 
@@ -263,7 +253,7 @@ def _job(job: Mapping[str, Any]) -> str:
 def _ended(job: Mapping[str, Any]) -> str:
     failures = [job["error"]] if job.get("error") else list(job.get("failures") or [])
     failed = f", {job['failed']:,} failed" if job["failed"] else ""
-    why = f": {'; '.join(failures[:NAMED])}" if failures else ""
+    why = f": {'; '.join(failures[:FAILURES_NAMED])}" if failures else ""
     return (
         f"{job['action']}: {job['state']} {show.duration(time.time() - job['ended'])} ago, {job['done_files']:,} of "
         f"{job['files']:,} files{failed}{why}"
@@ -271,22 +261,20 @@ def _ended(job: Mapping[str, Any]) -> str:
 
 
 def _eviction(eviction: Mapping[str, Any], pinned: int) -> Iterator[tuple[str, str]]:
-    """The policy and how each dataset in use is taken; the epochs of those that have some; what is pinned."""
+    """The policy and each dataset's mode; the epochs of datasets that have some; the pinned bytes."""
     if eviction.get("policy"):
         modes = [
             f"{dataset.get('name') or '/'} by {'epochs' if dataset.get('mode') == 'epoch' else 'last use'}"
             for dataset in eviction.get("datasets") or []
         ]
-        more = [f"{len(modes) - DATASETS} more"] if len(modes) > DATASETS else []
-        named = f": {', '.join(modes[:DATASETS] + more)}" if modes else ""
+        more = [f"{len(modes) - DATASETS_NAMED} more"] if len(modes) > DATASETS_NAMED else []
+        named = f": {', '.join(modes[:DATASETS_NAMED] + more)}" if modes else ""
         yield "eviction", f"{eviction['policy']}{named}"
     shown = [d for d in eviction.get("datasets") or [] if d.get("mode") == "epoch" and d.get("epoch", 1) > 1]
     for dataset in shown[:3]:
-        ratio = (
-            dataset.get("hit_ratio")
-            if dataset.get("hit_ratio") is not None
-            else dataset.get("last_hit_ratio")
-        )
+        ratio = dataset.get("hit_ratio")
+        if ratio is None:
+            ratio = dataset.get("last_hit_ratio")
         hits = f", {100 * ratio:.0f} % cached" if ratio is not None else ""
         yield (
             "epochs",
@@ -297,8 +285,8 @@ def _eviction(eviction: Mapping[str, Any], pinned: int) -> Iterator[tuple[str, s
         yield "pinned", about_bytes(pinned)
 
 
-def _prefetch(prefetch: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    fetched, used = int(metrics.get("prefetch_files", 0)), int(metrics.get("prefetch_used_files", 0))
+def _prefetch(prefetch: Mapping[str, Any], metrics: Counter[str]) -> Iterator[tuple[str, str]]:
+    fetched, used = metrics["prefetch_files"], metrics["prefetch_used_files"]
     if prefetch and (fetched or prefetch.get("in_flight")):
         paused = f", pausing: {prefetch['paused']}" if prefetch.get("paused") else ""
         yield (
@@ -320,7 +308,7 @@ def _pairs(client: object, origin: object) -> str:
 
 
 def _origin(origin: Mapping[str, Any]) -> Iterator[str]:
-    """What an origin is doing, and what limits it."""
+    """The requests of an origin, and their limits."""
     if origin.get("out_s") is not None:
         yield f"no answer for {show.duration(origin['out_s'])}: {origin['on_outage']}"
     if "concurrency" in origin:
@@ -350,14 +338,14 @@ def _origin(origin: Mapping[str, Any]) -> Iterator[str]:
 PEER_HEADS = ("MEMBER", "ID", "#SHARE", "STATE", "#IN", "#OUT", "#LATENCY", "FAILURES")
 
 
-@click.command(short_help="Which nodes share with a mount.")
+@click.command(short_help="The nodes that share their cache with a mount.")
 @mountpoint
-@as_json("Everything that is known of them.")
+@as_json("All data as JSON.")
 def peers(mountpoint: Path | None, as_json: bool) -> None:
     """Show the members that the mount at MOUNTPOINT (the only one, if left out) shares its cache with.
 
-    IN are the bytes received from each, OUT the bytes sent, LATENCY the time until answers began. What daemons of one
-    machine received is counted for all of them. A node keeps its ID, and with it its share, under any address.
+    IN are the bytes received from each, OUT the bytes sent, LATENCY the time until replies began. Bytes that daemons of one
+    machine received count for all of them. A node has the same ID, and so the same share, under any address.
 
     Below the members are the listed nodes that share nothing, and why.
     """
@@ -393,8 +381,6 @@ def peers(mountpoint: Path | None, as_json: bool) -> None:
 
 
 def _status(mountpoint: Path | None) -> Mapping[str, Any]:
-    from cachefs.daemon import asking
-
     if mountpoint is not None:
         return asking.status_of(mountpoint)
     sharing = [status for status in asking.all_statuses() if status.get("peers")]
@@ -403,14 +389,14 @@ def _status(mountpoint: Path | None) -> Mapping[str, Any]:
     return sharing[0]
 
 
-@click.command(short_help="Look for what is wrong or slow.")
+@click.command(short_help="Find what is wrong or slow.")
 @mountpoint
-@click.option("--cache-dir", type=Place(), help="Where a cache is to be, before any mount.")
-@click.option("--no-speed", is_flag=True, help="Write nothing: leave the speed of the cache's disk alone.")
+@click.option("--cache-dir", type=Place(), help="The planned cache directory, before any mount.")
+@click.option("--no-speed", is_flag=True, help="Write nothing: do not measure the cache's disk.")
 @as_json("A list of objects: level, subject, found, todo.")
 def doctor(mountpoint: Path | None, cache_dir: Path | None, no_speed: bool, as_json: bool) -> int:
-    """Look at this machine and at the mount at MOUNTPOINT (at all of them, if left out): kernel, rights, limits, the
-    cache's disk, the origins, the peers. Exits with 1 when something is wrong.
+    """Check this machine and the mount at MOUNTPOINT (all of them, if left out): kernel, rights, limits, the cache's disk,
+    the origins, the peers. Exits with 1 if there is a problem.
 
     The output has no secrets and can be shown to others. The disk's speed is measured with 64 MiB.
     """
@@ -432,22 +418,20 @@ def doctor(mountpoint: Path | None, cache_dir: Path | None, no_speed: bool, as_j
 @click.argument("level", type=click.Choice(["debug", "info", "warning", "error"]))
 @mountpoint
 def log_level(level: str, mountpoint: Path | None) -> None:
-    """Have the mount at MOUNTPOINT log at LEVEL from now on, until it ends or is told otherwise."""
-    from cachefs.daemon import asking
-
-    mount = mount_meant(mountpoint)
+    """Set the level of MOUNTPOINT's log to LEVEL, until the mount ends or the level is set again."""
+    mount = resolve_mount(mountpoint)
     asking.ask(mount, "log_level", level=level)
     note(f"{mount}: logs at {level}")
 
 
 @click.command(short_help="Print the log of a mount.")
 @click.argument("place", required=False, type=Place(), metavar="[MOUNTPOINT]")
-@click.option("-f", "--follow", is_flag=True, help="Stay, and print what is logged from now on.")
+@click.option("-f", "--follow", is_flag=True, help="Go on, and print new lines as they are logged.")
 @click.option(
     "-n", "--lines", "last", type=click.IntRange(0), help="Only the last N lines.  [all]", metavar="N"
 )
 def logs(place: Path | None, follow: bool, last: int | None) -> None:
-    """Print the log file of the mount at MOUNTPOINT. In its place, name the cache directory of a daemon that has died.
+    """Print the log file of the mount at MOUNTPOINT, or of a daemon that has died, by its cache directory.
 
     The log is rotated at 10 MiB; older lines are in cachefs.log.1 to .3 beside it.
     """
@@ -463,11 +447,9 @@ def logs(place: Path | None, follow: bool, last: int | None) -> None:
 
 
 def _log_of(place: Path | None) -> Path:
-    from cachefs.daemon import asking
-
     if place is not None and mount_at(canonical(place)) is None and (place / LOG_NAME).is_file():
         return place / LOG_NAME
-    mount = mount_meant(place)
+    mount = resolve_mount(place)
     path = asking.ask(mount, "status").get("log_file")
     if not path:
         raise MountError(f"{mount} logs to the stderr of its daemon: ask its service manager (journalctl -u)")
@@ -475,7 +457,7 @@ def _log_of(place: Path | None) -> Path:
 
 
 def _follow(path: Path, file: IO[str]) -> None:
-    """Print what is appended, also after a rotation, until Ctrl-C."""
+    """Print new lines, also after a rotation, until Ctrl-C."""
     try:
         while True:
             while line := file.readline():

@@ -1,4 +1,4 @@
-"""The verbs about files that were written here: flush, recover."""
+"""The verbs about written files: flush, recover."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import click
 from cachefs.base.errors import ConfigError, MountError, OriginFailed
 from cachefs.base.units import FOREVER, about_bytes, about_files, printable
 from cachefs.cli import show
-from cachefs.cli.places import Place, seconds_of
+from cachefs.cli.places import Place, parse_seconds
 from cachefs.cli.show import as_json, note, say
+from cachefs.daemon import asking
 
 if TYPE_CHECKING:
     from cachefs.upload.orphans import Orphan
@@ -25,13 +26,11 @@ if TYPE_CHECKING:
 @click.option("--timeout", metavar="TIME", help="Give up after this long: 60s, 5m.  [forever]")
 @as_json("A list of objects: mountpoint, and what is left: files, bytes, failures.")
 def flush(path: Path | None, timeout: str | None, as_json: bool) -> None:
-    """Upload what was written at and below PATH (below every mount of this user, if left out) now, and wait for it.
+    """Upload the written files at and below PATH (of all mounts of this user, if left out) now, and wait for it.
 
     Exits with 1 and says why when a file could not be uploaded; the daemon goes on trying.
     """
-    from cachefs.daemon import asking
-
-    deadline_s = FOREVER if timeout is None else seconds_of(timeout, "--timeout")
+    deadline_s = FOREVER if timeout is None else parse_seconds(timeout, "--timeout")
     if path is not None:
         wanted = [asking.mount_of(path)]
         _must_exist(path)
@@ -44,7 +43,7 @@ def flush(path: Path | None, timeout: str | None, as_json: bool) -> None:
         answers.append({"mountpoint": str(mountpoint), **left})
         if left["files"]:
             break
-        note(f"{path or mountpoint}: all of it is at the origin")
+        note(f"{path or mountpoint}: all files are at the origin")
     if as_json:
         show.data(answers)
     if answers and answers[-1]["files"]:
@@ -52,7 +51,7 @@ def flush(path: Path | None, timeout: str | None, as_json: bool) -> None:
 
 
 def _must_exist(path: Path) -> None:
-    """Refuse a misspelt path. A path that cannot be looked at is left to the daemon."""
+    """Raise `MountError` for a missing path. Other errors are left to the daemon."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -62,34 +61,34 @@ def _must_exist(path: Path) -> None:
 
 
 def show_left(left: Mapping[str, Any]) -> None:
-    """Show on a terminal how much is left."""
+    """Show on a terminal what is left to upload."""
     if sys.stderr.isatty() and not show.is_quiet():
         show.raw(f"\r\033[K{about_files(left['files'])}, {about_bytes(left['bytes'])} to go ", err=True)
 
 
-@click.command(short_help="Find written files that no journal has.")
+@click.command(short_help="Recover written files whose journal was lost.")
 @click.argument("place", type=Place())
 @click.option(
     "--to", metavar="DIR", type=Place(), help="Copy the files there: a mount uploads them under their names."
 )
-@click.option("--remove", is_flag=True, help="Do not keep what was copied.")
+@click.option("--remove", is_flag=True, help="Remove the files that were copied.")
 @as_json("A list of objects: name, size, mtime, waiting; with --to also copied, error.")
 def recover(place: Path, to: Path | None, remove: bool, as_json: bool) -> None:
-    """List the files of the cache directory (or mount) PLACE whose journal was lost, or copy them to where they belong.
+    """List the written files in the cache directory (or mount) PLACE whose journal was lost, or copy them.
 
-    A mount keeps such files aside instead of removing them. No existing file is replaced. Exits with 1 when a file
-    could not be copied.
+    A mount moves such files to a directory of their own instead of removing them. No existing file is replaced. Exits with 1
+    if a file could not be copied.
     """
     from cachefs.daemon import recovering
     from cachefs.upload import orphans
 
     if remove and to is None:
-        raise ConfigError("--remove goes with --to")
+        raise ConfigError("--remove needs --to")
     state_dir = recovering.state_dir_of(place)
     with orphans.unused(state_dir) as unused:
         found = orphans.found(state_dir, waiting=unused)
         if not found:
-            note(f"{state_dir}: nothing is kept aside")
+            note(f"{state_dir}: no such files")
         outcomes: Iterable[tuple[Orphan, Path | None, str]] = ((orphan, None, "") for orphan in found)
         if to is not None:
             outcomes = recovering.copy(found, recovering.Target(to), remove=remove)

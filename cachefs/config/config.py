@@ -1,16 +1,14 @@
 # ruff: noqa: RUF009 (a field made by a function of ours is still a field)
-"""One frozen, typed `Config` behind argv, `-o`, `CACHEFS_*` and TOML.
+"""The frozen, typed `Config` of a mount, and the table of all options.
 
-Idea: every option is one row, the dataclass field itself, whose metadata holds its parser, its help and its
-group. The command line's options, the names that `-o`, the environment and the file accept, and what
-`--print-config` writes are all read off these rows, so they cannot disagree. Layers are laid over each other
-as text (argv over `-o` over the environment over the file over the defaults) and each winning text is parsed
-once; a bad one is refused with the place it came from and what to write instead.
+Each option is a field of the dataclass, whose metadata has its parser, its help and its group. The options of the command
+line, the names in `-o`, the environment and the file, and the output of `--print-config` come from these rows, so they
+cannot differ. `layers` reads them.
 
-Some defaults follow from other options (the cache directory from the sources, times to live from the
-consistency preset). Those are filled in when the Config is made, so a reader of a Config never sees a gap.
+Some defaults are derived from other options: the cache directory from the sources, times to live from the consistency
+preset. They are set when the Config is made.
 
-No secret ever lives here: credentials come from the origins' own environment variables and files.
+A Config has no secret: credentials come from the origins' own environment variables and files.
 """
 
 from __future__ import annotations
@@ -78,8 +76,7 @@ LOG_NAME = "cachefs.log"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One origin shown under the mount. `name` is its top-level directory, "" for a single source at the
-    root."""
+    """One origin of the mount. `name` is its top-level directory, or "" for a single source at the root."""
 
     name: str
     url: str
@@ -99,23 +96,22 @@ class Source:
 
 
 AS_THE_MOUNT = ("read_only", "consistency", "metadata_ttl", "negative_ttl", "prefetch", "concurrency")
-"""Options of a source that are the mount's where the source has none (`Config.of`)."""
+"""Options of a source whose default is the mount's value (`Config.of`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything a mount is told. Paths are absolute; a size in percent is resolved by the room that knows
-    the whole.
+    """All options of a mount. Paths are absolute. The room that knows the total resolves a size in percent.
 
     Options that say how an origin is reached (`client`, `endpoint_url`, …) are read from its `Source`, where
     `layers.load` has filled in those of the mount; options in `AS_THE_MOUNT` are read with `of`. `dataclasses.replace`
-    keeps derived values: it does not look at the presets again.
+    does not derive values again.
     """
 
     sources: tuple[Source, ...]
     mountpoint: Path
     descriptor: int | None = field(default=None, compare=False)
-    """Of /dev/fuse, where another process has mounted it at `mountpoint` (which is /dev/fd/N if that cannot be seen)."""
+    """The descriptor of /dev/fuse, if another process has mounted it at `mountpoint` (/dev/fd/N if that is not visible)."""
 
     cache_dir: Path = PATH(
         "Directory of the SSD cache. Also found again when the same source is mounted elsewhere.",
@@ -145,8 +141,8 @@ class Config:
     )
 
     eviction: Eviction = choice(Eviction)(
-        "What goes when the cache is full. lru drops what was used least lately; epoch keeps what the running epoch of "
-        "training has yet to read; auto does that for datasets that are read in epochs.",
+        "What is evicted when the cache is full. lru: the least recently used; epoch: what the present epoch of training "
+        "has read already; auto: as epoch for datasets that are read in epochs, else as lru.",
         value="auto",
     )
     pin_budget: Size = SIZE(
@@ -317,7 +313,7 @@ class Config:
         flag_only=True,
     )
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    """Option name → the layer its value came from; what is not in it is a default."""
+    """Option name → where its value came from. Options with default values are not in it."""
 
     def __post_init__(self) -> None:
         for name, row in ROWS.items():
@@ -326,12 +322,12 @@ class Config:
 
     @property
     def identity(self) -> str:
-        """What cannot change while a mount goes on with another daemon: open files and what is written are known by it."""
+        """What must be the same for a daemon that takes over the mount: records of open and dirty files depend on it."""
         sources = [(source.name, source.url) for source in self.sources]
         return repr((sources, str(self.cache_dir), self.block_size))
 
     def of(self, source: Source, name: str) -> Any:
-        """The value of an option in `AS_THE_MOUNT` for one source: its own, by its own consistency, or the mount's."""
+        """The value of an option in `AS_THE_MOUNT` for a source: its own, or by its own consistency, or the mount's."""
         own = getattr(source, name)
         if own is None and source.consistency is not None and name in _TTLS:
             return _TTLS[name][source.consistency]
@@ -351,7 +347,8 @@ ROWS = dict(_rows())
 
 
 def default_cache_dir(sources: tuple[Source, ...]) -> Path:
-    """Named after the sources and not after the mountpoint: the same source mounted elsewhere is warm."""
+    """The default directory. It depends on the sources and not on the mountpoint, so a source that is mounted elsewhere
+    uses the same cache."""
     of_user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     base = Path("/var/cache") if os.getuid() == 0 else Path(of_user).expanduser()
     unique = "\0".join(f"{source.name}\1{source.url}\1{source.endpoint_url or ''}" for source in sources)

@@ -1,8 +1,8 @@
-"""From argv, `-o`, the environment and a TOML file to one `Config`, and back to TOML.
+"""Reading a `Config` from argv, `-o`, the environment and a TOML file, and writing it as TOML.
 
-Idea: layers are laid over each other as text (argv over `-o` over the environment over the file over the
-defaults) and each winning text is parsed once. A bad one is refused with the place it came from and what to
-write instead, in one line; an unknown name is refused with the name that was probably meant.
+The layers are merged as text: argv wins over `-o`, `-o` over the environment, that over the file, that over the defaults.
+Then each text is parsed once. A bad value is refused in one line, with its origin and what to write instead; an unknown name
+is refused with the nearest known one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cachefs.base.errors import ConfigError
 from cachefs.config.config import AS_THE_MOUNT, ROWS, Config, Source
@@ -30,12 +30,24 @@ GENERIC_OPTIONS = frozenset(
     nolazytime sync async dirsync iversion noiversion mand nomand silent loud default_permissions
     """.split()  # noqa: SIM905 (forty words read better than forty strings)
 )
-"""What mount(8) and fstab say to every filesystem, and what this one always does."""
+"""Options that mount(8) and fstab pass to every filesystem. They are ignored: cachefs behaves so in any case."""
 
 PER_SOURCE = tuple(item.name for item in fields(Source) if item.name not in ("name", "url"))
 
-Given = tuple[str, str]
-"""(text, where it came from)."""
+
+class Given(NamedTuple):
+    """The text of an option, and where it came from."""
+
+    text: str
+    origin: str
+
+
+class SourceTable(NamedTuple):
+    """A ``[[source]]`` table, and its place in the file."""
+
+    options: dict[str, Given]
+    origin: str
+
 
 _ALIASES = {
     flag[2:].replace("-", "_"): name for name, row in ROWS.items() for flag in row.flags if flag[:2] == "--"
@@ -45,10 +57,10 @@ _PLACES = ["source", "mountpoint"]
 
 
 def load(argv: Mapping[str, Any], o: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Config:
-    """The Config that the layers add up to. `argv` maps option names and `source`, `mountpoint` to text, bool
-    or None (not given); `o` are the arguments of `-o`. Raises `ConfigError`."""
+    """The Config of all layers. `argv` maps option names, `source` and `mountpoint` to text, bool or None (not given); `o`
+    has the arguments of `-o`. Raises `ConfigError`."""
     environ = os.environ if environ is None else environ
-    from_argv = {name: (_text(value), _flag(name)) for name, value in argv.items() if value is not None}
+    from_argv = {name: Given(_text(value), _flag(name)) for name, value in argv.items() if value is not None}
     from_env = _environment(environ)
     path = from_argv.get("config") or from_env.pop("config", None)
     from_file, source_tables = _file(Path(_parse("config", path))) if path else ({}, [])
@@ -67,11 +79,11 @@ def load(argv: Mapping[str, Any], o: Sequence[str] = (), environ: Mapping[str, s
     values["sources"] = _sources(given.get("source"), source_tables, shared)
     if values.get("zero_open"):
         _check_zero_open(values)
-    return Config(**values, origins={name: origin for name, (_, origin) in given.items()})
+    return Config(**values, origins={name: option.origin for name, option in given.items()})
 
 
 def load_file(path: Path) -> Config:
-    """The Config that a file alone adds up to. A file may leave the mountpoint to the command line. Raises `ConfigError`."""
+    """The Config of a file alone, which need not name the mountpoint. Raises `ConfigError`."""
     given, _ = _file(path)
     return load({"config": str(path), **({} if "mountpoint" in given else {"mountpoint": "/"})}, (), {})
 
@@ -85,8 +97,8 @@ def _text(value: object) -> str:
 
 
 def _row(name: str) -> Row:
-    if name == "source":
-        return Row("", check_url, str)
+    if name in ("source", "name"):
+        return Row("", check_url if name == "source" else check_name, str)
     return ROWS["cache_dir" if name == "mountpoint" else name]
 
 
@@ -116,7 +128,7 @@ def _parse(name: str, given: Given) -> Any:
 
 
 def _known(name: str, origin: str, allowed: Iterable[str], what: str = "option") -> str:
-    """The canonical name of an option, whichever way its dashes lie."""
+    """The canonical name of an option, which may be given with dashes or underscores. Raises `ConfigError`."""
     plain = name.strip().replace("-", "_")
     plain = _ALIASES.get(plain, plain)
     allowed = list(allowed)
@@ -135,17 +147,17 @@ def _mount_options(arguments: Iterable[str]) -> dict[str, Given]:
         if name.lower().startswith("x-") or name.replace("-", "_") in GENERIC_OPTIONS or name == "comment":
             continue
         if name == "rw" and not equals:
-            given["read_only"] = ("false", "-o rw")
+            given["read_only"] = Given("false", "-o rw")
             continue
         known = _known(name, "-o", _EVERYWHERE)
         if not equals and _row(known).metavar:
             raise ConfigError(f"-o {name}: needs a value: write -o {name}={_row(known).metavar}")
-        given[known] = (value if equals else "true", f"-o {name}")
+        given[known] = Given(value if equals else "true", f"-o {name}")
     return given
 
 
 def split_options(text: str) -> list[str]:
-    r"""Split at commas; ``\,`` is a comma that belongs to the value."""
+    r"""Split at commas. ``\,`` is a comma in a value."""
     parts = re.findall(r"(?:\\.|[^,\\]|\\$)+", text, re.DOTALL)
     return [re.sub(r"\\([,\\])", r"\1", part).strip() for part in parts if part.strip()]
 
@@ -159,16 +171,15 @@ def _environment(environ: Mapping[str, str]) -> dict[str, Given]:
         name = _ALIASES.get(name, name)
         allowed = [*_EVERYWHERE, *_PLACES, "config"]
         if name in allowed:
-            given[name] = (value, variable)
+            given[name] = Given(value, variable)
         elif near := difflib.get_close_matches(name, allowed, 1, 0.8):
-            # Only a likely typo is refused: Kubernetes sets CACHEFS_PORT and its like for a service of our
-            # name.
+            # Only a likely typo is refused: Kubernetes sets CACHEFS_PORT and its like for a service named cachefs.
             raise ConfigError(f"{variable}: unknown option: did you mean {ENV_PREFIX}{near[0].upper()}?")
     return given
 
 
-def _file(path: Path) -> tuple[dict[str, Given], list[tuple[dict[str, Given], str]]]:
-    """Top-level options, and the ``[[source]]`` tables with the place of each."""
+def _file(path: Path) -> tuple[dict[str, Given], list[SourceTable]]:
+    """(top-level options, ``[[source]]`` tables)."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as exc:
@@ -178,7 +189,7 @@ def _file(path: Path) -> tuple[dict[str, Given], list[tuple[dict[str, Given], st
     except tomllib.TOMLDecodeError as exc:
         raise ConfigError(f"--config {path}: not TOML: {exc}") from exc
     given: dict[str, Given] = {}
-    sources: list[tuple[dict[str, Given], str]] = []
+    sources: list[SourceTable] = []
     for key, value in table.items():
         if key in ("source", "sources") and isinstance(value, list):
             for number, entry in enumerate(value, 1):
@@ -192,7 +203,7 @@ def _file(path: Path) -> tuple[dict[str, Given], list[tuple[dict[str, Given], st
 
 
 def _flat(table: str, entries: Mapping[str, object]) -> str:
-    """What to write in place of a table: options have no sections."""
+    """The message for a table other than ``[[source]]``: what to write instead."""
     if table in ("source", "sources"):
         return "[source] is one of a list: write [[source]]"
     for entry in entries:
@@ -203,31 +214,30 @@ def _flat(table: str, entries: Mapping[str, object]) -> str:
     return f"no section [{table}] is known: [[source]] is the only one, options stand above it"
 
 
-def _source_table(entry: object, origin: str) -> tuple[dict[str, Given], str]:
+def _source_table(entry: object, origin: str) -> SourceTable:
     if not isinstance(entry, dict):
         raise ConfigError(f'{origin}: not a table: write [[source]] with name = "…" and url = "…" below it')
     known = {key: _known(key, origin, ["name", "url", *PER_SOURCE], "key") for key in entry}
-    return {
-        known[key]: _from_toml(known[key], value, f"{origin}: {key}") for key, value in entry.items()
-    }, origin
+    options = {known[key]: _from_toml(known[key], value, f"{origin}: {key}") for key, value in entry.items()}
+    return SourceTable(options, origin)
 
 
 def _from_toml(name: str, value: object, origin: str) -> Given:
     if isinstance(value, str):
-        return value, origin
+        return Given(value, origin)
     if isinstance(value, bool | int | float):
         if name in ROWS and ROWS[name].metavar == "OCTAL":
             raise ConfigError(
                 f'{origin}: a mode is octal, and this number is not: write it in quotes, "0644"'
             )
-        return _text(value), origin
+        return Given(_text(value), origin)
     raise ConfigError(f"{origin}: write a single value, not a {type(value).__name__}")
 
 
 def _sources(
-    single: Given | None, tables: list[tuple[dict[str, Given], str]], shared: Mapping[str, Any]
+    single: Given | None, tables: list[SourceTable], shared: Mapping[str, Any]
 ) -> tuple[Source, ...]:
-    """A source named outside of the tables stands alone; else the tables are the top-level directories."""
+    """The sources: `single`, which is given outside of the tables, or else one for each table."""
     if single is not None:
         return (Source(name="", url=_parse("source", single), **shared),)
     if not tables:
@@ -241,11 +251,7 @@ def _sources(
         own = {name: _parse(name, table[name]) for name in PER_SOURCE if name in table}
         name = ""
         if "name" in table or len(tables) > 1:
-            text, place = table.get("name", ("", f"{origin}: name"))
-            try:
-                name = check_name(text)
-            except ValueError as exc:
-                raise ConfigError(f"{place}: {text!r} is {exc}") from None
+            name = _parse("name", table.get("name", Given("", f"{origin}: name")))
         if name in (other.name for other in sources):
             raise ConfigError(f"{origin}: name: {name!r} is taken by another source: give each its own")
         sources.append(Source(name=name, url=_parse("source", table["url"]), **{**shared, **own}))
@@ -253,8 +259,7 @@ def _sources(
 
 
 def dump(config: Config) -> str:
-    """The effective configuration as TOML that `load` reads back as `--config`, each value with its
-    origin."""
+    """The configuration as TOML, each value with its origin. `load` reads it back as `--config`."""
     lines = ["# The effective configuration. What is marked as a default may be left out."]
     lines += [_assignment("mountpoint", str(config.mountpoint), config.origins.get("mountpoint", "given"))]
     group = ""
@@ -281,6 +286,6 @@ def dump(config: Config) -> str:
 
 
 def _assignment(name: str, value: str | int | float | bool, origin: str = "") -> str:
-    # A JSON string is a TOML basic string, but for DEL, which JSON leaves bare.
+    # A JSON string is a TOML basic string, except that JSON does not escape DEL.
     text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return f"{name} = {text}" + (f"  # {origin}" if origin else "")

@@ -1,10 +1,10 @@
-"""The rows of the options table: what an option is outside of Python, and the kinds of values there are.
+"""The rows of the options table, and the kinds of values.
 
-A parser takes text and returns the value, or raises `ValueError` whose text completes "'12X' is …". `show`
-gives text, a bare number or a switch, which the parser reads back to the same value.
+A parser takes text and returns the value, or raises `ValueError` whose text completes "'12X' is …". `show` gives text, a
+number or a bool, which the parser reads back to the same value.
 
-URLs with a secret are refused: a secret would be shown by `ps`, by the shell's history, by logs and by `--print-config`. The
-refusal does not repeat it.
+URLs with a secret are refused: `ps`, the shell's history, logs and `--print-config` would show it. The error message does
+not repeat it.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _SECRET_WORD = re.compile(
 )
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://.*", re.DOTALL)
 
-directory: ContextVar[str] = ContextVar("directory", default="")
-"""What relative paths are relative to, while a configuration is read; "": the current directory. A daemon that reads its
-configuration again is in another one."""
+base_directory: ContextVar[str] = ContextVar("base_directory", default="")
+"""What relative paths are relative to, while a configuration is read; "": the working directory. A daemon, which works
+in another one, reads its configuration again."""
 
 
 def absolute(path: str) -> str:
-    """Made absolute by its text alone: touching a path may hang in a dead mount."""
-    return os.path.abspath(os.path.join(directory.get(), os.path.expanduser(path)))
+    """The absolute path, without a system call on it: one below a mount that hangs would not return."""
+    return os.path.abspath(os.path.join(base_directory.get(), os.path.expanduser(path)))
 
 
 SECRET_ADVICE = (
@@ -56,16 +56,16 @@ SECRET_ADVICE = (
 
 
 class SecretInside(ValueError):
-    """The text holds a credential: it must not be repeated in a message."""
+    """The text has a credential, so no message may repeat it."""
 
 
 def looks_secret(name: str) -> bool:
-    """Whether an option or query parameter of this name would hold a credential."""
+    """Whether the name is that of an option or query parameter for a credential."""
     return _SECRET_WORD.search(name) is not None
 
 
 def check_url(text: str) -> str:
-    """The URL, without a trailing slash; `ValueError` if it is none or holds a credential."""
+    """The URL without a trailing slash; `ValueError` if it is malformed or has a credential."""
     if text.startswith(("/", "./", "../", "~/")):
         text = "file://" + absolute(text)
     if not _URL.fullmatch(text):
@@ -78,7 +78,7 @@ def check_url(text: str) -> str:
     scheme, _, rest = text.partition("://")
     if not rest.strip("/") and scheme.lower() != "file":
         raise ValueError(f"without a bucket or host: write it like {scheme}://bucket/prefix")
-    # One slash only: further ones belong to the name of a prefix.
+    # Only one slash: further ones are a part of the prefix.
     return f"{scheme.lower()}://{rest.removesuffix('/') or '/'}"
 
 
@@ -88,7 +88,7 @@ def _refuse_secrets(text: str) -> None:
     user, at, host = authority.rpartition("@")
     if at and ":" in user:
         raise SecretInside(f"a URL with a password: {SECRET_ADVICE}")
-    # A secret key may hold a slash, which hides the @ behind it: what follows a colon must be a port.
+    # A secret key may contain a slash, so that no @ is found: what follows a colon must be a port.
     if not at and re.search(r":(?!\d*$)[^\]]*$", host) and not host.endswith("]"):
         raise SecretInside(f"a URL with a password: {SECRET_ADVICE}")
     for parameter in re.split(r"[&;]", query):
@@ -98,19 +98,20 @@ def _refuse_secrets(text: str) -> None:
 
 
 def check_name(name: str) -> str:
-    """A source's name: one path component that every tool can spell."""
+    """A source's name: one printable path component."""
     if not name or name in (".", "..") or "/" in name or len(name.encode()) > 255 or not name.isprintable():
         raise ValueError("not a directory name: write one path component such as imagenet")
     return name
 
 
 DERIVED: Any = object()
-"""Stands for "work it out from the other fields" until the Config has."""
+"""Placeholder of a value that `Config` derives from its other fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What an option is outside of Python: how its text reads, and what is said about it."""
+    """An option: its parser, its formatter and its documentation. `flags` are further names; `flag_only`: it can be given
+    on the command line alone; `derive` computes the default from the Config."""
 
     help: str
     parse: Callable[[str], Any]
@@ -121,10 +122,6 @@ class Row:
     flags: tuple[str, ...] = ()
     flag_only: bool = False
     derive: Callable[[Any], Any] | None = None
-
-
-def _as_is(value: Any) -> Any:
-    return value
 
 
 def _parse_text(text: str) -> str:
@@ -154,10 +151,6 @@ def _parse_block_size(text: str) -> int:
     if size & (size - 1) or not 64 << 10 <= size <= 16 << 20:
         raise ValueError("not a power of two from 64K to 16M: write it like 1M")
     return size
-
-
-def _parse_url(text: str) -> str:
-    return check_url(_parse_text(text))
 
 
 def _user(name: str) -> int:
@@ -200,9 +193,9 @@ def _parse_outage(text: str) -> OnOutage:
 
 
 def _kind(
-    metavar: str, parse: Callable[[str], Any], show: Callable[[Any], Any] = _as_is
+    metavar: str, parse: Callable[[str], Any], show: Callable[[Any], Any] = lambda value: value
 ) -> Callable[..., Any]:
-    """What makes the field of an option: `value` is its default, and `default` what is shown in place of that."""
+    """A function that makes an option's field: `value` is the default, `default` what the help shows instead of it."""
 
     def make(help: str, *, value: Any = DERIVED, default: str = "", **more: Any) -> Any:
         if not default and metavar and value is not None and value is not DERIVED:
@@ -222,7 +215,7 @@ MODE = _kind("OCTAL", parse_mode, format_mode)
 COUNT = _kind("N", _parse_count)
 WEIGHT = _kind("N", _parse_weight)
 TEXT = _kind("TEXT", _parse_text)
-URL = _kind("URL", _parse_url)
+URL = _kind("URL", lambda text: check_url(_parse_text(text)))
 LISTEN = _kind("HOST:PORT", _parse_listen)
 PATH = _kind("PATH", _parse_path, str)
 USER = _kind("USER", partial(_parse_id, "user", _user))
@@ -232,7 +225,7 @@ OUTAGE = _kind("serve-stale|eio|wait=TIME", _parse_outage, str)
 
 
 def choice(literal: Any) -> Callable[..., Any]:
-    """One word of a `Literal`."""
+    """The kind of an option that is one word of a `Literal`."""
     choices = get_args(literal)
 
     def parse(text: str) -> str:

@@ -126,7 +126,7 @@ def run(
             log.warning("%s", line)
         stopping.start()
         try:
-            with logs.beside():
+            with logs.in_background():
                 daemon = Daemon(config, opened, names, metrics, on_ready, stopping, reread, held)
                 return trio.run(daemon.main)
         except BaseExceptionGroup as group:

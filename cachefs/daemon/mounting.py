@@ -234,7 +234,7 @@ def _check_fuse() -> None:
 
 
 def _check_capability() -> None:
-    if not linux.may(linux.CAP_SYS_ADMIN):
+    if not linux.has_capability(linux.CAP_SYS_ADMIN):
         raise MountError("this root may not mount: give the container --cap-add SYS_ADMIN --device /dev/fuse")
 
 

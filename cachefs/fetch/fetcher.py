@@ -70,7 +70,7 @@ class Transfers:
             fetch = in_flight.get(block)
             joins, late = fetch is not None, fetch is not None and fetch.ahead
             extent = block // BLOCKS_PER_EXTENT
-            found[metrics.ledger.misses.missed(obj.id, extent, joins=joins, late=late)] += 1
+            found[metrics.ledger.misses.missed(obj.id, extent, joins=joins, prefetch_in_flight=late)] += 1
         return found
 
 

@@ -1,8 +1,8 @@
-"""What a mount shows of itself: metrics for Prometheus, a page for people, probes for service managers.
+"""Views of a mount: metrics for Prometheus, a page for people, probes for service managers; `why`, `doctor`, `simulate`.
 
-Idea: nothing is counted here. The rooms count for themselves, and each request reads their counters, so that a mount
-without requests pays nothing but a sample every two seconds and looks at the time. Everything is read-only and without a
-password: every client that reaches the port sees names of files and processes.
+This room counts nothing. The other rooms count, and each request reads their counters, so a mount without requests pays only
+for a sample every two seconds and ten checks of the clock a second. Everything is read-only and without a password: every
+client that reaches the port sees names of files and processes.
 """
 
 from cachefs.observe.endpoint import Endpoint, open_endpoint

@@ -1,8 +1,8 @@
-"""What may be wrong or slow on this machine and at its mounts, each finding with what to do about it.
+"""Findings about this machine and its mounts: what may be wrong or slow, and what to do about it.
 
-Runs in the command and not in the daemon, so that it answers when that does not. Nothing is changed, but for a file of
-64 MiB that is written to the cache's disk, read back and removed. What it says is meant to be shown to others: addresses
-lose names and passwords, and whatever the environment holds under a name that sounds like a secret is left out.
+It runs in the command and not in the daemon, so it works when the daemon does not answer. It changes nothing; it writes a
+file of 64 MiB to the cache's disk, reads it back and removes it. Its output can be shown to others: user names and passwords
+in addresses, and the values of environment variables whose names suggest a secret, are replaced by "…".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 from cachefs import __version__
 from cachefs.base import client
 from cachefs.base.errors import MountError
-from cachefs.base.linux import memory_limit, mounts
+from cachefs.base.linux import memory_limit, mounts, release
 from cachefs.base.units import about_bytes
 from cachefs.config.config import default_cache_dir
 from cachefs.daemon import asking, mounting
@@ -33,17 +33,20 @@ PASSTHROUGH_SINCE = (6, 9)
 """The first kernel with FUSE passthrough."""
 
 FEW_FILES = 4096
-"""Open files below which a busy mount may run out. Guessed: a descriptor for each open file, and connections to origins."""
+"""Fewer open files than this are a problem: a mount has a descriptor for each of them, and for each connection to an origin.
+Borrowed: the kernel's default hard limit (INR_OPEN_MAX), so a lower one was set on purpose."""
 
 MEASURED_BYTES = 64 << 20
+"""Size of the file that the disk's speed is measured with. Documented in `cachefs doctor --help`."""
+
 SLOW_DISK = 200 << 20
-"""Bytes a second below which the cache's disk is said to be slow. Guessed: less than one stream from an object store."""
+"""A slower disk, in bytes a second, is a finding. Guessed: about one stream from an object store."""
 
 FAR_S = 0.1
-"""A round trip from which the origin is said to be far. Guessed: between regions rather than within one."""
+"""A longer round trip to an origin, in seconds, is a finding. Guessed: the origin is in another region."""
 
 NO_DISKS = {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "9p", "fuse.sshfs", "overlay", "tmpfs", "ramfs"}
-"""File systems on which a cache gains little: another machine's disk, a container's layers, or memory."""
+"""Filesystem types that are no local disk: a network's, a container's layers, memory."""
 
 PACKAGES = ("trio", "pyfuse3", "lmdb", "pycurl", "fsspec")
 
@@ -51,7 +54,7 @@ SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSW|CREDENTIAL|SAS|CONNECTION_STRING|SI
 
 
 class Finding(NamedTuple):
-    """`todo` is "" where nothing has to be done."""
+    """`todo` is "" if there is nothing to do."""
 
     level: Level
     subject: str
@@ -60,7 +63,7 @@ class Finding(NamedTuple):
 
 
 def examine(mountpoint: Path | None, cache_dir: Path | None, *, measure: bool) -> Iterator[Finding]:
-    """All findings, with secrets taken out. `mountpoint` None: all mounts of this user."""
+    """All findings, without secrets. `mountpoint` None: all mounts of this user."""
     hide = Hidden(os.environ)
     for finding in _examine(mountpoint, cache_dir, measure):
         yield finding._replace(
@@ -111,7 +114,7 @@ def _examine(mountpoint: Path | None, cache_dir: Path | None, measure: bool) -> 
 
 
 def _statuses(mountpoint: Path | None) -> tuple[list[dict[str, Any]], list[Finding]]:
-    """The statuses of daemons, and findings about daemons that do not answer."""
+    """(statuses of daemons, findings about daemons that do not answer)."""
     found, silent = [], []
     if mountpoint is not None:
         places = [mounting.canonical(mountpoint)]
@@ -122,7 +125,7 @@ def _statuses(mountpoint: Path | None) -> tuple[list[dict[str, Any]], list[Findi
             found.append(asking.ask(place, "status"))
         except (client.ControlError, MountError) as exc:
             level: Level = "note" if mountpoint is None and "this user" in str(exc) else "problem"
-            reason, _, todo = str(exc).partition(": ")  # as all our refusals are put
+            reason, _, todo = str(exc).partition(": ")  # all errors of cachefs have this form
             hangs = f"it hangs: see its log, end its process, then cachefs umount --lazy {place}, and mount it again"
             silent.append(Finding(level, f"mount {place}", reason, todo or hangs))
     return found, silent
@@ -143,23 +146,22 @@ def machine() -> Iterator[Finding]:
     yield kernel(platform.release(), os.getuid())
 
 
-def kernel(release: str, uid: int) -> Finding:
-    numbers = tuple(int(number) for number in re.findall(r"\d+", release)[:2])
-    if numbers < PASSTHROUGH_SINCE:
+def kernel(text: str, uid: int) -> Finding:
+    if release(text) < PASSTHROUGH_SINCE:
         return Finding(
             "note",
             "kernel",
-            f"{release}: every read of a cached file goes through the daemon",
+            f"{text}: every read of a cached file goes through the daemon",
             "from Linux 6.9 on, and as root, the kernel reads whole cached files by itself",
         )
     if uid != 0:
         return Finding(
             "note",
             "kernel",
-            f"{release}, not root: every read of a cached file goes through the daemon",
+            f"{text}, not root: every read of a cached file goes through the daemon",
             "mounted by root, the kernel reads whole cached files by itself",
         )
-    return Finding("ok", "kernel", f"{release}: reads whole cached files by itself")
+    return Finding("ok", "kernel", f"{text}: reads whole cached files by itself")
 
 
 def rights() -> Iterator[Finding]:
@@ -174,7 +176,7 @@ def rights() -> Iterator[Finding]:
 
 
 def memory_left() -> Iterator[Finding]:
-    """RAM tiers of daemons that were killed. Those that no mount will use again are taken away."""
+    """RAM tiers of killed daemons that a later mount can use. Removes the others."""
     for left in remove_orphans():
         stats = os.statvfs(left.path)
         held = (
@@ -204,16 +206,16 @@ def limits(files: int, memory: int) -> Iterator[Finding]:
 
 
 def cache_disk(place: Path, *, measure: bool) -> Iterator[Finding]:
-    """Its kind, room and speed."""
+    """The disk's filesystem, free space and speed."""
     while not place.exists() and place != place.parent:
         place = place.parent
     subject = f"cache disk {place}"
     try:
-        room = os.statvfs(place)
+        stats = os.statvfs(place)
     except OSError as exc:
         yield Finding("problem", subject, exc.strerror or str(exc), "choose another --cache-dir")
         return
-    free, whole = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
+    free, whole = stats.f_bavail * stats.f_frsize, stats.f_blocks * stats.f_frsize
     kind = _file_system(place)
     if kind in NO_DISKS:
         todo = "choose a --cache-dir on a disk of this machine: NVMe, if there is one"
@@ -238,7 +240,7 @@ def _file_system(place: Path) -> str:
 
 
 def speed(subject: str, place: Path) -> Finding:
-    """Measure writing to the disk and reading back."""
+    """Measure the speed of writing to the disk and of reading back."""
     block = os.urandom(1 << 20)
     try:
         with tempfile.TemporaryFile(dir=place) as file:
@@ -298,7 +300,7 @@ def mount(status: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def warnings(subject: str, lines: Iterable[str]) -> Iterator[Finding]:
-    """What `cachefs status` warns of. An origin that does not answer is asked by itself."""
+    """Warnings of `cachefs status`, without those of silent origins, which `origins` reports."""
     for line in lines:
         if "there is no password" in line:
             todo = "--metrics PORT alone is for this machine only; or restrict access to the port"
@@ -309,7 +311,7 @@ def warnings(subject: str, lines: Iterable[str]) -> Iterator[Finding]:
 
 
 def origins(status: Mapping[str, Any]) -> Iterator[Finding]:
-    """Round trips to the origins, measured by the daemon with its own credentials."""
+    """Round trips to the origins, measured by the daemon with its credentials."""
     metrics = status.get("metrics") or {}
     try:
         answers = asking.ask(Path(status["mountpoint"]), "probe", 60.0)
@@ -349,6 +351,7 @@ def origins(status: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def peers(status: Mapping[str, Any]) -> Iterator[Finding]:
+    """The other nodes that the mount shares its cache with."""
     known = status.get("peers")
     if not known:
         return

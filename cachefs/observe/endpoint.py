@@ -1,8 +1,8 @@
 """A small HTTP server: GET, a table of pages, one reply a connection.
 
-No client can hold the daemon up: connections are bounded, a request has a size and a time, a reply that is not taken is
-broken off. On the loopback only requests that name the loopback are answered, so that no web page in a browser of this
-machine can read them under a name of its own (DNS rebinding).
+No client can block the daemon: the number of connections, the size of a request and the duration of a connection are
+bounded. A server on the loopback address answers only requests whose Host header names the loopback, so that no web page in
+a browser of this machine can read it under the page's own host name (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from cachefs.base.tasks import containing
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 32
-"""Guessed: some scrapers, probes and open pages."""
+"""Bound of open connections. Guessed: some scrapers, probes and open pages; further ones are closed at once."""
 
-REQUEST_S, REPLY_S = 5.0, 15.0
-"""For a request to come, and for its reply to be made and taken. Guessed."""
+ANSWER_S = 15.0
+"""Deadline of a connection, until its client has received the reply. Guessed: longer than a scraper waits."""
 
 
 class Reply(NamedTuple):
@@ -41,7 +41,7 @@ TEXT = "text/plain; charset=utf-8"
 HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
-    # A page runs the scripts that it brings along, and connects to this endpoint alone.
+    # A page runs only its inline scripts, and connects only to this endpoint.
     "Content-Security-Policy": (
         "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
         "img-src data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
@@ -54,7 +54,7 @@ def plain(text: str, status: int = 200) -> Reply:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, as it is written in addresses, can only be this machine."""
+    """Whether a host, as written in an address, is a loopback address or localhost."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -62,7 +62,7 @@ def is_loopback(host: str) -> bool:
 
 
 async def open_endpoint(where: str) -> Endpoint:
-    """Listen at HOST:PORT, for `Endpoint.serve`. Raises `MountError`."""
+    """Listen at HOST:PORT. `Endpoint.serve` then answers. Raises `MountError`."""
     host, _, port = where.rpartition(":")
     try:
         listeners = await trio.open_tcp_listeners(int(port), host=host.strip("[]"))
@@ -74,55 +74,50 @@ async def open_endpoint(where: str) -> Endpoint:
 
 
 class Endpoint:
-    """`address` is where it is reached, with the port that port 0 became."""
+    """`address` is HOST:PORT, with the port that the kernel chose for port 0. `warning` is "" on the loopback."""
 
     def __init__(self, host: str, listeners: Sequence[trio.SocketListener]) -> None:
         self.address = f"{host}:{listeners[0].socket.getsockname()[1]}"
-        self.warning = (
-            ""
-            if is_loopback(host)
-            else (
+        self.warning = ""
+        self._local = is_loopback(host)
+        if not self._local:
+            self.warning = (
                 f"metrics, names of files and of processes are shown at {self.address} to every client that reaches it: "
                 "there is no password"
             )
-        )
         self._listeners = listeners
-        self._local = is_loopback(host)
-        self._room = trio.Semaphore(MAX_CONNECTIONS)
+        self._connections = trio.Semaphore(MAX_CONNECTIONS)
 
     async def serve(self, pages: Mapping[str, Page]) -> None:
-        """Answer until cancelled; the port is closed then."""
+        """Answer requests until cancelled, then close the port."""
 
         async def handle(stream: trio.SocketStream) -> None:
             try:
-                self._room.acquire_nowait()
+                self._connections.acquire_nowait()
             except trio.WouldBlock:
                 await trio.aclose_forcefully(stream)
                 return
             try:
                 async with stream:
-                    await self._converse(stream, pages)
+                    await self._serve_one(stream, pages)
             except (trio.BrokenResourceError, trio.ClosedResourceError, OSError):
                 pass  # the client has gone
             finally:
-                self._room.release()
+                self._connections.release()
 
         listeners = [Listener(listener, "metrics") for listener in self._listeners]
         await trio.serve_listeners(containing("a request for metrics", handle), listeners)
 
-    async def _converse(self, stream: trio.SocketStream, pages: Mapping[str, Page]) -> None:
-        request = None
-        with trio.move_on_after(REQUEST_S):
+    async def _serve_one(self, stream: trio.SocketStream, pages: Mapping[str, Page]) -> None:
+        with trio.move_on_after(ANSWER_S):
             try:
                 request = await _request(stream)
             except NotHttp as exc:
                 await _send(stream, plain(str(exc), exc.status))
                 return
-        if request is None:
-            return
-        with trio.move_on_after(REPLY_S):
-            reply = await self._answer(request, pages)
-            await _send(stream, reply, body=request.method != "HEAD")
+            if request is not None:
+                reply = await self._answer(request, pages)
+                await _send(stream, reply, body=request.method != "HEAD")
 
     async def _answer(self, request: Request, pages: Mapping[str, Page]) -> Reply:
         path = request.target.partition("?")[0]
@@ -147,7 +142,7 @@ def _names_loopback(request: Request) -> bool:
 
 
 async def _request(stream: trio.SocketStream) -> Request | None:
-    """None: the client has gone."""
+    """The request; None if the client has closed the connection."""
     data = b""
     while (request := parse_request(data)) is None:
         received = await stream.receive_some(MAX_HEAD_BYTES)

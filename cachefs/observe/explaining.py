@@ -1,7 +1,5 @@
-"""Why a file is read as it is: where its extents are, whose they are, and why they were missed the last time.
-
-Also what else a daemon is asked about itself: everything it knows for those who look at it live, how far its origins
-are, and how much it logs.
+"""Verbs of the control socket about what the daemon does: `explain` (where a file's extents are, which node owns them, why
+they were missed last), `watch` (status and ledger), `probe` (round trips to the origins), `log_level`.
 """
 
 from __future__ import annotations
@@ -26,10 +24,11 @@ from cachefs.store import Store
 log = logging.getLogger(__name__)
 
 EXTENTS_SHOWN = 4096
-"""Extents in one answer. Derived: 64 GiB of a file at the default block size, in a reply of 1 MiB."""
+"""Most extents in one reply. Derived: 64 GiB of a file at the default block size, in 1 MiB."""
 
-PROBES = 3
-"""Requests that a round trip is the least of."""
+PROBES, PROBED_WITHIN_S = 3, 15.0
+"""Requests of one measurement, of which the fastest counts, and their deadline. Guessed: one may meet a slow connection, and
+an origin that takes 5 s a request is as good as silent."""
 
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -67,7 +66,7 @@ class Explainer:
         return {**await self._status(), **shown(self._metrics)}
 
     async def explain(self, path: str) -> dict[str, Any]:
-        """All that is known here of the file at `path` (relative to the mount). Raises `NotFound`, `IsADirectory` and what a
+        """What this node knows of the file at `path` (relative to the mount). Raises `NotFound`, `IsADirectory` and what a
         lookup raises."""
         found = await self._tree_queries.resolve(path)
         if found is None:
@@ -113,36 +112,34 @@ class Explainer:
                     "owner": self._owner(version, extent),
                     "last_miss": None
                     if miss is None
-                    else {"at": miss.at, "reason": miss.reason, "asked": miss.way},
+                    else {"at": miss.at, "reason": miss.reason, "asked": miss.asked},
                 }
             )
         return rows
 
     def _owner(self, version: ObjectId, extent: int) -> str:
-        """Which other node keeps it; "": this one."""
-        if self._cluster is None:
-            return ""
-        owner = self._cluster.owner(version.digest, extent)
+        """The node that owns the extent; "" if it is this one."""
+        owner = None if self._cluster is None else self._cluster.owner(version.digest, extent)
         return str(owner) if owner is not None else ""
 
     async def probe(self) -> list[dict[str, Any]]:
-        """How long one small request to each origin takes, in seconds, or why it fails."""
+        """The duration of a small request to each origin, in seconds, or its error."""
         return [await self._probe(origin) for origin in self._origins]
 
     async def _probe(self, origin: Origin) -> dict[str, Any]:
         best = float("inf")
         try:
-            with trio.fail_after(15):
+            with trio.fail_after(PROBED_WITHIN_S):
                 for _ in range(PROBES):
                     since = time.perf_counter()
                     await origin.check()
                     best = min(best, time.perf_counter() - since)
         except (CachefsError, trio.TooSlowError) as exc:
-            return {"source": origin.source, "error": str(exc) or "no answer within 15 s"}
+            return {"source": origin.source, "error": str(exc) or f"no answer within {PROBED_WITHIN_S:g} s"}
         return {"source": origin.source, "seconds": best}
 
     async def log_level(self, level: str) -> str:
-        """How much is logged from now on."""
+        """Set the level of the log."""
         if level not in LEVELS:
             raise ConfigError(f"no such level: {level}: one of {', '.join(LEVELS)}")
         logs.set_level(level)
@@ -151,7 +148,7 @@ class Explainer:
 
 
 def _whole_and_verified(layout: Sequence[Mapping[str, Any]], blocks: int) -> str:
-    """The tier that has all of a version, each block checked: what the kernel may read by itself. "" when none has."""
+    """The tier that has all blocks of a version, verified, so that the kernel may read them by itself; "" if none has."""
     for tier in dict.fromkeys(copy["tier"] for copy in layout):
         if sum(copy["verified"] for copy in layout if copy["tier"] == tier) == blocks:
             return str(tier)

@@ -1,4 +1,4 @@
-"""The metrics table in Prometheus' words: counters as they are counted, series as `status` and the ledger show them."""
+"""The metrics in Prometheus' text format: the counters, and the series, whose values are in the status and the ledger."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -25,32 +24,22 @@ PREFIX = "cachefs_"
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 Sample = tuple[tuple[str, ...], float]
-"""Values of a row's labels, in their order, and the number."""
+"""(values of the row's labels, in their order; the number)."""
 
 
 def expose(metrics: Metrics, status: Mapping[str, Any]) -> bytes:
-    """Everything, in the text format. Rows that `status` knows nothing of (peers of a mount without any) have no samples."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Ready([*_counted(metrics), *_looked_up(metrics, status)]))
-    text: bytes = generate_latest(registry)
+    """The text. A row whose value `status` does not have (peers, of a mount without any) has no samples."""
+    text: bytes = generate_latest(_Families(metrics, status))
     return text
 
 
-def exposed_names() -> set[str]:
-    """Every name that a sample can have: what dashboards and alerts may ask for."""
-    names = {f"{PREFIX}{row.family}_total" for row in Metrics.table() if row.family}
-    for row in SERIES:
-        endings = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}
-        names |= {f"{PREFIX}{row.name}{ending}" for ending in endings[row.kind]}
-    return names
+class _Families(Collector):
+    def __init__(self, metrics: Metrics, status: Mapping[str, Any]) -> None:
+        self._metrics, self._status = metrics, status
 
-
-class _Ready(Collector):
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
+    def collect(self) -> Iterator[Metric]:
+        yield from _counted(self._metrics)
+        yield from _looked_up(self._metrics, self._status)
 
 
 def _counted(metrics: Metrics) -> Iterator[Metric]:
@@ -78,13 +67,13 @@ def _looked_up(metrics: Metrics, status: Mapping[str, Any]) -> Iterator[Metric]:
         family = GaugeMetricFamily if row.kind == "gauge" else CounterMetricFamily
         metric = family(PREFIX + row.name, help, labels=row.labels)
         for labels, value in values.get(row.name, ()):
-            # Keys need not be UTF-8; labels have to be.
+            # Keys need not be UTF-8; labels must be.
             metric.add_metric([text.encode("utf-8", "replace").decode() for text in labels], value)
         yield metric
 
 
 def _histograms(metrics: Metrics) -> dict[str, dict[tuple[str, ...], Histogram]]:
-    """By name of the row and values of its labels."""
+    """Name of the row → values of its labels → durations."""
     ledger = metrics.ledger
     return {
         "read_wait_seconds": {(): ledger.waits.read_seconds},
@@ -100,52 +89,35 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
 
 
 def _values(metrics: Metrics, status: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[Sample]]]:
-    """(name of a row, its samples). What `status` has not is left out."""
+    """(name of a row, its samples)."""
 
-    def one(value: float) -> list[Sample]:
-        return [((), value)]
+    def one(value: float | None) -> list[Sample]:
+        return [] if value is None else [((), value)]
 
-    def plain(name: str, key: str) -> Iterator[tuple[str, Iterable[Sample]]]:
-        if status.get(key) is not None:
-            yield name, one(status[key])
-
-    yield (
-        "info",
-        [(tuple(str(status.get(key, "")) for key in ("version", "fuse", "mountpoint")), 1)],
-    )
+    yield "info", [(tuple(str(status.get(key, "")) for key in ("version", "fuse", "mountpoint")), 1)]
     yield "up_seconds", one(time.time() - float(status.get("started", time.time())))
     yield "warnings", one(len(status.get("warnings") or ()))
     yield "jobs_running", one(sum(job.get("state") == "running" for job in status.get("jobs") or ()))
     for name in ("ready", "memory_bytes", "open_files", "names", "pinned_bytes"):
-        yield from plain(name, name)
-    holder = status.get("holder")
-    yield "restarts", [((), holder["restarts"])] if holder else []
-    yield "restart_pause_seconds_max", [((), holder["longest_pause_s"])] if holder else []
+        yield name, one(status.get(name))
+    holder, prefetch, uploads = (status.get(part) or {} for part in ("holder", "prefetch", "uploads"))
+    yield "restarts", one(holder.get("restarts"))
+    yield "restart_pause_seconds_max", one(holder.get("longest_pause_s"))
     yield "loop_pause_seconds_max", [((over,), s) for over, s in (status.get("loop_pause_s") or {}).items()]
-    yield from _tiers(status.get("tiers") or ())
+    for name, key in (("used_bytes", "used_bytes"), ("limit_bytes", "cap_bytes"), ("blocks", "blocks")):
+        yield f"tier_{name}", [((tier["name"],), tier[key]) for tier in status.get("tiers") or ()]
     yield from _origins([source["origin"] for source in status.get("sources") or ()])
-    prefetch = status.get("prefetch")
-    if prefetch is not None:
-        yield "prefetch_in_flight", one(prefetch["in_flight"])
-        yield "prefetch_unused_bytes", one(prefetch["unused_bytes"])
-    uploads = status.get("uploads")
-    if uploads is not None:
-        yield "uploads_pending", one(uploads["pending"])
-        yield "uploads_pending_bytes", one(uploads["pending_bytes"])
+    yield "prefetch_in_flight", one(prefetch.get("in_flight"))
+    yield "prefetch_unused_bytes", one(prefetch.get("unused_bytes"))
+    yield "uploads_pending", one(uploads.get("pending"))
+    yield "uploads_pending_bytes", one(uploads.get("pending_bytes"))
     if status.get("peers") is not None:
         yield from _peers(status["peers"])
     yield from _ledger(metrics)
 
 
-def _tiers(tiers: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Iterable[Sample]]]:
-    tiers = list(tiers)
-    for name, key in (("used", "used_bytes"), ("limit", "cap_bytes")):
-        yield f"tier_{name}_bytes", [((tier["name"],), tier[key]) for tier in tiers]
-    yield "tier_blocks", [((tier["name"],), tier["blocks"]) for tier in tiers]
-
-
 def _origins(origins: list[Mapping[str, Any]]) -> Iterator[tuple[str, Iterable[Sample]]]:
-    # Two sources may be two prefixes of one origin: what they have in flight adds up.
+    # Two sources may be two prefixes of one origin: their values are added.
     def summed(values: Iterable[Sample]) -> list[Sample]:
         total: Counter[tuple[str, ...]] = Counter()
         for labels, value in values:
@@ -182,10 +154,7 @@ def _peers(peers: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[Sample]]]:
         "unknown" if other["state"] == "unknown" else "incompatible" for other in peers["incompatible"]
     )
     yield "peer_members", [((state,), count) for state, count in states.items()]
-    yield (
-        "peer_bytes",
-        [((m["name"], way), m[f"bytes_{way}"]) for m in others for way in ("in", "out")],
-    )
+    yield "peer_bytes", [((m["name"], way), m[f"bytes_{way}"]) for m in others for way in ("in", "out")]
     yield "peer_latency_seconds", [((m["name"],), m["latency_s"]) for m in others]
 
 

@@ -1,10 +1,10 @@
-"""How much cache do I need? Eviction played over a trace, without moving a byte.
+"""Simulation of eviction over a trace: how much cache is enough.
 
-The policy is the store's own (`store/eviction.py`); only the cache around it is a model: one tier, extents of sixteen
-blocks, no readahead, no limits. So a ratio here is that of a cache whose tiers add up to the size.
+The policy is the store's own (`store/eviction.py`). The cache around it is a model: one tier, extents of sixteen blocks, no
+readahead, no limits. So a hit ratio here is that of a cache whose tiers add up to the size.
 
-A trace is JSON lines, one for each open (all of the file) or range read: path, size of the object, offset, length. What a
-trace cannot tell, synthetic shapes can: orders of training, scans, popularity.
+A recorded trace has a JSON line for each open (of the whole file) or range read: path, size of the object, offset, length.
+Synthetic traces have shapes: orders of training, scans, popularity.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import random
 import zlib
 from array import array
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -30,8 +31,8 @@ WHOLE_BYTES = 4 << 20
 
 @dataclass
 class Trace:
-    """Accesses in order, as parallel columns. `files` indexes `sizes` and `datasets`; `epochs`, where they are known,
-    has the epoch of each access from 1."""
+    """Accesses in order, as parallel columns. `files` has indices of `sizes` and `datasets`; `epochs` has the epoch of each
+    access, from 1, or is empty. Sizes, offsets and lengths are in bytes."""
 
     sizes: array[int] = field(default_factory=lambda: array("Q"))
     datasets: array[int] = field(default_factory=lambda: array("Q"))
@@ -41,6 +42,7 @@ class Trace:
     epochs: array[int] = field(default_factory=lambda: array("L"))
 
     def file(self, size: int, dataset: int = 0) -> int:
+        """Add a file. Returns its index."""
         self.sizes.append(size)
         self.datasets.append(dataset)
         return len(self.sizes) - 1
@@ -52,21 +54,22 @@ class Trace:
         if epoch is not None:
             self.epochs.append(epoch)
 
-    def read(self, files: Iterable[int], epoch: int, again: int = 1) -> None:
-        """Access each file whole, `again` times in a row."""
+    def read(self, files: Iterable[int], epoch: int, times: int = 1) -> None:
+        """Access each file whole, `times` times in a row."""
         for file in files:
-            for _ in range(again):
+            for _ in range(times):
                 self.access(file, 0, self.sizes[file], epoch)
 
 
 @dataclass
 class Result:
-    """What one cache would have done. Per epoch: bytes asked for, and those of them that were cached."""
+    """What one cache would have done. By epoch: bytes read, and those of them that were cached. `store_bytes` came from the
+    origin."""
 
     policy: str
     cache_bytes: int
-    asked: dict[int, int] = field(default_factory=dict)
-    hit: dict[int, int] = field(default_factory=dict)
+    asked: Counter[int] = field(default_factory=Counter)
+    hit: Counter[int] = field(default_factory=Counter)
     store_bytes: int = 0
 
     def ratio(self, epoch: int) -> float:
@@ -86,7 +89,7 @@ class Result:
 
 
 def simulate(trace: Trace, cache_bytes: int, policy: Policy, block_size: int = 1 << 20) -> Result:
-    """Play the trace over an empty cache."""
+    """Replay the trace on an empty cache."""
     result = Result(policy, cache_bytes)
     cache = Model(cache_bytes, policy)
     label = _labels(trace, block_size)
@@ -96,16 +99,15 @@ def simulate(trace: Trace, cache_bytes: int, policy: Policy, block_size: int = 1
             use.file, use.extent, trace.datasets[use.file], wanted, use.fetched, length, block_size
         )
         epoch = label(number, use)
-        result.asked[epoch] = result.asked.get(epoch, 0) + use.asked
-        hit = use.asked * (wanted & ~missing).bit_count() // wanted.bit_count()
-        result.hit[epoch] = result.hit.get(epoch, 0) + hit
+        result.asked[epoch] += use.asked
+        result.hit[epoch] += use.asked * (wanted & ~missing).bit_count() // wanted.bit_count()
         result.store_bytes += _bytes(missing, length, block_size)
     return result
 
 
 class Use(NamedTuple):
-    """A part of an access that lies in one extent. `wanted` and `fetched` have a bit for each block that is read, and that a
-    miss fetches. `length` is the extent's in bytes, `asked` the bytes read; `access` is the number of the access."""
+    """The part of an access in one extent. `wanted` has a bit for each block that is read, `fetched` for each that a miss
+    fetches. `length` is the extent's in bytes, `asked` the number of bytes read, `access` the index of the access."""
 
     file: int
     extent: int
@@ -117,7 +119,7 @@ class Use(NamedTuple):
 
 
 def units(trace: Trace, block_size: int) -> Iterator[Use]:
-    """All accesses, extent by extent, in their order."""
+    """Split all accesses into extents, in their order."""
     unit = BLOCKS_PER_EXTENT * block_size
     sizes = trace.sizes
     for number, (file, offset, length) in enumerate(
@@ -137,7 +139,7 @@ def units(trace: Trace, block_size: int) -> Iterator[Use]:
 
 
 def _labels(trace: Trace, block_size: int) -> Callable[[int, Use], int]:
-    """The epoch of a use. Where the trace does not say, it is what the policy would have noticed."""
+    """The function from (number of the use, use) to its epoch. A trace without epochs gets those that the policy detects."""
     if trace.epochs:
         return lambda _, use: trace.epochs[use.access]
     watch = Epochs("auto")
@@ -152,38 +154,38 @@ def _labels(trace: Trace, block_size: int) -> Callable[[int, Use], int]:
 
 
 def _bytes(blocks: int, length: int, block_size: int) -> int:
-    """Bytes that blocks of an extent of `length` bytes have."""
+    """Bytes of the blocks (bits) of an extent that has `length` bytes."""
     last = (length - 1) // block_size
     short = (last + 1) * block_size - length if blocks >> last & 1 else 0
     return blocks.bit_count() * block_size - short
 
 
 def unit_of(file: int, extent: int) -> int:
-    """Evenly distributed: splitmix64."""
+    """A uniformly distributed number of 64 bits for an extent: splitmix64."""
     mixed = (file * 0x9E3779B97F4A7C15 + extent * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) % (1 << 64)
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % (1 << 64)
     mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % (1 << 64)
     return mixed ^ mixed >> 31
 
 
+@dataclass(slots=True)
 class _Cached:
-    """One extent: when it was used last, its blocks and their bytes."""
+    """A cached extent: when it was used last, its blocks (bits) and their bytes."""
 
-    __slots__ = ("blocks", "bytes", "clock")
+    clock: int = 0
+    blocks: int = 0
+    bytes: int = 0
 
-    def __init__(self) -> None:
-        self.blocks = self.bytes = self.clock = 0
 
-
+@dataclass(slots=True)
 class _Resident:
-    """A dataset's extents, least recently used first: used since its epoch began, and before."""
+    """A dataset's extents, least recently used first. `young` ones were used in its present epoch, `old` ones before."""
 
-    def __init__(self) -> None:
-        self.young: OrderedDict[tuple[int, int], _Cached] = OrderedDict()
-        self.old: OrderedDict[tuple[int, int], _Cached] = OrderedDict()
+    young: OrderedDict[tuple[int, int], _Cached] = field(default_factory=OrderedDict)
+    old: OrderedDict[tuple[int, int], _Cached] = field(default_factory=OrderedDict)
 
     def begin_epoch(self, start: int) -> None:
-        """An epoch began."""
+        """Move the extents that were not used since `start` to `old`."""
         while self.young:
             key, cached = next(iter(self.young.items()))
             if cached.clock >= start:
@@ -192,24 +194,22 @@ class _Resident:
 
 
 class Model:
-    """A cache of one tier that counts bytes."""
+    """A cache with one tier."""
 
     def __init__(self, limit_bytes: int, policy: Policy) -> None:
         self.epochs = Epochs(policy)
         self.used_bytes = 0
         self._limit = limit_bytes
-        self._datasets: dict[int, _Resident] = {}
+        self._datasets: defaultdict[int, _Resident] = defaultdict(_Resident)
         self._clock = 0
 
     def use(
         self, file: int, extent: int, dataset: int, wanted: int, fetched: int, length: int, block_size: int
     ) -> int:
-        """Use blocks of an extent. Returns those that had to be fetched, as bits."""
+        """Read blocks of an extent. Returns the blocks that had to be fetched, as bits."""
         self._clock += 1
         key = (file, extent)
-        resident = self._datasets.get(dataset)
-        if resident is None:
-            resident = self._datasets[dataset] = _Resident()
+        resident = self._datasets[dataset]
         cached = resident.young.pop(key, None) or resident.old.pop(key, None) or _Cached()
         missing = fetched & ~cached.blocks if wanted & ~cached.blocks else 0
         if self.epochs.used(dataset, unit_of(file, extent), self._clock, length, hit=not missing):
@@ -228,7 +228,7 @@ class Model:
         return missing
 
     def _evict(self) -> bool:
-        """Evict the lowest priority class first, and in it what was used least recently."""
+        """Evict the least recently used extent of the lowest priority class. False if there is none."""
         best: tuple[bool, int, OrderedDict[tuple[int, int], _Cached]] | None = None
         for dataset, resident in self._datasets.items():
             for place in (resident.old, resident.young):
@@ -247,8 +247,8 @@ class Model:
 
 
 def load(path: Path) -> Trace:
-    """A recorded trace. A line that is none is refused with its number."""
-    from cachefs.daemon.recording import parsed  # with all that a mount needs
+    """Read a recorded trace. Raises `ConfigError`, with the number of a malformed line."""
+    from cachefs.daemon.recording import parsed  # slow to import
 
     trace = Trace()
     files: dict[tuple[str, int], int] = {}
@@ -286,14 +286,9 @@ def shape(name: str, dataset_bytes: int, file_bytes: int, epochs: int, seed: int
     return trace
 
 
-def _shuffled(trace: Trace, files: list[int], epochs: int, rng: random.Random) -> None:
+def _shuffled(trace: Trace, files: list[int], epochs: int, rng: random.Random, times: int = 1) -> None:
     for epoch in range(1, epochs + 1):
-        trace.read(rng.sample(files, len(files)), epoch)
-
-
-def _twice(trace: Trace, files: list[int], epochs: int, rng: random.Random) -> None:
-    for epoch in range(1, epochs + 1):
-        trace.read(rng.sample(files, len(files)), epoch, again=2)
+        trace.read(rng.sample(files, len(files)), epoch, times)
 
 
 def _scan(trace: Trace, files: list[int], epochs: int, rng: random.Random) -> None:
@@ -353,17 +348,17 @@ SHAPES: dict[str, Callable[[Trace, list[int], int, random.Random], None]] = {
     "scan": _scan,
     "zipf": _zipf,
     "uniform": _uniform,
-    "opened-twice": _twice,
+    "opened-twice": partial(_shuffled, times=2),
     "validated": _validated,
     "takeover": _takeover,
     "turns": _turns,
     "two-jobs": _two_jobs,
 }
-"""How files are read: in another order each epoch, always in the same, by popularity, at random; each twice; with a
-validation set after each epoch; another dataset after this one; two in turns; two jobs over one."""
+"""Orders of reading: shuffled in each epoch; always the same; by popularity; at random; shuffled, each file twice; with a
+validation set after each epoch; a second dataset after this one; two datasets alternately; two jobs on one dataset."""
 
 MOST_FILES = 5_000_000
-"""Of a shape. Derived: half a kilobyte of memory for each."""
+"""Most files of a shape. Derived: half a kilobyte of memory each."""
 
 FILE_BYTES = {"shuffled-shards": 64 << 20}
-"""Default size of a file: that of a shard, else of an image."""
+"""Default size of a shape's files where it is not 1 MiB."""

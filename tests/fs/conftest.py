@@ -29,7 +29,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 async def commit_inline(names: WriteBehind, within_s: float = 0.0) -> None:
     await trio.lowlevel.checkpoint()
-    names._flush()
+    names.flush()
 
 
 async def run_inline(function: Callable[..., Any], *arguments: Any, **how: Any) -> Any:

@@ -52,7 +52,7 @@ async def test_listing_again_keeps_inodes_but_of_what_has_changed_and_removes_wh
         gone = before[b"f010"].attributes
         with pytest.raises(ObjectChanged):
             await mount.fs.getattr(gone.ino)
-        mount.database.sync()
+        mount.database.flush()
         assert mount.database.count("names") == mount.database.count("inodes") == 30
 
 
@@ -76,7 +76,7 @@ async def test_a_directory_that_is_gone_takes_all_below_with_it() -> None:
         await trio.sleep(61)
         assert await mount.walk() == {b"keep": 10}
         await trio.sleep(1)
-        mount.database.sync()
+        mount.database.flush()
         for table in ("names", "inodes", "directories"):
             assert mount.database.count(table) == 1
 
@@ -614,9 +614,9 @@ async def test_attributes_by_name() -> None:
         for inode, names in ((ino, OF_FILES), (d, OF_DIRECTORIES), (ROOT, OF_DIRECTORIES)):
             for name in names:
                 await mount.fs.getxattr(inode, name)
-        mount.database.sync()
+        mount.database.flush()
         assert mount.fs.statfs().files == 2
-        mount.database.sync()
+        mount.database.flush()
         assert mount.fs.status()["names"] == 2
 
 

@@ -19,7 +19,7 @@ KEYS = [f"d/{number}/{name}" for number in range(3) for name in "xyz"]
 
 
 async def cut_short(mount: Mount, length: int) -> None:
-    mount.database._flush()
+    mount.database.flush()
     os.truncate(mount.database.path / "data.mdb", length)
 
 
@@ -40,7 +40,7 @@ async def test_names_are_learnt_again(length: int, caplog: pytest.LogCaptureFixt
         fh = await mount.open("d/1/x")
         directory = await mount.ino("d/1")
         file = mount.database.path / "data.mdb"
-        mount.database._flush()
+        mount.database.flush()
         await cut_short(mount, length if length >= 0 else file.stat().st_size + length)
         await found_out(mount)
         assert await mount.walk() == before

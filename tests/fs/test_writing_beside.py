@@ -412,7 +412,7 @@ async def test_what_was_set_goes_with_the_inode() -> None:
         mount.clock.now += 61
         found = await mount.stat("f")
         assert found is not None and (found.mode & 0o777, found.uid) == (0o644, 1000) and found.ino != ino
-        mount.database._flush()
+        mount.database.flush()
         assert mount.database.count("kept") == 0
 
 
@@ -485,7 +485,7 @@ async def test_what_was_being_written_at_a_death_is_looked_up_anew(tmp_path: Pat
         async with mounted(bucket, path=tmp_path, writer=writer, immutable=True, **RW) as mount:
             await mount.fs.recover()
             assert await mount.walk() == {b"d": None, b"d/f": 10, b"d/g": 10}
-            mount.database.sync()
+            mount.database.flush()
             assert mount.database.count("local") == 0
 
 

@@ -192,7 +192,7 @@ def test_each_node_warms_its_share_and_one_may_have_all_do_so(mounted: Mounted, 
     share = first.settled()["origin_bytes"]
     assert 0 < share < total and second.settled()["origin_bytes"] == 0
     done = first.cli("warm", "--cluster", first.path)
-    assert done.returncode == 0 and "have been brought to other nodes" in done.stderr
+    assert done.returncode == 0 and "were fetched by other nodes" in done.stderr
     assert (first.settled()["origin_bytes"], second.settled()["origin_bytes"]) == (share, total - share)
     read_all(mounts, files)
     assert sum(mount.settled()["origin_bytes"] for mount in mounts) == total

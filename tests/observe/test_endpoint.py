@@ -31,7 +31,11 @@ def in_trio(function: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
-        trio.run(functools.partial(function, *args, **kwargs), clock=MockClock(autojump_threshold=0.05))
+        async def in_an_hour() -> None:
+            with trio.fail_after(3600):
+                await function(*args, **kwargs)
+
+        trio.run(in_an_hour, clock=MockClock(autojump_threshold=0.05))
 
     return run
 
@@ -104,7 +108,8 @@ async def test_no_page_of_the_web_reads_it_under_its_own_name() -> None:
 
 @in_trio
 async def test_nobody_holds_it_up() -> None:
-    async with serving({"/": handshake}) as endpoint:
+    async with serving({"/": handshake, "/hangs": trio.sleep_forever}) as endpoint:
+        assert await exchange(endpoint, b"GET /hangs HTTP/1.1\r\nHost: localhost\r\n\r\n") == b""
         idle = [await connect(endpoint) for _ in range(MAX_CONNECTIONS)]
         await trio.sleep(0.5)
         assert await exchange(endpoint, b"") == b""  # no room

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cachefs.base.ledger import ORIGIN_REQUESTS, REASONS
 from cachefs.base.metrics import FAMILIES, SERIES, Metrics, hit_ratios
 from cachefs.base.names import ObjectId
-from cachefs.observe.exposition import expose, exposed_names
+from cachefs.observe.exposition import PREFIX, expose
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -83,6 +83,15 @@ def counted() -> Metrics:
     account = metrics.ledger.account("", "train/1")
     account.update({"origin_get": 3, "origin_list": 1, "origin_bytes": 500, "origin_bytes_sent": 6})
     return metrics
+
+
+def exposed_names() -> set[str]:
+    """Every name that a sample can have: what dashboards and alerts may ask for."""
+    names = {f"{PREFIX}{row.family}_total" for row in Metrics.table() if row.family}
+    for row in SERIES:
+        endings = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}
+        names |= {f"{PREFIX}{row.name}{ending}" for ending in endings[row.kind]}
+    return names
 
 
 def test_every_row_of_the_table_is_shown_with_its_value() -> None:

@@ -182,23 +182,23 @@ def test_a_thread_leads_to_its_process() -> None:
 def test_why_a_block_was_missed() -> None:
     misses = Misses(lambda: 0.0)
     one = version()
-    assert misses.missed(one, 0, late=False) == "cold"
+    assert misses.missed(one, 0, prefetch_in_flight=False) == "cold"
     misses.fetched(one)
     misses.asked(one.digest, 0, "origin")
-    assert [(extent, miss.reason, miss.way) for extent, miss in misses.last(one.digest, 4)] == [
+    assert [(extent, miss.reason, miss.asked) for extent, miss in misses.last(one.digest, 4)] == [
         (0, "cold", ["origin"])
     ]
     misses.gone(one.digest, 0, "evicted")
-    assert misses.missed(one, 0, late=False) == "evicted"
+    assert misses.missed(one, 0, prefetch_in_flight=False) == "evicted"
     misses.gone(one.digest, 0, "damaged")
-    assert misses.missed(one, 0, late=False) == "damaged"
-    assert misses.missed(one, 1, late=False) == "cold"
-    assert misses.missed(one, 1, late=True) == "prefetch_in_flight"
+    assert misses.missed(one, 0, prefetch_in_flight=False) == "damaged"
+    assert misses.missed(one, 1, prefetch_in_flight=False) == "cold"
+    assert misses.missed(one, 1, prefetch_in_flight=True) == "prefetch_in_flight"
     two = version(etag="2")
-    assert misses.missed(two, 0, late=False) == "changed"
+    assert misses.missed(two, 0, prefetch_in_flight=False) == "changed"
     misses.fetched(two)
-    assert misses.missed(two, 5, late=False) == "changed"  # the rest of it
-    assert misses.missed(version("other"), 0, late=False) == "cold"
+    assert misses.missed(two, 5, prefetch_in_flight=False) == "changed"  # the rest of it
+    assert misses.missed(version("other"), 0, prefetch_in_flight=False) == "cold"
 
 
 def test_misses_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,9 +206,9 @@ def test_misses_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> Non
     misses = Misses(lambda: 0.0)
     for extent in range(10):
         misses.gone(version().digest, extent, "evicted")
-        misses.missed(version(), extent, late=False)
+        misses.missed(version(), extent, prefetch_in_flight=False)
     assert [extent for extent, _ in misses.last(version().digest, 10)] == [7, 8, 9]
-    assert misses.missed(version(), 0, late=False) == "cold"
+    assert misses.missed(version(), 0, prefetch_in_flight=False) == "cold"
 
 
 def test_datasets_are_first_components_and_bounded() -> None:

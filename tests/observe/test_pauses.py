@@ -8,6 +8,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from cachefs.base.metrics import SERIES
 from cachefs.observe.watch import LOOK_EVERY_S, RECENT_S, Pauses
 
 
@@ -26,6 +27,11 @@ def test_a_call_that_blocks_the_loop_is_seen() -> None:
 
     seen = trio.run(go)
     assert seen["run"] == seen["minute"] >= 0.5 - LOOK_EVERY_S
+
+
+def test_how_exact_they_are_is_what_the_metric_says() -> None:
+    (series,) = (series for series in SERIES if series.name == "loop_pause_seconds_max")
+    assert f"within {LOOK_EVERY_S:g} s" in series.meaning
 
 
 def test_none_is_seen_where_there_is_none() -> None:

@@ -8,10 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import trio
 from click.testing import CliRunner, Result
+from trio.testing import MockClock
 
 from cachefs.base.errors import ConfigError, IsADirectory, MountError, NotFound
 from cachefs.base.linux import descendants
@@ -19,7 +22,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.cli import files as why
 from cachefs.cli import live as look
-from cachefs.cli.live import Prices, waited
+from cachefs.cli.live import Prices, process_waits
 from cachefs.cli.main import cli
 from cachefs.observe import doctor
 from cachefs.observe.explaining import Explainer
@@ -40,8 +43,8 @@ class Daemon:
         self.now = 100.0
         self.metrics = Metrics()
         self.metrics.ledger.waits.clock = lambda: self.now
-        self.metrics.ledger.waits.everybody.since = self.now
-        self.metrics.ledger.waits._look = lambda thread: _identity(thread)
+        self.metrics.ledger.waits.total.since = self.now
+        self.metrics.ledger.waits._identify = lambda thread: _identity(thread)
         self.happens: list[Any] = []
 
     def answer(self) -> dict[str, Any]:
@@ -123,7 +126,7 @@ def test_stall_says_what_share_of_the_time(daemon: Daemon) -> None:
     daemon.wait(7, 3, "peer")
     daemon.wait(8, 1, "disk")
     daemon.now += 4
-    found = waited(before, daemon.answer())
+    found = process_waits(before, daemon.answer())
     assert (found["seconds"], found["blocked_s"], found["blocked_share"]) == (8, 4, 0.5)
     first, second = found["processes"]
     assert (first["pid"], first["blocked_share"], first["waited_s"]) == (
@@ -132,7 +135,7 @@ def test_stall_says_what_share_of_the_time(daemon: Daemon) -> None:
         {"origin": 0, "peer": 3, "disk": 0, "names": 0, "writes": 0},
     )
     assert (second["pid"], second["reads"], second["bytes"]) == (8, 1, 1000)
-    since = waited(None, daemon.answer(), {7})
+    since = process_waits(None, daemon.answer(), {7})
     assert [(row["pid"], row["blocked_s"], row["seconds"]) for row in since["processes"]] == [(7, 5, 10)]
     assert since["seconds"] == 10
 
@@ -225,7 +228,7 @@ async def test_why_tells_where_extents_are_and_why_they_were_missed(cache_dir: P
         await lab.read(version, 0, BLOCK)
         text = "\n".join(await lines())
         assert re.search(r"extent 0 +ssd; missed .* ago: evicted, asked origin", text)
-        assert "evicted: it was here and went" in text
+        assert "evicted: it was here and was evicted" in text
         with pytest.raises(NotFound):
             await explainer.explain("nothing")
         with pytest.raises(IsADirectory):
@@ -238,6 +241,39 @@ async def _no_status() -> dict[str, Any]:
     return {}
 
 
+def test_ls_and_du_add_up_sizes_and_cached_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from cachefs.daemon import asking
+
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a").write_bytes(b"x" * 40)
+    (tmp_path / "b/c").write_bytes(b"x" * 20)
+    (tmp_path / "gone").symlink_to("nowhere")  # as a file that is removed once its name was read
+    monkeypatch.setattr(asking, "mount_of", lambda path: (tmp_path, ""))
+    monkeypatch.setattr(os, "getxattr", lambda path, name: b"10")
+    assert [line.split() for line in run("ls", tmp_path).stdout.splitlines()] == [
+        ["10", "B", "40", "B", "25.0", "%", "a"],
+        ["-", "-", "-", "b/"],
+        ["0", "B", "0", "B", "100.0", "%", "gone"],
+    ]
+    files = [{"path": str(tmp_path / "a"), "size": 40, "cached": 10}]
+    gone = {"path": str(tmp_path / "gone"), "size": 0, "cached": 0}
+    assert json.loads(run("ls", "--json", tmp_path).stdout) == [*files, gone]
+    assert json.loads(run("ls", "--json", "--cached", tmp_path / "a").stdout) == files
+    assert run("ls", tmp_path / "a").stdout.split()[-1] == str(tmp_path / "a")
+    below = {"path": str(tmp_path / "b"), "files": 1, "size": 20, "cached": 10}
+    total = {"path": str(tmp_path), "files": 3, "size": 60, "cached": 20}
+    assert json.loads(run("du", "--json", tmp_path).stdout) == [below, total]
+    assert json.loads(run("du", "--json", "-s", tmp_path).stdout) == [total]
+    assert json.loads(run("du", "--json", "-d", "0", tmp_path / "a").stdout) == [{**files[0], "files": 1}]
+    assert [line.split()[-1] for line in run("du", tmp_path).stdout.splitlines()] == [
+        str(tmp_path / "b"),
+        str(tmp_path),
+    ]
+    for missing in (["ls", tmp_path / "gone"], ["du", tmp_path / "none"]):
+        done = run(*missing)
+        assert done.exit_code == 1 and done.stderr == f"cachefs: {missing[1]}: No such file or directory\n"
+
+
 def test_many_extents_are_cut() -> None:
     miss = {"at": 0.0, "reason": "changed", "asked": ["b:1: timeout", "origin"]}
     rows = [
@@ -248,7 +284,7 @@ def test_many_extents_are_cut() -> None:
     lines = list(why.explain(known, 120.0))
     assert len(lines) == 1 + why.EXTENTS_LISTED + 1 + 1
     assert lines[1].endswith(
-        "not here; kept by b:1; missed 2 min ago: changed, asked b:1: timeout, then origin"
+        "not here; owned by b:1; missed 2 min ago: changed, asked b:1: timeout, then origin"
     )
     assert lines[-2] == f"… and {200 - why.EXTENTS_LISTED + 7:,} more: --json has them"
 
@@ -310,6 +346,38 @@ def test_kernels_and_limits() -> None:
     assert "root" in doctor.kernel("6.9.0", 1000).todo
     assert [finding.level for finding in doctor.limits(1024, 1 << 34)] == ["problem", "ok"]
     assert [finding.level for finding in doctor.limits(-1, 1 << 29)] == ["ok", "note"]
+    assert [next(doctor.limits(files, 1 << 34)).level for files in (4095, 4096)] == ["problem", "ok"]
+
+
+def test_an_origin_that_hangs_is_probed_until_a_deadline() -> None:
+    origin = SimpleNamespace(source="s3://a", check=trio.sleep_forever)
+    explainer = Explainer(*[cast(Any, None)] * 3, cast(Any, [origin]), Metrics(), cast(Any, None))
+
+    async def main() -> Any:
+        with trio.fail_after(3600):
+            return await explainer.probe()
+
+    found = trio.run(main, clock=MockClock(autojump_threshold=0))
+    assert found == [{"source": "s3://a", "error": "no answer within 15 s"}]
+
+
+@pytest.mark.parametrize(("seconds", "level"), [(0.08, "ok"), (0.15, "note")])
+def test_an_origin_in_another_region_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, level: str
+) -> None:
+    monkeypatch.setattr(doctor.asking, "ask", lambda *_: [{"source": "s3://a", "seconds": seconds}])
+    [found] = doctor.origins({"mountpoint": "/m", "sources": []})
+    assert found.level == level and f"{1000 * seconds:.0f}" in found.found
+
+
+@pytest.mark.parametrize(("mib_a_second", "level"), [(150, "note"), (250, "ok")])
+def test_a_slow_disk_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mib_a_second: int, level: str
+) -> None:
+    times = iter((0.0, 64 / 1000, 1.0, 1.0 + 64 / mib_a_second))  # written fast; read
+    monkeypatch.setattr(doctor, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    found = doctor.speed("the disk", tmp_path)
+    assert found.level == level and f"{mib_a_second} MiB/s read" in found.found
 
 
 def test_what_a_mount_says_is_wrong() -> None:
@@ -419,7 +487,7 @@ def test_completion() -> None:
         (["stats", "-i", "0", "/"], 2, "not between"),
         (["top", "/"], 1, "is not a cachefs mount"),
         (["top", "--json", "-i", "x", "/"], 2, "--interval: 'x'"),
-        (["top", "--total", "/"], 2, "--total goes with --json"),
+        (["top", "--total", "/"], 2, "--total needs --json"),
         (["ledger", "/"], 1, "is not a cachefs mount"),
         (["why", "/"], 1, "is not below a cachefs mount"),
         (["info", "/"], 1, "is not below a cachefs mount"),

@@ -173,8 +173,8 @@ async def test_what_passes_by_is_told_as_not_admitted(cache_dir: Path) -> None:
         passing.write(b"123")
         lab.store.end_fill(obj, passing)
         misses = lab.metrics.ledger.misses
-        assert misses.missed(object_id, 1, late=False) == "not_admitted"
-        assert misses.missed(object_id, 0, late=False) == "cold"
+        assert misses.missed(object_id, 1, prefetch_in_flight=False) == "not_admitted"
+        assert misses.missed(object_id, 0, prefetch_in_flight=False) == "cold"
         assert (lab.metrics.bypassed_blocks, lab.metrics.bypassed_bytes) == (1, 3)
         assert lab.store.has(obj, 17) and lab.store.read_now(obj, EXTENT + BLOCK, 3) == b"123"
         assert lab.metrics.heap_hits == 1

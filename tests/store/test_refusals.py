@@ -223,7 +223,7 @@ async def test_a_file_is_taken_out_unless_something_is_against_it(cache_dir: Pat
             assert os.pread(fd, 10, 0) == content(1, SIZE)[:10] and path.exists() and not there.exists()
             assert (tier.registered, tier.used_bytes, obj.backing, obj.leaving) == (0, 0, None, set())
             assert not store.cached_bytes(object_id) and not obj.fds and not backend.retired
-            why_gone = lab.metrics.ledger.misses.missed(object_id, 0, late=False)
+            why_gone = lab.metrics.ledger.misses.missed(object_id, 0, prefetch_in_flight=False)
             assert why_gone == "changed"
             os.close(fd)
         store.backing_files._closed = tier.disk.down = False
@@ -437,4 +437,4 @@ async def test_an_immutable_file_that_lacks_blocks_goes_whole(cache_dir: Path, h
         on_disk = path.stat().st_blocks * 512
         assert await reclaim(lab.store, tier, object_id.digest, on_disk) == holes * BLOCK
         assert not lab.store.cached_bytes(object_id) and not path.exists()
-        assert lab.metrics.ledger.misses.missed(object_id, 0, late=False) == "damaged"
+        assert lab.metrics.ledger.misses.missed(object_id, 0, prefetch_in_flight=False) == "damaged"
