@@ -21,6 +21,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from heapq import nlargest
 from typing import NamedTuple, Protocol
 
@@ -64,34 +65,26 @@ class Ring:
             names.append(name)
             # Another function than below: a seed is then never the hash of an extent.
             seeds.append(xxh64_intdigest(name.encode("utf-8", "surrogatepass")))
-        self._classes = [(weight, names, seeds) for weight, (names, seeds) in classes.items()]
-        self._remembered: dict[tuple[bytes, int, int], tuple[str, ...]] = {}
+        self._race = lru_cache(REMEMBERED)(partial(_race, classes))
 
     def owners(self, digest: bytes, extent: int, count: int = 1) -> tuple[str, ...]:
         """The `count` best members for this extent of the object version with this digest, best first; fewer if there are
         not so many. Without the first member, the second is first."""
-        asked = (digest, extent, count)
-        found = self._remembered.get(asked)
-        if found is None:
-            found = self._race(digest, extent, count)
-            if len(self._remembered) >= REMEMBERED:
-                del self._remembered[next(iter(self._remembered))]
-            self._remembered[asked] = found
-        return found
+        return self._race(digest, extent, count)
 
-    def _race(self, digest: bytes, extent: int, count: int) -> tuple[str, ...]:
-        key = digest + extent.to_bytes(8, "little")
-        arrivals: list[tuple[float, str]] = []
-        for weight, names, seeds in self._classes:
-            hashes = [xxh3_64_intdigest(key, seed) for seed in seeds]
-            if count == 1:
-                best = max(hashes)
-                first = [(best, names[hashes.index(best)])]
-            else:
-                first = nlargest(count, zip(hashes, names, strict=True))
-            arrivals += [(-math.log((number + 1) / _WHOLE) / weight, name) for number, name in first]
-        arrivals.sort()
-        return tuple(name for _, name in arrivals[:count])
+
+def _race(
+    classes: Mapping[float, tuple[list[str], list[int]]], digest: bytes, extent: int, count: int
+) -> tuple[str, ...]:
+    """`classes` has the names of the members of one weight, and their seeds, by weight."""
+    key = digest + extent.to_bytes(8, "little")
+    arrivals: list[tuple[float, str]] = []
+    for weight, (names, seeds) in classes.items():
+        hashes = (xxh3_64_intdigest(key, seed) for seed in seeds)
+        first = nlargest(count, zip(hashes, names, strict=True))
+        arrivals += [(-math.log((number + 1) / _WHOLE) / weight, name) for number, name in first]
+    arrivals.sort()
+    return tuple(name for _, name in arrivals[:count])
 
 
 log = logging.getLogger(__name__)
