@@ -188,8 +188,6 @@ class Membership:
         self.own_addresses: frozenset[Address] = frozenset()
         self.incompatible: Mapping[Address, Incompatible] = {}
         """Listed addresses without a member."""
-        self.version = 0
-        """Grows with each change."""
         self.on_change = on_change
         self.source = source
         self._handshake = handshake
@@ -257,7 +255,6 @@ class Membership:
             self.ring = Ring({name: member.weight for name, member in members.items()})
         self.members, self.own, self.incompatible = members, own, incompatible
         self.own_addresses = frozenset(address for name in own for address in members[name].addresses)
-        self.version += 1
         self.on_change()
 
     def _log_changes(
