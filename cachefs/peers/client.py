@@ -534,6 +534,29 @@ async def ready(connection: Connection, step: int) -> None:
         await trio.lowlevel.wait_writable(connection.fileno())
 
 
+RESOLVERS = 4
+"""Threads of one `Resolver`, all of which may hang. They are not taken from the daemon's other threads."""
+
+
+class Resolver:
+    """The system's resolver, in worker threads. A thread that hangs is abandoned; when `RESOLVERS` of them hang, further
+    calls wait until one has returned."""
+
+    def __init__(self, getaddrinfo: Callable[..., list[Any]] = socket.getaddrinfo) -> None:
+        self._getaddrinfo = getaddrinfo
+        self.threads = trio.CapacityLimiter(RESOLVERS)
+
+    async def __call__(self, name: str, port: int) -> list[str]:
+        """The IP addresses of a name, the preferred one first. Raises OSError, also for a name that cannot be one. The
+        caller sets a deadline."""
+        resolve = partial(self._getaddrinfo, name, port, type=socket.SOCK_STREAM)
+        try:
+            found = await trio.to_thread.run_sync(resolve, limiter=self.threads, abandon_on_cancel=True)
+        except ValueError as exc:
+            raise OSError(f"not a host name: {name}") from exc
+        return list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in found))
+
+
 Receive: TypeAlias = Callable[[Connection, Reply, Macs | None], Awaitable[T]]
 
 CONNECT_S = 0.25
@@ -550,9 +573,6 @@ CONNECTIONS_PER_PEER = 16
 
 IDLE_S = 30.0
 """How long a connection is kept unused. Derived: half of what a server allows (`Limits.idle_s`)."""
-
-RESOLVERS = 4
-"""Threads that may hang in a resolver, apart from the daemon's others; a request that gets none in time fails."""
 
 ANY_PACE = Pace()
 """For a caller that does not know its origin."""
@@ -619,8 +639,7 @@ class Client:
     ) -> None:
         self._signer = signer
         self._tls = tls
-        self._getaddrinfo = getaddrinfo
-        self._resolvers = trio.CapacityLimiter(RESOLVERS)
+        self._resolve = Resolver(getaddrinfo)
         self._stats = stats or PeerTable()
         self._metrics = metrics or Metrics()
         self._peers: dict[Address, _Peer] = {}
@@ -812,9 +831,9 @@ class Client:
     async def _connect(self, address: Address, peer: _Peer, deadline_s: float) -> Connection:
         try:
             with trio.fail_after(CONNECT_S):
-                peer.where = peer.where or await self._resolve(address.host)
+                peer.where = peer.where or await self._addresses_of(address)
                 sock = await self._reach(address, peer)
-        except (OSError, UnicodeError, trio.TooSlowError) as exc:
+        except (OSError, trio.TooSlowError) as exc:
             peer.where = []  # the name may have another address now
             said = (
                 "no answer" if isinstance(exc, trio.TooSlowError) else getattr(exc, "strerror", None) or exc
@@ -830,13 +849,11 @@ class Client:
             raise
         return connection
 
-    async def _resolve(self, host: str) -> list[str]:
+    async def _addresses_of(self, address: Address) -> list[str]:
         try:
-            return [str(ipaddress.ip_address(host))]
+            return [str(ipaddress.ip_address(address.host))]
         except ValueError:
-            ask = partial(self._getaddrinfo, host, None, type=socket.SOCK_STREAM)
-        found = await trio.to_thread.run_sync(ask, limiter=self._resolvers, abandon_on_cancel=True)
-        return list(dict.fromkeys(str(where[0]) for *_, where in found))
+            return await self._resolve(*address)
 
     async def _reach(self, address: Address, peer: _Peer) -> trio.socket.SocketType:
         """A connection to the first of its IP addresses that accepts one; later requests use that address alone."""

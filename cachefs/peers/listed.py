@@ -15,8 +15,6 @@ import socket
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import trio
 
@@ -36,10 +34,6 @@ ASKED_AT_ONCE = 256
 IDENTIFY_S = 1.0
 """Deadline of one handshake. Derived: with `POLL_S`, a join is seen within 3 s although another address hangs."""
 
-RESOLVERS = 4
-"""Threads that may hang in a resolver. They have a limiter of their own, so that the daemon's other threads never wait for
-a name."""
-
 LOOK_DEADLINE_S = 10.0
 """For a resolver: twice its usual timeout of 5 s, so that a second name server can answer."""
 
@@ -47,31 +41,14 @@ MISSES = 8
 """Successive answers without an address before it has left: 15 s of polls. Some servers return a part of many addresses,
 others leave out a pod that is not ready for a moment."""
 
-Identify = Callable[[str, int], Awaitable[Handshake]]
-"""(host, port) → the handshake of the node that listens there. Raises OSError or `CachefsError`."""
+Identify = Callable[[Address], Awaitable[Handshake]]
+"""The handshake of the node that listens at an address. Raises OSError or `CachefsError`."""
 
 Resolve = Callable[[str, int], Awaitable[Collection[str]]]
 """(name, port) → IP addresses. Raises OSError, also for a name that cannot be one. The caller sets a deadline."""
 
 Look = Callable[[], Awaitable[Collection[Address]]]
 """The addresses that are listed now."""
-
-
-class Resolver:
-    """The system's resolver, in worker threads. A thread that hangs is abandoned; when `RESOLVERS` of them hang, further
-    calls wait until one has returned."""
-
-    def __init__(self, getaddrinfo: Callable[..., list[Any]] = socket.getaddrinfo) -> None:
-        self._getaddrinfo = getaddrinfo
-        self.threads = trio.CapacityLimiter(RESOLVERS)
-
-    async def __call__(self, name: str, port: int) -> list[str]:
-        ask = partial(self._getaddrinfo, name, port, type=socket.SOCK_STREAM)
-        try:
-            found = await trio.to_thread.run_sync(ask, limiter=self.threads, abandon_on_cancel=True)
-        except ValueError as exc:
-            raise OSError(f"not a host name: {name}") from exc
-        return sorted({str(sockaddr[0]) for *_, sockaddr in found})
 
 
 def is_local(address: str) -> bool:
@@ -235,4 +212,4 @@ class Listed:
     async def _ask(self, address: Address) -> Handshake:
         if self._listen is not None and await is_own(address, self._listen, self._resolve):
             return self._handshake
-        return await self._identify(*address)
+        return await self._identify(address)

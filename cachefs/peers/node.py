@@ -29,11 +29,11 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.tasks import contained
 from cachefs.config.config import Config
 from cachefs.peers.auth import Signer, Verifier, check_listen
-from cachefs.peers.client import Client
+from cachefs.peers.client import Client, Resolver
 from cachefs.peers.cluster import Cluster
 from cachefs.peers.etcd import Gateway, Registry
 from cachefs.peers.health import PeerTable
-from cachefs.peers.listed import Dns, Identify, Listed, Resolver, is_local
+from cachefs.peers.listed import Dns, Identify, Listed, is_local
 from cachefs.peers.membership import COPIED, Membership, Source, fingerprint, spelled
 from cachefs.peers.server import Server
 from cachefs.peers.settings import DnsPeers, EtcdPeers, Peers, Settings, StaticPeers, settings
@@ -102,14 +102,11 @@ class PeerNode:
         self._membership.on_change = self._changed
 
     def _source(self) -> Source:
-        async def identify(host: str, port: int) -> Handshake:
-            return await self._client.handshake(Address(host, port))
-
         return open_source(
             self._chosen.peers,
             self._handshake,
             self._listen,
-            identify,
+            self._client.handshake,
             self._rng,
             tls=self._chosen.etcd_tls,
             user=os.environ.get("CACHEFS_ETCD_USER", ""),
@@ -155,7 +152,7 @@ class PeerNode:
             tls=chosen.server_tls,
             stats=self._stats,
             metrics=self._metrics,
-            on_handshake=lambda host: self._membership.heard(host),
+            on_handshake=self._membership.heard,
         )
         contained(nursery, "serving peers", self._serve, self._server)
         contained(nursery, "following the list of peers", self._follow)

@@ -14,19 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachefs.base.errors import Transient
+from cachefs.peers.client import RESOLVERS, Resolver
 from cachefs.peers.listed import (
     ASKED_AT_ONCE,
     IDENTIFY_S,
     INTRODUCED_FOR_S,
     LOOK_DEADLINE_S,
     MISSES,
-    RESOLVERS,
     Dns,
     Identify,
     Listed,
     Look,
     Lookups,
-    Resolver,
     is_local,
     is_own,
 )
@@ -48,13 +47,13 @@ class Network:
         self.at_once = self.most_at_once = 0
         self.takes_s = 0.0
 
-    async def identify(self, host: str, port: int) -> Handshake:
-        self.asked.append(Address(host, port))
+    async def identify(self, address: Address) -> Handshake:
+        self.asked.append(address)
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         try:
             await trio.sleep(self.takes_s)
-            return self.handshakes[Address(host, port)]
+            return self.handshakes[address]
         except KeyError:
             raise ConnectionRefusedError from None
         finally:
@@ -122,9 +121,9 @@ async def test_one_that_hangs_holds_up_a_poll_for_a_second() -> None:
     network = Network(named([A, B]))
     slow = network.identify
 
-    async def identify(host: str, port: int) -> Handshake:
-        await trio.sleep(3600 if host == B.host else 0.1)
-        return await slow(host, port)
+    async def identify(address: Address) -> Handshake:
+        await trio.sleep(3600 if address == B else 0.1)
+        return await slow(address)
 
     network.identify = identify  # type: ignore[method-assign]
     found = await source([A, B], network).present()
@@ -149,14 +148,14 @@ async def test_nodes_that_start_one_after_the_other_know_each_other_at_once() ->
     def view(own: Address) -> Membership:
         me = replace(ME, node=f"n{own}", life=f"{own}")
 
-        async def identify(host: str, port: int) -> Handshake:
+        async def identify(address: Address) -> Handshake:
             await trio.sleep(0.001)
-            if host == own.host:
+            if address == own:
                 return me
-            if host not in listening:
+            if address.host not in listening:
                 raise ConnectionRefusedError
-            listening[host].heard(own.host)
-            return replace(me, node=f"n{Address(host, port)}", life=f"{Address(host, port)}")
+            listening[address.host].heard(own.host)
+            return replace(me, node=f"n{address}", life=f"{address}")
 
         return Membership(Listed(fixed(hosts), me, LISTEN, identify, literal), me)
 
@@ -198,10 +197,10 @@ async def test_a_join_is_seen_within_three_seconds() -> None:
         network = Network(named([A]))
         answering = network.identify
 
-        async def identify(host: str, port: int, answering: Identify = answering) -> Handshake:
-            if host == C.host:
+        async def identify(address: Address, answering: Identify = answering) -> Handshake:
+            if address == C:
                 await trio.sleep_forever()
-            return await answering(host, port)
+            return await answering(address)
 
         network.identify = identify  # type: ignore[method-assign]
         membership = Membership(source([A, B, C], network), ME)
@@ -240,7 +239,7 @@ async def test_two_nodes_that_ask_each_other_stop() -> None:
     def view(own: Address, other: Address) -> Membership:
         me = replace(ME, node=f"n{own}")
 
-        async def identify(host: str, port: int) -> Handshake:
+        async def identify(address: Address) -> Handshake:
             asked[own.host] += 1
             both[other.host].heard(own.host)
             return replace(ME, node=f"n{other}")
@@ -332,7 +331,7 @@ async def test_a_thousand_answers_are_one_change() -> None:
 async def test_a_refusal_is_reported_until_there_is_a_handshake() -> None:
     trusted = False
 
-    async def identify(host: str, port: int) -> Handshake:
+    async def identify(address: Address) -> Handshake:
         if not trusted:
             raise PeerFailed("refused", "another key")
         return ME
@@ -345,7 +344,7 @@ async def test_a_refusal_is_reported_until_there_is_a_handshake() -> None:
 
 @in_virtual_time
 async def test_a_failure_of_ours_while_asking_is_silence() -> None:
-    async def identify(host: str, port: int) -> Handshake:
+    async def identify(address: Address) -> Handshake:
         raise Transient("half a handshake")
 
     assert await Listed(fixed([A]), ME, None, identify, literal).present() == [Sighting(A, None)]
