@@ -697,34 +697,22 @@ class Client:
     ) -> float:
         """Have the peer fetch the blocks of `request`, for which it may take `working_s`. Returns the seconds to the first
         sign of life."""
-
-        async def receive(connection: Connection, head: Reply, macs: Macs | None) -> None:
-            await small_body(connection, head, macs, deadline_s)
-
         deadlines = Deadlines(deadline_s, working_s, working_s + 2 * deadline_s)
-        head_s, _ = await self._ask(address, BRING, request, receive, deadlines)
-        return head_s
+        first_s, _ = await self._ask_small(address, BRING, request, bytes, deadlines)
+        return first_s
 
     async def handshake(self, address: Address, *, deadline_s: float = 2.0) -> Handshake:
         """The handshake of the node at this address."""
-
-        async def receive(connection: Connection, head: Reply, macs: Macs | None) -> Handshake:
-            return Handshake.parse(await small_body(connection, head, macs, deadline_s))
-
         deadlines = Deadlines(deadline_s, 0.0, 2 * deadline_s)
-        _, said = await self._ask(address, HANDSHAKE, None, receive, deadlines)
-        return said
+        _, found = await self._ask_small(address, HANDSHAKE, None, Handshake.parse, deadlines)
+        return found
 
     async def have(self, address: Address, request: BlockRequest, *, deadline_s: float = 2.0) -> list[bool]:
         """For each block of the request (at most `wire.MAX_HAVE_BLOCKS`, over any extents), whether the peer holds it."""
-
-        async def receive(connection: Connection, head: Reply, macs: Macs | None) -> list[bool]:
-            body = await small_body(connection, head, macs, deadline_s)
-            return parse_bitmap(body, request.stop_block - request.start_block)
-
+        parse = partial(parse_bitmap, count=request.stop_block - request.start_block)
         deadlines = Deadlines(deadline_s, 0.0, 2 * deadline_s)
-        _, held = await self._ask(address, HAVE, request, receive, deadlines)
-        return held
+        _, cached = await self._ask_small(address, HAVE, request, parse, deadlines)
+        return cached
 
     def host_of(self, address: Address) -> str:
         """The IP address behind it, as last resolved; its name before that."""
@@ -745,6 +733,21 @@ class Client:
         for peer in self._peers.values():
             peer.drop_idle()
         self._peers.clear()
+
+    async def _ask_small(
+        self,
+        address: Address,
+        path: str,
+        request: BlockRequest | None,
+        parse: Callable[[bytes], T],
+        deadlines: Deadlines,
+    ) -> tuple[float, T]:
+        """As `_ask`; the result is what `parse` makes of the body. `parse` may raise `Malformed`."""
+
+        async def receive(connection: Connection, head: Reply, macs: Macs | None) -> T:
+            return parse(await small_body(connection, head, macs, deadlines.first_s))
+
+        return await self._ask(address, path, request, receive, deadlines)
 
     async def _ask(
         self,

@@ -16,6 +16,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,18 +65,17 @@ SHOWN = 4
 """Directories in the status."""
 
 
+@dataclass(slots=True, eq=False)
 class _Ahead:
     """A prefetched file, `size` bytes of it, of which `fetched` came with the prefetch: known when it is `done`."""
 
-    __slots__ = ("candidate", "done", "fetched", "object", "since", "size", "used")
-
-    def __init__(self, candidate: Candidate, obj: ObjectId, size: int, since: float) -> None:
-        self.candidate = candidate
-        self.object = obj
-        self.size = size
-        self.since = since
-        self.done = self.used = False
-        self.fetched = 0
+    candidate: Candidate
+    object: ObjectId
+    size: int
+    since: float
+    done: bool = False
+    used: bool = False
+    fetched: int = 0
 
 
 class Awaited:

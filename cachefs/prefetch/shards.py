@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 PLACES = 64
 """How far apart in the listing two shards of one stream may be: as many as a node has workers."""
@@ -61,20 +62,12 @@ class Listing(Protocol):
         ...
 
 
-class Step:
-    """The way from one shard to another: `by` a number in the name, the `field`th, or places in the listing (None)."""
+class Step(NamedTuple):
+    """The difference between two shards: the `field`th part of the name, a number, grows by `by`; or the second stands `by`
+    places behind the first in the listing (`field` is None)."""
 
-    __slots__ = ("by", "field")
-
-    def __init__(self, by: int, field: int | None) -> None:
-        self.by = by
-        self.field = field
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Step) and (self.by, self.field) == (other.by, other.field)
-
-    def __hash__(self) -> int:
-        return hash((self.by, self.field))
+    by: int
+    field: int | None
 
     def take(self, name: bytes, listing: Listing, times: int) -> bytes | None:
         """The file `times` such steps from `name`, if there is one."""
@@ -106,15 +99,13 @@ def step(first: bytes, second: bytes, listing: Listing) -> Step | None:
     return Step(follow.index(second) + 1, None) if second in follow else None
 
 
+@dataclass(slots=True)
 class _Stream:
-    __slots__ = ("count", "doubted", "last", "left", "step")
-
-    def __init__(self) -> None:
-        self.last = b""
-        self.step: Step | None = None
-        self.count = 0  # steps that are predicted to follow
-        self.doubted = False  # a prediction was wrong: the next step has to come twice
-        self.left = 0  # opens until one has to be seen read
+    last: bytes = b""
+    step: Step | None = None
+    count: int = 0  # steps that are predicted to follow
+    doubted: bool = False  # a prediction was wrong: the next step has to come twice
+    left: int = 0  # opens until one has to be seen read
 
     def opened(self, name: bytes, listing: Listing) -> bool:
         """False if it is the same as before: it may be opened again for its footer, or by a second thread."""
