@@ -646,11 +646,10 @@ class Daemon:
     # -- control verbs -----------------------------------------------------------------------------
 
     def _verbs(self) -> dict[str, Any]:
-        hints = ("hint_files", "hint_order", "hint_drop")
         return {
             "status": self._status,
             "refresh": self._refresh,
-            **{name: getattr(self._prefetcher, name, _no_hints) for name in hints},
+            **(self._prefetcher.hints.verbs() if self._prefetcher is not None else NO_HINTS),
             **self._jobs.verbs(),
             **self._recordings.verbs(),
             "locate": self._locator.locate,
@@ -771,6 +770,9 @@ def ttls_of(config: Config, source: Source) -> Ttls:
 
 async def _no_hints(**_: Any) -> None:
     raise ConfigError("this mount takes no hints: it was made with --prefetch off")
+
+
+NO_HINTS = dict.fromkeys(("hint_files", "hint_order", "hint_drop"), _no_hints)
 
 
 def _path_of(names: dict[int, str], origin: Origin, obj: ObjectId) -> str:

@@ -22,7 +22,7 @@ import sys
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,7 +60,7 @@ QUIET_S = 600.0
 A job's start or evaluation takes less."""
 
 FOLLOWED_S = 7200.0
-"""So long after its last use a plan hears of every open: beyond an evaluation, and beyond `announced.TOUCH_EVERY_S`."""
+"""So long after its last use a plan hears of every open: beyond an evaluation, and beyond `TOUCH_EVERY_S`."""
 
 MOST_PLANS = 256
 """Plans at a time: the ranks of several jobs on a node."""
@@ -523,16 +523,20 @@ UNFINISHED_S = 600.0
 """An incomplete list or order of which no part came for so long is dropped; a job sends its parts at once."""
 
 TOUCH_EVERY_S = 3600.0
-"""How often the time of last use of a plan is saved. Derived: a small part of `plans.DROP_AFTER_S`."""
+"""How often the time of last use of a plan is saved. Derived: a small part of `DROP_AFTER_S`."""
 
 
-class Announced:
-    """`on_change` is called when plans were added, changed or dropped."""
+class Hints:
+    """Receives plans. `on_change` is called when plans were added, changed or dropped."""
 
     def __init__(
-        self, plans: Plans, plan_store: PlanStore | None, clock: Callable[[], float] = time.time
+        self,
+        plans: Plans,
+        plan_store: PlanStore | None,
+        on_change: Callable[[], None],
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        self.on_change: Callable[[], None] = lambda: None
+        self._on_change = on_change
         self._plans = plans
         self._plan_store = plan_store
         self._clock = clock
@@ -541,6 +545,10 @@ class Announced:
         self._unfinished: dict[str, float] = {}  # plan → time of the last part of an incomplete list or order
         self._writing = trio.Lock()
         self._swept_at = clock()
+
+    def verbs(self) -> dict[str, Callable[..., Awaitable[int]]]:
+        """For the control socket."""
+        return {"hint_files": self.files, "hint_order": self.order, "hint_drop": self.drop}
 
     async def load(self) -> None:
         """Load the plans of an earlier daemon."""
@@ -552,10 +560,11 @@ class Announced:
             if plan.name not in self._plans.by_name:
                 self._plans.put(plan)
         await self.drop_unused()
-        self.on_change()
+        self._on_change()
 
     async def files(self, plan: str, paths: list[str], at: int, total: int) -> int:
-        """A part of a plan's list, from its `at`th path on. Returns how many are known. Raises `ConfigError`."""
+        """A part of a plan's list of `total` paths, relative to the mount, from the `at`th on. Returns how many are known.
+        Raises `ConfigError`."""
         _check_types(plan, at=at, total=total)
         if not isinstance(paths, list) or not all(type(path) is str and "\0" not in path for path in paths):
             raise ConfigError(f"plan {plan}: paths are strings without a NUL")
@@ -586,9 +595,9 @@ class Announced:
     async def order(
         self, plan: str, epoch: int, indices_b64: str, at: int, total: int, files: str = ""
     ) -> int:
-        """A part of the order of an epoch, little-endian 32-bit numbers of files, from its `at`th on. Returns how many are
-        known. Raises `ConfigError`, also when `files` is not the digest of the plan's list: the numbers would name other
-        files."""
+        """A part of the order of an epoch, which has `total` numbers: those from the `at`th on, as little-endian 32-bit
+        numbers in base64. Each is a place in the plan's list of files. Returns how many are known. Raises `ConfigError`,
+        also when `files` is not the digest of the plan's list: the numbers would name other files."""
         _check_types(plan, epoch=epoch, at=at, total=total)
         known = self._plans.by_name.get(plan)
         if known is None:
@@ -614,7 +623,7 @@ class Announced:
             del self._orders[plan]
             known.put(order)
             known.used_at = self._clock()
-            self.on_change()
+            self._on_change()
             await self._save(known)
         return len(order.numbers)
 
@@ -622,7 +631,7 @@ class Announced:
         """Forget a plan; True if there was one."""
         self._forget_unfinished(plan)
         found = self._plans.drop(plan) is not None
-        self.on_change()
+        self._on_change()
         if self._plan_store is not None and found:
             async with self._writing:
                 await trio.to_thread.run_sync(self._plan_store.drop, plan)
@@ -656,7 +665,7 @@ class Announced:
         gone = self._plans.put(plan)
         if gone is not None:
             self._orders.pop(gone.name, None)
-        self.on_change()
+        self._on_change()
         if gone is not None and self._plan_store is not None:
             async with self._writing:
                 await trio.to_thread.run_sync(self._plan_store.drop, gone.name)

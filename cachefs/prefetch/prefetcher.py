@@ -28,7 +28,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.tasks import contained
 from cachefs.fetch import Fetcher
 from cachefs.fs import LARGE, FileSystem, Volume
-from cachefs.prefetch.plans import FOLLOWED_S, Announced, Plan, PlanStore
+from cachefs.prefetch.plans import FOLLOWED_S, Hints, Plan, PlanStore
 from cachefs.prefetch.sources import Candidate, FromDirectories, FromPlans, FromShards, Paths
 
 if TYPE_CHECKING:
@@ -161,8 +161,8 @@ class Prefetcher:
         self._plans = FromPlans(fs, self._wanted, self._still_wanted, clock)
         self._shards = FromShards(fs, self._paths, self._still_wanted)
         self._directories = FromDirectories(fs, self._paths, self._still_wanted, fetcher.look_soon)
-        self._announced = Announced(self._plans.plans, PlanStore(directory) if directory else None, clock)
-        self._announced.on_change = self._plans_changed
+        plan_store = PlanStore(directory) if directory else None
+        self.hints = Hints(self._plans.plans, plan_store, self._plans_changed, clock)
         self.awaited = Awaited()
         self._nursery: trio.Nursery | None = None
         self._in_flight = 0  # transfers
@@ -234,21 +234,6 @@ class Prefetcher:
         await self._directories.count(walk)
         self._wake()
 
-    async def hint_files(self, plan: str, paths: list[str], at: int, total: int) -> int:
-        """Files of a plan, relative to the mount, from the `at`th of `total` on. Returns how many are known."""
-        return await self._announced.files(plan, paths, at, total)
-
-    async def hint_order(
-        self, plan: str, epoch: int, indices_b64: str, at: int, total: int, files: str = ""
-    ) -> int:
-        """The order of an epoch of a plan: places in its list of files, little-endian 32-bit numbers in base64, from the
-        `at`th of `total` on. `files` is the digest of the list that they index. Returns how many are known."""
-        return await self._announced.order(plan, epoch, indices_b64, at, total, files)
-
-    async def hint_drop(self, plan: str) -> bool:
-        """Forget a plan; True if there was one."""
-        return await self._announced.drop(plan)
-
     def _plans_changed(self) -> None:
         self._follow()
         self._wake()
@@ -262,7 +247,7 @@ class Prefetcher:
     async def run(self) -> None:
         """Prefetch until cancelled."""
         self._fetcher.watch_reads(self.read, _Watched(self.awaited, self._shards))
-        await self._announced.load()
+        await self.hints.load()
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._sweep_now_and_then)
@@ -277,7 +262,7 @@ class Prefetcher:
                             await self._news.wait()
             finally:
                 self._nursery = None
-                await self._announced.aclose()
+                await self.hints.aclose()
 
     def _wake(self) -> None:
         self._stirred = True
@@ -401,7 +386,7 @@ class Prefetcher:
             self._sweep_soon = trio.Event()
             self._plans.plans.jumped = False
             await self._sweep()
-            await self._announced.drop_unused()
+            await self.hints.drop_unused()
             self._follow()
             self._wake()
 
