@@ -56,7 +56,7 @@ from cachefs.observe import Endpoint, Pauses, Watch, open_endpoint
 from cachefs.observe.explaining import Explainer
 from cachefs.origin import Origin, load_origin, open_origin
 from cachefs.peers.node import PeerNode
-from cachefs.prefetch import Prefetcher
+from cachefs.prefetch import Paths, Prefetcher
 from cachefs.store import Backing, Opened, scrub
 from cachefs.upload import orphans
 
@@ -417,10 +417,10 @@ class Daemon:
                 self._metrics,
                 self._status,
             )
-            names = {id(volume.origin): volume.name for volume in volumes}
+            paths = Paths(volumes)
             if upstream.comparing is not None:
-                upstream.comparing.on_lie = lambda origin, obj: self._fs.refresh(_path_of(names, origin, obj))
-            self._recordings = Recordings(self._fs, partial(_path_of, names), nursery)
+                upstream.comparing.on_lie = lambda origin, obj: self._fs.refresh(paths.of(origin, obj))
+            self._recordings = Recordings(self._fs, paths.of, nursery)
             await nursery.start(control.serve, control_path(config.mountpoint), self._verbs())
             if self._endpoint is not None:
                 log.info("metrics at http://%s/metrics", self._endpoint.address)
@@ -773,9 +773,3 @@ async def _no_hints(**_: Any) -> None:
 
 
 NO_HINTS = dict.fromkeys(("hint_files", "hint_order", "hint_drop"), _no_hints)
-
-
-def _path_of(names: dict[int, str], origin: Origin, obj: ObjectId) -> str:
-    """Where a file is below the mount; `names` are those of the volumes, by the identity of their origins."""
-    prefix = origin.prefix.rstrip("/") + "/" if origin.prefix else ""
-    return f"{names[id(origin)]}/{obj.key.removeprefix(prefix)}".lstrip("/")

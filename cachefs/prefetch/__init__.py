@@ -8,5 +8,6 @@ for anything here; and a prefetched block displaces none that is worth more (the
 """
 
 from cachefs.prefetch.prefetcher import Prefetcher
+from cachefs.prefetch.sources import Paths
 
-__all__ = ["Prefetcher"]
+__all__ = ["Paths", "Prefetcher"]

@@ -64,18 +64,13 @@ class Candidate:
 
 
 class Paths:
-    """From an object to its path below the mount."""
+    """The paths of objects, relative to the mount."""
 
     def __init__(self, volumes: list[Volume]) -> None:
-        self._volumes: dict[int, tuple[str, int]] = {}
-        for volume in volumes:
-            prefix = volume.origin.prefix
-            skip = len(prefix) + (1 if prefix and not prefix.endswith("/") else 0)
-            self._volumes[id(volume.origin)] = (f"{volume.name}/" if volume.name else "", skip)
+        self._above = {id(volume.origin): f"{volume.name}/" if volume.name else "" for volume in volumes}
 
     def of(self, origin: Origin, obj: ObjectId) -> str:
-        above, skip = self._volumes[id(origin)]
-        return above + obj.key[skip:]
+        return self._above[id(origin)] + obj.key.removeprefix(origin.prefix)
 
 
 class FromPlans:
