@@ -74,9 +74,6 @@ LOOKING_S = 1.0
 KEEP_EVERY_S = 30
 """Seconds until failed housekeeping is tried again. Guessed."""
 
-AHEAD_SHARE = 2
-"""Files that were prefetched and not opened yet may take one part in so many of the cache. Guessed."""
-
 TRIM_EVERY_S = 2.0
 """How often `NAMES_MAPPED_BYTES` is compared with what is mapped. Guessed: it costs one line of /proc."""
 
@@ -474,7 +471,7 @@ class Daemon:
             volumes,
             self._metrics,
             slots=config.concurrency - config.concurrency // 8,  # what the gate leaves to the background
-            budget=lambda: sum(tier.limit_bytes() for tier in self._store.tiers) // AHEAD_SHARE,
+            capacity=lambda: sum(tier.limit_bytes() for tier in self._store.tiers),
             directory=self._opened.state_dir / "plans",
         )
 

@@ -43,6 +43,10 @@ PART_BYTES, PARTS = 8 << 20, 8
 AT_ONCE = 4
 """Transfers that are begun before the daemon's other tasks have their turn. Derived: about 0.3 ms."""
 
+UNUSED_SHARE = 2
+"""Files that were prefetched and not opened yet may take half of the cache. Given: as much is left to files that are read
+again."""
+
 LARGEST_SHARE = 4
 """A file takes at most a quarter of the bytes that may lie unused; of a larger one the begin is fetched."""
 
@@ -137,7 +141,8 @@ class _Watched:
 
 
 class Prefetcher:
-    """`slots` are transfers at a time, `budget` returns the bytes that may lie unused now. Plans are kept in `directory`."""
+    """`slots` are transfers at a time, `capacity` returns the bytes that the cache may hold now. Plans are kept in
+    `directory`."""
 
     def __init__(
         self,
@@ -147,7 +152,7 @@ class Prefetcher:
         metrics: Metrics,
         *,
         slots: int,
-        budget: Callable[[], int],
+        capacity: Callable[[], int],
         directory: Path | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -155,7 +160,7 @@ class Prefetcher:
         self._fetcher = fetcher
         self._metrics = metrics
         self._slots = max(1, slots)
-        self._budget = budget
+        self._capacity = capacity
         self._clock = clock
         self._paths = Paths(volumes)
         self._plans = FromPlans(fs, self._wanted, self._still_wanted, clock)
@@ -282,6 +287,10 @@ class Prefetcher:
                 return False
             self._start(nursery, candidate, budget)
         return True
+
+    def _budget(self) -> int:
+        """Bytes that may lie unused now."""
+        return self._capacity() // UNUSED_SHARE
 
     def _enough(self, budget: int) -> bool:
         return self.awaited.bytes >= budget or len(self.awaited.files) >= MOST_AWAITED
