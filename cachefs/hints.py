@@ -48,14 +48,12 @@ INDICES_AT_ONCE = 48 << 10
 """Of an order, in one request: 192 KiB, and 256 KiB as text. Derived from what a request may hold."""
 
 ASK_DEADLINE_S = 30.0
-"""For one request. Guessed: the daemon answers in milliseconds, and only the sending thread waits."""
+"""For one request. The daemon answers most in milliseconds, and the last part of a list of a million files in seconds; only
+the sending thread waits."""
 
 EXIT_DEADLINE_S = 5.0
-"""How long a process that ends waits until its last hints are sent. Guessed: they take milliseconds."""
-
-NEXT_AFTER = 8
-"""The next epoch is drawn and sent after one part in so many of the current one. Guessed: the first batch is not delayed,
-and the daemon knows the order long before the first file is read."""
+"""How long a process that ends waits until its last hints are sent. They take milliseconds; a daemon that hangs must not
+hold up the end of a job."""
 
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "LOCAL_RANK")
 """Variables in which launchers (torchrun, srun, Open MPI, MPICH, Intel MPI) tell a process its rank."""
@@ -146,7 +144,8 @@ class HintedSampler:
             self._tell(epoch, order)
         for told, item in enumerate(chain(order, drawing), 1):
             yield item
-            if told == max(1, length // NEXT_AFTER):
+            # Half way: not at the beginning, where drawing would delay the first batches, and long before the next epoch.
+            if told == (length + 1) // 2:
                 self._tell_next(epoch, length)
 
     def _tell_next(self, epoch: int, length: int) -> None:
