@@ -214,9 +214,9 @@ def test_a_sampler_is_passed_on_unchanged_and_told_an_epoch_ahead(daemon: FakeDa
     for epoch in range(3):
         sampler.set_epoch(epoch)
         reading = iter(sampler)
-        order = [next(reading)]
+        order = list(islice(reading, PATHS // 4))
         relative = daemon.told("node-3", epoch)
-        assert daemon.orders[-1][1] == epoch, "the first batch does not wait for the next epoch"
+        assert daemon.orders[-1][1] == epoch, "the first batches do not wait for the next epoch"
         order += islice(reading, PATHS // 2)
         assert hints.wait(10) and daemon.orders[-1][1] == epoch + 1
         order += reading
