@@ -35,11 +35,11 @@ LINES_AT_ONCE = 2_000
 """Lines in one reply. Measured: writing them takes 6 ms of the daemon's loop."""
 
 RUNS_KEPT = 8
-"""Runs of reads of one handle at a time; of more, the oldest ends. Guessed: the threads of one process."""
+"""Runs of reads of one handle at a time; of more, the oldest ends. A bound: random reads begin a run each. As many threads
+of a process may read a file in order."""
 
 DRAIN_DEADLINE_S = 60.0
 """A recording that is not drained for so long ends. Derived: its client drains twice a second."""
-
 
 MOST_BYTES = 1 << 62
 """Larger than any object."""

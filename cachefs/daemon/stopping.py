@@ -26,13 +26,11 @@ from cachefs.fuse.connection import end
 log = logging.getLogger(__name__)
 
 STAGE_S = 20.0
-"""What a stage may take beside `seconds`. Guessed: all of them together take well under a second."""
+"""What a stage may take beside `seconds`. All of them together take well under a second; a slow disk is not cut off."""
 
 LOOK_EVERY_S = 2.0
-"""How often the thread looks. Derived: a tenth of a stage."""
-
-SAYING_S = 1.0
-"""How long writing the last line may take: the log may lie on the disk that hangs. Guessed."""
+"""How often the thread looks, and how long it waits for the last line to be written: the log may lie on the disk that hangs.
+Derived: a tenth of a stage."""
 
 EXIT_CODE = 70
 """EX_SOFTWARE: not what a service manager takes for a clean stop."""
@@ -96,7 +94,7 @@ class Stopping:
                 end(mountpoint, number)
         saying = threading.Thread(target=_say, args=(line,), daemon=True)
         saying.start()
-        saying.join(SAYING_S)
+        saying.join(LOOK_EVERY_S)
         self._leave(EXIT_CODE)
 
 
