@@ -36,9 +36,6 @@ from cachefs.store.tier import PAGE, allocated
 
 log = logging.getLogger(__name__)
 
-WALKERS = 16
-"""Paths of one job that are looked up or listed at a time. Guessed: enough to keep 64 transfers of small files busy."""
-
 MOST_AT_ONCE = 1024
 
 LIST_BYTES = 256 << 20
@@ -55,8 +52,8 @@ times a second, as often as the command asks."""
 FAILURES_NAMED = 10
 
 FAILURES_IN_A_ROW = 200
-"""A job gives up after so many files that failed with none in between that succeeded. Guessed: one directory without
-permission is smaller."""
+"""A job gives up after so many files that failed with none in between that succeeded: then the origin is gone or refuses
+everything. A directory without permission is usually smaller."""
 
 KEPT = 32
 """Ended jobs that can still be asked about."""
@@ -155,7 +152,8 @@ class Job:
 
 
 class Jobs:
-    """All jobs of a mount. `nursery` runs them; `at_once` is how many files each has under way by default."""
+    """All jobs of a mount. `nursery` runs them. `at_once` is how many paths each looks up or lists at a time by default, and
+    as many files are fetched at a time."""
 
     def __init__(
         self, tree_queries: TreeQueries, fetcher: Fetcher, store: Store, nursery: trio.Nursery, at_once: int
@@ -272,7 +270,7 @@ class Jobs:
 
     async def _walk_all(self, job: Job, send: trio.MemorySendChannel[Wanted]) -> None:
         async with send, trio.open_nursery() as nursery:
-            for _ in range(WALKERS):
+            for _ in range(job.at_once):
                 nursery.start_soon(self._walk, job, send)
         job.walked = True
 
