@@ -21,7 +21,8 @@ from cachefs.daemon.mounting import canonical
 POLL_S = 0.25
 
 UPGRADED_S = 60.0
-"""How long each half of an upgrade may take. Derived: twice what the daemon waits for the next one."""
+"""How long the next daemon may take to answer, and the present one to hand over. The present one waits half of that for the
+next one to load, from a disk that may be slow, and answers if it does not."""
 
 FLUSH_STEP_S = 1.0
 """How long the daemon waits for uploads before it answers how much is left. Derived: a terminal shows it once a second."""

@@ -37,6 +37,7 @@ from cachefs.base.shared_memory import SharedMemory
 from cachefs.base.tasks import in_thread
 from cachefs.config.config import ROWS, Config, Source
 from cachefs.daemon import cachedir, control, mounting
+from cachefs.daemon.asking import UPGRADED_S
 from cachefs.daemon.locating import Locator
 from cachefs.daemon.notify import Notifier
 from cachefs.daemon.recording import Recordings
@@ -66,26 +67,25 @@ SPILL_DEADLINE_S = 10.0
 """How long a stop may take to save RAM to SSD: at 1 GB/s, more than twice the default RAM tier. Derived."""
 
 NAMES_MAPPED_BYTES = 48 << 20
-"""Bytes of the names database that may stay mapped. Guessed: 400,000 names; unmapping costs minor faults."""
-
-LOOKING_S = 1.0
-"""How long `status` waits for the disk to list the files that are kept aside. Guessed."""
-
-KEEP_EVERY_S = 30
-"""Seconds until failed housekeeping is tried again. Guessed."""
+"""Bytes of the names database that may stay mapped, 400,000 names: half of what a daemon with a million names takes
+(`scripts/bench memory-million`). Unmapping costs minor faults."""
 
 TRIM_EVERY_S = 2.0
-"""How often `NAMES_MAPPED_BYTES` is compared with what is mapped. Guessed: it costs one line of /proc."""
+"""How often `NAMES_MAPPED_BYTES` is compared with what is mapped, which costs one line of /proc. Derived: a listing of
+100,000 names a second maps half of it meanwhile."""
+
+ASIDE_DEADLINE_S = 1.0
+"""How long `status` waits for the disk to list the files that are kept aside: a disk that hangs must not hold it up."""
+
+RETRY_S = 30
+"""Seconds until failed housekeeping is tried again: a failure that stays costs two log entries a minute."""
 
 NOT_FOR_GOOD = (errno.ENOMEM, errno.ENFILE, errno.EMFILE, errno.ENOSPC, errno.ENOTCONN, errno.EBADF)
 """Errors with which the kernel refuses one backing file for now; any other refuses the whole tier."""
 
 GARBAGE_THRESHOLDS = (50_000, 20, 50)
-"""Of `gc.set_threshold`. Guessed: requests make few cycles, and each collection stops the loop."""
-
-
-LOADING_S = 30.0
-"""How long another daemon may take to load what it needs, beside this one. Guessed: a node's disk may be slow."""
+"""Of `gc.set_threshold`. Requests make few cycles, and each collection stops the loop. Measured, while 8,000 small files are
+read four times: with Python's own thresholds collections take a quarter of the processor time, with these one part in 70."""
 
 LIVE = ("log_level", "download_limit", "upload_limit", "metadata_ttl", "negative_ttl", "pin_budget")
 """Options that SIGHUP changes while the mount is in use."""
@@ -387,7 +387,7 @@ class Daemon:
         self._fs.renew_names()
         self._fs.list_tops(self._absent)
         if uploading is not None:  # not before: what an earlier run has left has to have its names first
-            lasting.start_soon(self._keep, uploading.uploads.run, "uploading")
+            lasting.start_soon(retried, uploading.uploads.run, "uploading")
         notices = Notices(lambda *notice: self._backend.backend.invalidate(*notice))
         self._fs.on_invalidate = notices.tell
         self._fs.told = notices.told
@@ -396,14 +396,14 @@ class Daemon:
         try:
             if peers is not None:
                 await peers.start(Serving(self._store, fetcher, peers.cluster, self._origins), nursery)
-            nursery.start_soon(self._keep, self._store.run, "writing the cache index")
+            nursery.start_soon(retried, self._store.run, "writing the cache index")
             if not self._store.was_clean:
-                nursery.start_soon(self._keep, partial(scrub, self._store), "looking through the cache")
-            nursery.start_soon(self._keep, self._pauses.run, "looking for pauses of the loop")
-            nursery.start_soon(self._keep, notices.run, "telling the kernel of changes")
-            nursery.start_soon(self._keep, self._trim_loop, "giving memory back")
+                nursery.start_soon(retried, partial(scrub, self._store), "checking the cache")
+            nursery.start_soon(retried, self._pauses.run, "measuring pauses of the loop")
+            nursery.start_soon(retried, notices.run, "telling the kernel of changes")
+            nursery.start_soon(retried, self._trim_loop, "giving memory back")
             if self._prefetcher is not None:
-                nursery.start_soon(self._keep, self._prefetcher.run, "prefetch")
+                nursery.start_soon(retried, self._prefetcher.run, "prefetch")
             self._jobs = Jobs(self._fs.tree_queries, fetcher, self._store, nursery, config.concurrency)
             self._locator = Locator(self._fs.tree_queries, fetcher, upstream.cluster, config.block_size)
             self._explainer = Explainer(
@@ -423,8 +423,8 @@ class Daemon:
                 log.info("metrics at http://%s/metrics", self._endpoint.address)
                 if self._endpoint.warning:
                     log.warning("%s", self._endpoint.warning)
-                nursery.start_soon(self._keep, partial(self._endpoint.serve, self._watch.pages()), "metrics")
-                nursery.start_soon(self._keep, self._watch.run, "samples of the metrics")
+                nursery.start_soon(retried, partial(self._endpoint.serve, self._watch.pages()), "metrics")
+                nursery.start_soon(retried, self._watch.run, "samples of the metrics")
             gc.collect()
             gc.set_threshold(*GARBAGE_THRESHOLDS)
             gc.freeze()  # what is alive now stays alive: no need to look at it again and again
@@ -624,17 +624,6 @@ class Daemon:
         log.info("SIGHUP: changed %s; needs a remount: %s", now, ", ".join(later) or "nothing")
         logs.set_level(config.log_level)
 
-    async def _keep(self, what: Callable[[], Awaitable[None]], name: str) -> None:
-        """Run housekeeping. A failure is logged and it is tried again later; it does not end the mount."""
-        while True:
-            try:
-                await what()
-            except Exception:
-                log.exception("%s failed; trying again in %d s", name, KEEP_EVERY_S)
-                await trio.sleep(KEEP_EVERY_S)
-            else:
-                return
-
     async def _trim_loop(self) -> None:
         while True:
             await trio.sleep(TRIM_EVERY_S)
@@ -671,7 +660,7 @@ class Daemon:
                 raise MountError(
                     "the configuration has another cache directory or block size than this mount: umount, and mount again"
                 )
-        version = await self._held.renewed(LOADING_S)
+        version = await self._held.renewed(UPGRADED_S / 2)
         if self._opened.state_dir in self._opened.temporary and self._backend.backend.operations.writers:
             raise MountError(
                 "the cache directory cannot be used, and the next daemon would not find files that are open for writing: "
@@ -747,11 +736,21 @@ class Daemon:
     async def _kept_aside(self) -> str:
         """The warning of `orphans`; while the disk does not answer, the last one."""
         if not self._looking.borrowed_tokens:
-            with trio.move_on_after(LOOKING_S):
+            with trio.move_on_after(ASIDE_DEADLINE_S):
                 self._aside = await trio.to_thread.run_sync(
                     orphans.warning, self._opened.state_dir, abandon_on_cancel=True, limiter=self._looking
                 )
         return self._aside
+
+
+async def retried(work: Callable[[], Awaitable[None]], name: str) -> None:
+    """Run housekeeping to its end. A failure is logged, and it is run again `RETRY_S` later; it does not end the mount."""
+    while True:
+        try:
+            return await work()
+        except Exception:
+            log.exception("%s failed; trying again in %d s", name, RETRY_S)
+            await trio.sleep(RETRY_S)
 
 
 def _but_ttls(sources: Sequence[Source]) -> list[Source]:
