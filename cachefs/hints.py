@@ -29,7 +29,7 @@ import warnings
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, islice
 from operator import index as as_index
@@ -472,10 +472,8 @@ def _complain(reason: str) -> None:
     log.debug("not hinted: %s", reason)
     if not _complained:
         _complained = True
-        try:
+        with suppress(Warning):  # where the program makes warnings errors, this one is none
             warnings.warn(f"cachefs hints: {reason}; reading goes on without them", stacklevel=2)
-        except Warning:
-            pass  # the program made warnings errors: not of this one
 
 
 _sender = _Sender()

@@ -46,18 +46,12 @@ def all_statuses() -> list[dict[str, Any]]:
         except client.OfAnother:
             continue
         except client.NotRunning:
-            _remove(socket)
+            with suppress(OSError):
+                socket.unlink()
         except client.ControlError as exc:
             known = (m.path for m in mounts() if m.is_cachefs and control_path(Path(m.path)) == socket)
             found.append({"mountpoint": next(known, "?"), "warnings": [str(exc)]})
     return sorted(found, key=lambda status: str(status.get("mountpoint", "")))
-
-
-def _remove(socket: Path) -> None:
-    try:
-        socket.unlink()
-    except OSError:
-        pass
 
 
 def mount_of(path: Path) -> tuple[Path, str]:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from cachefs.base import logs, ownership
@@ -53,12 +54,9 @@ class Ready:
         if self._fd is None:
             return
         fd, self._fd = self._fd, None
-        try:
+        with suppress(OSError):  # the parent has gone; the mount is there all the same
             os.write(fd, line.encode("utf-8", "backslashreplace") + b"\n")
-        except OSError:
-            pass  # the parent has gone; the mount is there all the same
-        finally:
-            os.close(fd)
+        os.close(fd)
 
 
 def command_of(arguments: Sequence[str]) -> list[str]:
@@ -137,7 +135,8 @@ def _trust(
     if said is None:
         raise MountError(_late(config, log_path))
     if said != "ready":
-        _let_end(child)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(STOP_DEADLINE_S)  # it closes its cache
         reason = said.removeprefix("error: ") or _last_line(log_path, log_start)
         raise MountError(reason or f"the daemon ended before the mount was there: see {log_path}")
 
@@ -184,14 +183,6 @@ def _last_line(path: Path, offset: int) -> str:
     return lines[-1] if lines else ""
 
 
-def _let_end(child: subprocess.Popen[bytes]) -> None:
-    """A child that failed closes its cache: give it the time."""
-    try:
-        child.wait(STOP_DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        pass
-
-
 def _stop(child: subprocess.Popen[bytes], mountpoint: Path, before: int | None) -> None:
     """End the child's whole session, and take away what it mounted, unless a dead mount was there `before` (None)."""
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -210,7 +201,5 @@ def _stop(child: subprocess.Popen[bytes], mountpoint: Path, before: int | None) 
     if mount is not None and mount.is_cachefs:
         answer = probe(mountpoint, 1.0)
         if isinstance(answer, OSError) or answer.st_dev != before:
-            try:
+            with suppress(OSError):
                 detach(mount, lazy=True)
-            except OSError:
-                pass

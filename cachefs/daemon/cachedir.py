@@ -85,8 +85,6 @@ def keep_free_bytes(config: Config) -> int:
 
 def note_held(cache_dir: Path, store: Store) -> None:
     """For the next start's share of the disk."""
-    try:
-        used = sum(tier.used_bytes for tier in store.tiers if tier.name == "ssd")
+    used = sum(tier.used_bytes for tier in store.tiers if tier.name == "ssd")
+    with suppress(OSError):
         durable.write(cache_dir / "held", str(used))
-    except OSError:
-        pass

@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,9 @@ async def serve(path: Path, verbs: Verbs, *, task_status: Any = None) -> None:
             task_status=task_status,
         )
     finally:
-        try:
+        with suppress(OSError):
             if os.stat(path).st_ino == mine:
                 os.unlink(path)
-        except OSError:
-            pass
 
 
 async def _answer(stream: trio.SocketStream, verbs: Verbs) -> None:
@@ -128,11 +127,9 @@ async def _perform(line: bytes, verbs: Verbs) -> dict[str, Any]:
 
 
 async def _send(stream: trio.SocketStream, reply: Mapping[str, Any]) -> None:
-    with trio.move_on_after(TALK_DEADLINE_S):
-        try:
-            await stream.send_all(json.dumps(reply, default=str).encode() + b"\n")
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            pass  # the client has gone
+    # The client may have gone.
+    with trio.move_on_after(TALK_DEADLINE_S), suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+        await stream.send_all(json.dumps(reply, default=str).encode() + b"\n")
 
 
 def _listen(path: Path) -> socket.socket:

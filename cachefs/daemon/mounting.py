@@ -66,14 +66,18 @@ def check(config: Config) -> list[str]:
     A dead mount at the mountpoint stays until `clear` is called, so that programs go on getting an error, and not a
     directory that takes what they write, until the new mount is about to be there."""
     _check_descriptors()
-    if config.descriptor is not None:
-        return _check_passed(config, config.descriptor)
-    if dead_mount(config) is None:
+    passed = config.descriptor
+    if passed is not None:
+        connection.check(passed)
+    elif dead_mount(config) is None:
         clear(config)
     _check_overlap(config)
     _check_peers(config)
-    check_rights(config.allow_other)
-    return []
+    if passed is None:
+        check_rights(config.allow_other)
+        return []
+    mount = connection.mount_of(passed)
+    return [] if mount is None else connection.remarks(mount, os.geteuid())
 
 
 def dead_mount(config: Config) -> Mount | None:
@@ -104,14 +108,6 @@ def _check_cache_directory(path: Path) -> None:
                     f"the cache directory {path} cannot be: {above} is a file: choose another --cache-dir"
                 )
             return
-
-
-def _check_passed(config: Config, fd: int) -> list[str]:
-    connection.check(fd)
-    _check_overlap(config)
-    _check_peers(config)
-    mount = connection.mount_of(fd)
-    return [] if mount is None else connection.remarks(mount, os.geteuid())
 
 
 def check_rights(allow_other: bool = False) -> None:

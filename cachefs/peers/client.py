@@ -24,6 +24,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -265,12 +266,8 @@ class Connection:
         close it. A descriptor that a thread waits on must not be closed, and perhaps reused for another file."""
         self._unwanted = True
         if self._handed_over:
-            try:
-                socket.socket.shutdown(
-                    self._socket, socket.SHUT_RDWR
-                )  # not TLS's, which would touch its state
-            except OSError:
-                pass
+            with suppress(OSError):  # not with TLS's shutdown, which would change its state
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
         else:
             self._socket.close()
 

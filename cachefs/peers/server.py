@@ -21,7 +21,8 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -239,6 +240,14 @@ class PlainWire:
         self._socket.close()
 
 
+@contextmanager
+def _lost_is_gone() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, trio.BrokenResourceError) as exc:  # an `ssl.SSLError` is an OSError
+        raise Gone from exc
+
+
 class TlsWire:
     """`Wire` with TLS."""
 
@@ -250,22 +259,16 @@ class TlsWire:
         self._threads = threads
 
     async def begin(self) -> None:
-        try:
+        with _lost_is_gone():
             await self._stream.do_handshake()
-        except (trio.BrokenResourceError, ssl.SSLError) as exc:
-            raise Gone from exc
 
     async def receive(self) -> bytes:
-        try:
+        with _lost_is_gone():
             return bytes(await self._stream.receive_some(READ_BYTES))
-        except (trio.BrokenResourceError, ssl.SSLError) as exc:
-            raise Gone from exc
 
     async def send(self, data: bytes, *, more: bool) -> None:
-        try:
+        with _lost_is_gone():
             await self._stream.send_all(data)
-        except (trio.BrokenResourceError, ssl.SSLError) as exc:
-            raise Gone from exc
 
     async def send_run(self, run: Sequence[Piece | bytes], progressed: Callable[[], None]) -> None:
         for item in run:
@@ -277,16 +280,12 @@ class TlsWire:
     async def _send_file(self, piece: Piece, progressed: Callable[[], None]) -> None:
         fd, offset, left, in_ram, _ = piece
         while left:
-            count = min(left, TLS_SLICE)
-            try:
+            count, disk = min(left, TLS_SLICE), self._threads.disk
+            with _lost_is_gone():
                 if in_ram:
                     data = os.pread(fd, count, offset)
                 else:
-                    data = await trio.to_thread.run_sync(
-                        os.pread, fd, count, offset, limiter=self._threads.disk
-                    )
-            except OSError as exc:
-                raise Gone from exc
+                    data = await trio.to_thread.run_sync(os.pread, fd, count, offset, limiter=disk)
             if not data:
                 raise Gone("the file is shorter than it should be")
             await self.send(data, more=True)
