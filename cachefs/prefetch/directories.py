@@ -30,20 +30,20 @@ GENTLE_UNTIL = 0.05
 GENTLE = 1.5
 STEEP = 12.0
 
-EXPECTED_ENOUGH = 8.0
+ENOUGH_EXPECTED = 8.0
 """Hits expected by chance before their lack counts: that none came then has a chance of e^-8."""
 
-DISAPPOINTING = 0.25
+RARELY = 0.25
 """The share of those hits below which nothing more is fetched. Derived: with 8 expected, two come by chance in 1 of 70."""
 
 PASS_SHARE = 32
 """A listing is passed again when one file in so many was demanded since, and not cached."""
 
 
-def share(asked: float) -> float:
-    """The part of a directory that may be fetched and unused when the part `asked` was demanded."""
-    gentle = GENTLE * min(asked, GENTLE_UNTIL)
-    return min(1.0, gentle + STEEP * max(0.0, asked - GENTLE_UNTIL))
+def share(demanded: float) -> float:
+    """The part of a directory that may be fetched and unused when the part `demanded` was demanded."""
+    gentle = GENTLE * min(demanded, GENTLE_UNTIL)
+    return min(1.0, gentle + STEEP * max(0.0, demanded - GENTLE_UNTIL))
 
 
 class Directory:
@@ -62,14 +62,14 @@ class Directory:
     def missed(self, now: float) -> None:
         """A file was opened for the first time in this epoch, and none of it was cached."""
         self._missed += 1
-        self._ask(now)
+        self._demand(now)
 
     def hit(self, now: float) -> None:
         """A prefetched file was opened for the first time."""
-        self._ask(now)
+        self._demand(now)
         self.used += 1
 
-    def _ask(self, now: float) -> None:
+    def _demand(self, now: float) -> None:
         self.last = now
         if self.files is not None:
             left = max(self.files - self.demanded, self.unused, 1)
@@ -99,12 +99,12 @@ class Directory:
         return self.fetched - self.used
 
     @property
-    def disappoints(self) -> bool:
-        return self._expected >= EXPECTED_ENOUGH and self.used < DISAPPOINTING * self._expected
+    def rarely_used(self) -> bool:
+        return self._expected >= ENOUGH_EXPECTED and self.used < RARELY * self._expected
 
-    def wish(self) -> int:
+    def more_files(self) -> int:
         """How many more files to prefetch now."""
-        if self.demanded < START or self.disappoints:
+        if self.demanded < START or self.rarely_used:
             return 0
         if self.files is None:
             # As at the gentle slope of any directory: of what is fetched, less than two thirds is for nothing.

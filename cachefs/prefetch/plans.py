@@ -38,7 +38,7 @@ NEAR_MOST, NEAR_LEAST, NEAR_PART = 8192, 4, 8
 """How far around their middle these lie together: an eighth of the order, within bounds. Workers times batches times their
 look-ahead are a few thousand files out of order."""
 
-SETTLE_EVERY = 8
+FIND_EVERY = 8
 """Opens between two looks at them: a look takes 15 µs (measured)."""
 
 BEGUN = 6
@@ -108,7 +108,7 @@ class Item(NamedTuple):
     path: bytes
 
     @property
-    def passed(self) -> bool:
+    def is_behind(self) -> bool:
         """True if the furthest of the job's workers is past it."""
         return self.epoch == self.plan.epoch and self.place < self.plan.position
 
@@ -145,19 +145,19 @@ class Plan:
                 return
             self.orders[at] = order
             if at == 0:
-                self._begin()
+                self._restart()
             else:
                 self.ahead = min(self.ahead, len(self.orders[0]))
                 self.soon = min(self.soon, self.ahead)
         elif self.orders and order.epoch < self.orders[-1].epoch:
             self.orders = [order]
-            self._begin()
+            self._restart()
         else:
             if len(self.orders) == 2:
                 self._advance()
             self.orders.append(order)
 
-    def _begin(self) -> None:
+    def _restart(self) -> None:
         self.position = self.ahead = self.soon = 0
         self._recent.clear()
 
@@ -169,11 +169,11 @@ class Plan:
         self.used_at = now
         self._recent.append(number)
         self._opens += 1
-        if self._opens % SETTLE_EVERY == 0 or self._opens < RECENT:
-            self._settle()
+        if self._opens % FIND_EVERY == 0 or self._opens < RECENT:
+            self._find_position()
         return True
 
-    def _settle(self) -> None:
+    def _find_position(self) -> None:
         """Find the position from the recent opens."""
         current, following = self.orders[0], self.orders[1] if len(self.orders) == 2 else None
         if following is not None and self.position >= len(current) - _near(current):
@@ -181,7 +181,7 @@ class Plan:
             begun = [place for place in last if place is not None and place < max(BEGUN, _near(following))]
             if len(begun) == BEGUN:
                 self._advance()
-                self._be_at(max(begun) + 1)
+                self._move_to(max(begun) + 1)
                 return
         for order in self.orders:
             recent = list(self._recent)[-max(BEGUN, len(order) // 4) :]
@@ -193,10 +193,10 @@ class Plan:
             if 2 * len(together) >= len(recent):
                 if order is following:
                     self._advance()
-                self._be_at(together[-1] + 1)
+                self._move_to(together[-1] + 1)
                 return
 
-    def _be_at(self, position: int) -> None:
+    def _move_to(self, position: int) -> None:
         if abs(position - self.position) > 2 * _near(self.orders[0]):
             self.jumped = True
             self.ahead = self.soon = position  # what it reads again may be gone
@@ -217,7 +217,7 @@ class Plan:
         """True if it was not used for so long."""
         return now - self.used_at > seconds
 
-    def passed(self, epoch: int, place: int) -> bool:
+    def is_past(self, epoch: int, place: int) -> bool:
         """True if the job is so far past that place that its file will not be opened late."""
         if not self.orders:
             return True
@@ -245,7 +245,7 @@ class Plan:
             place, order = place - len(order), self.orders[1]
         return Item(self, order.epoch, place, self.files[order.numbers[place]])
 
-    def give_back(self, item: Item) -> None:
+    def put_back(self, item: Item) -> None:
         """It could not be fetched now: look at it and at what follows again."""
         start = 0
         for order in self.orders:
@@ -270,7 +270,7 @@ class Plans:
     def __init__(self) -> None:
         self.by_name: dict[str, Plan] = {}
         self.jumped = False  # any of them
-        self._turn: deque[Plan] = deque()
+        self._round_robin: deque[Plan] = deque()
 
     def __len__(self) -> int:
         return len(self.by_name)
@@ -283,16 +283,16 @@ class Plans:
             gone = min(self.by_name.values(), key=lambda p: p.used_at)
             self.drop(gone.name)
         self.by_name[plan.name] = plan
-        self._turn.append(plan)
+        self._round_robin.append(plan)
         return gone
 
     def drop(self, name: str) -> Plan | None:
         plan = self.by_name.pop(name, None)
         if plan is not None:
-            self._turn.remove(plan)
+            self._round_robin.remove(plan)
         return plan
 
-    def unused(self, now: float) -> list[str]:
+    def expired(self, now: float) -> list[str]:
         """Plans that are over."""
         return [name for name, plan in self.by_name.items() if now - plan.used_at > DROP_AFTER_S]
 
@@ -307,9 +307,9 @@ class Plans:
 
     def take(self, now: float = 0.0) -> Item | None:
         """The next file of the next plan that has one and is not quiet."""
-        for _ in range(len(self._turn)):
-            self._turn.rotate(-1)
-            plan = self._turn[-1]
+        for _ in range(len(self._round_robin)):
+            self._round_robin.rotate(-1)
+            plan = self._round_robin[-1]
             if not plan.quiet(now) and (item := plan.take()) is not None:
                 return item
         return None
@@ -642,7 +642,7 @@ class Hints:
         now = self._clock()
         for name in [name for name, at in self._unfinished.items() if now - at > UNFINISHED_S]:
             self._forget_unfinished(name)
-        for name in self._plans.unused(now):
+        for name in self._plans.expired(now):
             await self.drop(name)
         if now - self._swept_at > TOUCH_EVERY_S:
             for plan in list(self._plans.by_name.values()):

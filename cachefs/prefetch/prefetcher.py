@@ -70,7 +70,7 @@ SHOWN = 4
 
 
 @dataclass(slots=True, eq=False)
-class _Ahead:
+class _Prefetched:
     """A prefetched file, `size` bytes of it, of which `fetched` came with the prefetch: known when it is `done`."""
 
     candidate: Candidate
@@ -90,32 +90,32 @@ class Awaited:
 
     def __init__(self) -> None:
         self.everything = False  # plans follow every open
-        self.files: OrderedDict[bytes, _Ahead] = OrderedDict()
-        self.unread: dict[bytes, _Ahead] = {}
+        self.files: OrderedDict[bytes, _Prefetched] = OrderedDict()
+        self.unread: dict[bytes, _Prefetched] = {}
         self.bytes = 0
 
     def __contains__(self, digest: object) -> bool:
         return self.everything or digest in self.files
 
-    def put(self, ahead: _Ahead) -> None:
+    def put(self, ahead: _Prefetched) -> None:
         self.files[ahead.object.digest] = ahead
         self.bytes += ahead.size
 
-    def opened(self, digest: bytes) -> _Ahead | None:
+    def opened(self, digest: bytes) -> _Prefetched | None:
         ahead = self.files.pop(digest, None)
         if ahead is not None:
             self.end(digest)
             self.unread[digest] = ahead
         return ahead
 
-    def end(self, digest: bytes) -> _Ahead | None:
+    def end(self, digest: bytes) -> _Prefetched | None:
         """An opened file is used, or will not be."""
         ahead = self.unread.pop(digest, None)
         if ahead is not None:
             self.bytes -= ahead.size
         return ahead
 
-    def drop(self, ahead: _Ahead) -> bool:
+    def drop(self, ahead: _Prefetched) -> bool:
         """Forget it; False if it was opened meanwhile."""
         digest = ahead.object.digest
         if self.files.get(digest) is ahead:
@@ -137,7 +137,7 @@ class _Watched:
     def __contains__(self, digest: object) -> bool:
         ahead = self._files.get(digest)  # type: ignore[call-overload]
         stream = None if ahead is None else ahead.candidate.stream
-        return stream is not None and self._shards.doubts(*stream)
+        return stream is not None and self._shards.must_see_reads(*stream)
 
 
 class Prefetcher:
@@ -314,15 +314,15 @@ class Prefetcher:
         size = min(obj.size, budget // LARGEST_SHARE)
         if obj.digest in self.awaited.files:
             return  # of two plans, or prefetched during the lookup
-        ahead = _Ahead(candidate, obj, size, trio.current_time())
+        ahead = _Prefetched(candidate, obj, size, trio.current_time())
         self.awaited.put(ahead)
         transfers = max(1, min(PARTS, size // PART_BYTES))
         self._in_flight += transfers
         try:
-            if size == obj.size and self._fetcher.bring_small(origin, obj, partial(self._brought, ahead, 1)):
+            if size == obj.size and self._fetcher.bring_small(origin, obj, partial(self._ended, ahead, 1)):
                 return
         except NoRoom as exc:
-            self._brought(ahead, 1, 0, exc)
+            self._ended(ahead, 1, 0, exc)
             return
         contained(nursery, "prefetch", self._bring, origin, ahead, transfers)
 
@@ -344,7 +344,7 @@ class Prefetcher:
         elif self._wanted(candidate.found[1]):
             self._start(nursery, candidate, self._budget())
 
-    async def _bring(self, origin: Origin, ahead: _Ahead, transfers: int) -> None:
+    async def _bring(self, origin: Origin, ahead: _Prefetched, transfers: int) -> None:
         fetched = 0
         failure: BaseException | None = None
         try:
@@ -354,9 +354,9 @@ class Prefetcher:
             if not isinstance(exc, CachefsError):
                 raise
         finally:
-            self._brought(ahead, transfers, fetched, failure)
+            self._ended(ahead, transfers, fetched, failure)
 
-    def _brought(self, ahead: _Ahead, transfers: int, fetched: int, failure: BaseException | None) -> None:
+    def _ended(self, ahead: _Prefetched, transfers: int, fetched: int, failure: BaseException | None) -> None:
         """A transfer is over, or was not begun."""
         self._in_flight -= transfers
         if failure is None:
@@ -374,7 +374,7 @@ class Prefetcher:
     def _failed(self, exc: CachefsError, candidate: Candidate) -> None:
         if isinstance(exc, NoRoom):
             self._rest("no room")
-            candidate.give_back()
+            candidate.put_back()
             return
         self._metrics.prefetch_errors += 1
         log.debug("prefetch: %s", exc)
@@ -410,10 +410,10 @@ class Prefetcher:
             if ahead.done and ahead.since < trio.current_time() - UNREAD_S:
                 self.awaited.end(digest)
 
-    def _given_up(self, ahead: _Ahead) -> bool:
+    def _given_up(self, ahead: _Prefetched) -> bool:
         item = ahead.candidate.item
         if item is not None and self._plans.plans.by_name.get(item.plan.name) is item.plan:
-            if item.plan.passed(item.epoch, item.place):
+            if item.plan.is_past(item.epoch, item.place):
                 return True
             if not item.plan.quiet(self._clock()):
                 return False

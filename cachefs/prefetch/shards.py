@@ -105,7 +105,7 @@ class _Stream:
     step: Step | None = None
     count: int = 0  # steps that are predicted to follow
     doubted: bool = False  # a prediction was wrong: the next step has to come twice
-    left: int = 0  # opens until one has to be seen read
+    unread_left: int = 0  # opens until the daemon has to see one read
 
     def opened(self, name: bytes, listing: Listing) -> bool:
         """False if it is the same as before: it may be opened again for its footer, or by a second thread."""
@@ -121,7 +121,7 @@ class _Stream:
     def predicted(self, listing: Listing) -> list[bytes]:
         """The next shards, up to the end of the directory."""
         names: list[bytes] = []
-        if self.step is not None and self.left > 0:
+        if self.step is not None and self.unread_left > 0:
             for times in range(1, self.count + 1):
                 found = self.step.take(self.last, listing, times)
                 if found is None:
@@ -150,7 +150,7 @@ class Shards:
             stream = self._streams.pop(key, None) or _Stream()
             self._streams[key] = stream
             if stream.opened(name, listing):
-                stream.left = max(0, stream.left - counts)
+                stream.unread_left = max(0, stream.unread_left - counts)
                 names += stream.predicted(listing)
         while len(self._streams) > STREAMS:
             self._streams.popitem(last=False)
@@ -160,17 +160,17 @@ class Shards:
         """A shard that this process has opened was read: what to fetch now."""
         names: list[bytes] = []
         for stream in self._of(directory, pid):
-            stream.left = MOST_UNREAD
+            stream.unread_left = MOST_UNREAD
             names += stream.predicted(listing)
         return list(dict.fromkeys(names))
 
-    def trusts(self, directory: str, pid: int) -> bool:
+    def worth_fetching(self, directory: str, pid: int) -> bool:
         """True while what was predicted is worth fetching."""
-        return any(stream.left > 0 for stream in self._of(directory, pid))
+        return any(stream.unread_left > 0 for stream in self._of(directory, pid))
 
-    def doubts(self, directory: str, pid: int) -> bool:
+    def must_see_reads(self, directory: str, pid: int) -> bool:
         """True if the reads of the next shard should be seen, so it should be opened without passthrough."""
-        return any(0 < stream.left <= MOST_UNREAD // 2 for stream in self._of(directory, pid))
+        return any(0 < stream.unread_left <= MOST_UNREAD // 2 for stream in self._of(directory, pid))
 
     def _of(self, directory: str, pid: int) -> list[_Stream]:
         both = (self._streams.get((directory, ANY_PROCESS)), self._streams.get((directory, pid)))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cachefs.origin import Origin
 
 SLICE = 64
-"""Names looked at between two checkpoints, about 10 µs each."""
+"""Names examined between two checkpoints, about 10 µs each."""
 
 REMEMBERED = 256
 """Directories: a data set by class has a thousand, of which a few are read at a time."""
@@ -41,10 +41,10 @@ SCANS = 8
 QUEUES = 64
 """Streams of shards with predictions; the newest comes first."""
 
-LOOKS = 1024
+MOST_PROGRESS = 1024
 """Recently opened large files whose reads are counted, about 500 bytes each."""
 
-READERS = 16
+MOST_PIDS = 16
 """Processes remembered of each."""
 
 Wanted = Callable[["ObjectId"], bool]
@@ -53,11 +53,11 @@ Wanted = Callable[["ObjectId"], bool]
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """A file to fetch. `found` is None for a path of a plan that has to be looked up first. `give_back` makes it a candidate
+    """A file to fetch. `found` is None for a path of a plan that must be looked up first. `put_back` makes it a candidate
     again when it could not be fetched now."""
 
     found: tuple[Origin, ObjectId] | None
-    give_back: Callable[[], None]
+    put_back: Callable[[], None]
     item: Item | None = None
     directory: Directory | None = None
     stream: tuple[str, int] | None = None  # (directory, pid) of a shard
@@ -86,22 +86,22 @@ class FromPlans:
         self._still_wanted = still_wanted
 
     async def next(self) -> Candidate | None:
-        looked = 0
+        examined = 0
         while (item := self.plans.take(self._clock())) is not None:
-            looked += 1
-            if looked % SLICE == 0:
+            examined += 1
+            if examined % SLICE == 0:
                 await trio.lowlevel.checkpoint()
             try:
                 found = self._fs.tree_queries.known(_text(item.path))
             except CachefsError:
                 continue
-            wanted = self._still_wanted if item.passed else self._wanted
+            wanted = self._still_wanted if item.is_behind else self._wanted
             if found is None or wanted(found[1]):
-                return Candidate(found, partial(item.plan.give_back, item), item)
+                return Candidate(found, partial(item.plan.put_back, item), item)
         return None
 
 
-class _Look:
+class _Progress:
     """How much of a large file its readers have read, without the footer."""
 
     __slots__ = ("footer", "left", "listing", "pids")
@@ -129,33 +129,33 @@ class FromShards:
         self._paths = paths
         self._wanted = wanted
         self._queues: OrderedDict[tuple[str, int], list[tuple[Origin, ObjectId]]] = OrderedDict()
-        self._looks: OrderedDict[bytes, _Look] = OrderedDict()
+        self._progress: OrderedDict[bytes, _Progress] = OrderedDict()
 
     def opened(self, ino: int, pid: int, origin: Origin, obj: ObjectId, *, cold: bool, counts: bool) -> None:
         """`cold`: none of it was cached, or it was prefetched and not read yet. `counts`: see `Shards.opened`."""
         above, _, name = self._paths.of(origin, obj).rpartition("/")
         listing = _Large(self._fs, ino, above)
-        look = self._looks.pop(obj.digest, None)
-        if look is None or cold:
-            look = _Look(obj, listing)
-        self._looks[obj.digest] = look
-        look.pids[pid] = None
-        for table, most in ((self._looks, LOOKS), (look.pids, READERS)):
+        progress = self._progress.pop(obj.digest, None)
+        if progress is None or cold:
+            progress = _Progress(obj, listing)
+        self._progress[obj.digest] = progress
+        progress.pids[pid] = None
+        for table, most in ((self._progress, MOST_PROGRESS), (progress.pids, MOST_PIDS)):
             if len(table) > most:
                 table.popitem(last=False)
         key = (above, pid)
         self._queue(key, listing, self.shards.opened(*key, name.encode(), listing, counts=counts))
-        if counts and look.left <= 0:
+        if counts and progress.left <= 0:
             self._queue(key, listing, self.shards.was_read(*key, listing))
 
     def read(self, obj: ObjectId, offset: int, size: int) -> bool:
         """A part of a large file was read. True if that predicts others."""
-        look = self._looks.get(obj.digest)
-        if look is None or not look.read(offset, size):
+        progress = self._progress.get(obj.digest)
+        if progress is None or not progress.read(offset, size):
             return False
-        for pid in look.pids:
-            key = (look.listing.above, pid)
-            self._queue(key, look.listing, self.shards.was_read(*key, look.listing))
+        for pid in progress.pids:
+            key = (progress.listing.above, pid)
+            self._queue(key, progress.listing, self.shards.was_read(*key, progress.listing))
         return True
 
     def _queue(self, key: tuple[str, int], listing: _Large, names: list[bytes]) -> None:
@@ -170,14 +170,14 @@ class FromShards:
         while self._queues:
             await trio.lowlevel.checkpoint()
             key, queue = next(reversed(self._queues.items()))
-            while queue and self.shards.trusts(*key):
+            while queue and self.shards.worth_fetching(*key):
                 found = queue.pop(0)
                 if self._wanted(found[1]):
-                    return Candidate(found, partial(self._give_back, key, found), stream=key)
+                    return Candidate(found, partial(self._put_back, key, found), stream=key)
             del self._queues[key]
         return None
 
-    def _give_back(self, key: tuple[str, int], found: tuple[Origin, ObjectId]) -> None:
+    def _put_back(self, key: tuple[str, int], found: tuple[Origin, ObjectId]) -> None:
         self._queues.setdefault(key, []).insert(0, found)
 
 
@@ -235,7 +235,7 @@ class _Walk:
 
 
 class FromDirectories:
-    """The other small files of a directory. `wanted` will be asked for the versions that `look_soon` was told of."""
+    """The other small files of a directory. `wanted` will be demanded for the versions that `look_soon` was told of."""
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ class FromDirectories:
         policy.missed(now)
         if policy.demanded <= START:
             walk.start = min(walk.start, name.encode())
-        if policy.wish():
+        if policy.more_files():
             self._eager[key] = None
             self._eager.move_to_end(key)
         if policy.files is None and policy.demanded >= walk.count_at:
@@ -283,7 +283,7 @@ class FromDirectories:
         policy.hit(now)
         key = self._paths.of(origin, obj).rpartition("/")[0]
         walk = self._walks.get(key)
-        if walk is not None and walk.policy is policy and policy.wish():
+        if walk is not None and walk.policy is policy and policy.more_files():
             self._eager[key] = None
             self._eager.move_to_end(key)
 
@@ -300,16 +300,16 @@ class FromDirectories:
         while self._eager:
             key = next(reversed(self._eager))
             walk = self._walks.get(key)
-            if walk is not None and walk.policy.wish():
+            if walk is not None and walk.policy.more_files():
                 sibling = await self._next_of(walk)
                 if sibling is not None:
                     walk.policy.started()
-                    give_back = partial(self._give_back, key, walk, sibling)
-                    return Candidate((sibling.origin, sibling.object), give_back, directory=walk.policy)
+                    put_back = partial(self._put_back, key, walk, sibling)
+                    return Candidate((sibling.origin, sibling.object), put_back, directory=walk.policy)
             self._eager.pop(key, None)
         return None
 
-    def _give_back(self, key: str, walk: _Walk, sibling: Sibling) -> None:
+    def _put_back(self, key: str, walk: _Walk, sibling: Sibling) -> None:
         walk.buffer.appendleft(sibling)
         self._eager[key] = None
 
@@ -346,7 +346,7 @@ class FromDirectories:
         for walk in reversed(self._walks.values()):
             policy = walk.policy
             if policy.fetched and len(shown) < most:
-                state = "left alone" if policy.disappoints else "ahead" if policy.wish() else "waiting"
+                state = "left alone" if policy.rarely_used else "ahead" if policy.more_files() else "waiting"
                 shown.append(
                     {
                         "name": walk.name,
