@@ -1,13 +1,13 @@
 """The executor of prefetch: one task that takes candidates, the most certain first, and a task for each transfer.
 
-Announced plans come first, then the next shards, then the rest of a directory. Two bounds hold for all of them together:
-transfers in flight, which leave the origin's last slots to readers, and bytes that were fetched and not used yet, which are
-a share of the cache. A prefetched file is *awaited* until it is opened; then it is *used*. A predicted shard is used
-when it was read (`shards.READ_SHARE`): its reader may only look at its footer.
+Plans come first, then the next shards, then the rest of a directory. Two bounds hold for all of them together: transfers in
+flight, which leave the origin's last slots to readers, and bytes that were fetched and not used yet (`UNUSED_SHARE`). A
+prefetched file is *awaited* until it is opened; then it is *used*. A predicted shard is used when it was read
+(`shards.READ_SHARE`), since a process may open it for its footer only.
 
-The store refuses what would displace blocks that are worth more. Then prefetch pauses, until a file was used or a second has
-passed. It pauses as long after a failure, so that only readers send requests to an origin that is down. An error here costs
-the prefetch alone.
+The cache store refuses a block that would displace blocks worth more. Then prefetch pauses until a file was used or a second
+has passed. It pauses as long after a failure, so that only readers send requests to an origin that is down. An error here
+costs only the prefetch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PART_BYTES, PARTS = 8 << 20, 8
-"""How `Fetcher.bring` fetches a large file: it counts as so many transfers."""
+"""`Fetcher.bring` fetches a large file in parts of `PART_BYTES`, `PARTS` at a time. It counts as so many transfers."""
 
 AT_ONCE = 4
 """Transfers that are begun before the daemon's other tasks have their turn. Derived: about 0.3 ms."""
@@ -57,13 +57,13 @@ PAUSE_S = 1.0
 """How long prefetch pauses when it is refused or fails. Given."""
 
 SWEEP_EVERY_S = 60.0
-"""Between two looks through the awaited files."""
+"""Between two passes through the awaited files."""
 
 UNREAD_S = 60.0
-"""A predicted shard that was opened and not read for so long will not be read."""
+"""A predicted shard that was opened, and not read for so long, counts as not wanted."""
 
 AWAITED_S = 600.0
-"""A file that was not opened for so long is not awaited any more, unless a plan in use names it."""
+"""A file that was not opened for so long is no longer awaited, unless a plan in use names it."""
 
 SHOWN = 4
 """Directories in the status."""
@@ -71,7 +71,7 @@ SHOWN = 4
 
 @dataclass(slots=True, eq=False)
 class _Prefetched:
-    """A prefetched file, `size` bytes of it, of which `fetched` came with the prefetch: known when it is `done`."""
+    """A prefetched file: `size` bytes of it. `fetched` of these came with the prefetch, which is known when it is `done`."""
 
     candidate: Candidate
     object: ObjectId
@@ -83,8 +83,8 @@ class _Prefetched:
 
 
 class Awaited:
-    """The files whose opens prefetch must hear of, by digest (see `FileSystem.watch_opens`). `unread` are predicted shards
-    that were opened, and not read yet. `bytes` lie unused in both."""
+    """The files whose opens prefetch must be told of, by digest (see `FileSystem.watch_opens`). `unread` are predicted
+    shards that were opened and not read yet. `bytes` is the size of both together, which lies unused."""
 
     __slots__ = ("bytes", "everything", "files", "unread")
 
@@ -109,14 +109,14 @@ class Awaited:
         return ahead
 
     def end(self, digest: bytes) -> _Prefetched | None:
-        """An opened file is used, or will not be."""
+        """An opened file was used, or counts as not wanted."""
         ahead = self.unread.pop(digest, None)
         if ahead is not None:
             self.bytes -= ahead.size
         return ahead
 
     def drop(self, ahead: _Prefetched) -> bool:
-        """Forget it; False if it was opened meanwhile."""
+        """Forget a file; False if it was opened meanwhile."""
         digest = ahead.object.digest
         if self.files.get(digest) is ahead:
             del self.files[digest]
@@ -128,7 +128,7 @@ class Awaited:
 
 
 class _Watched:
-    """Digests of large files whose reads must be seen: they are opened without passthrough."""
+    """Digests of large files whose reads the daemon must see: they are opened without passthrough."""
 
     def __init__(self, awaited: Awaited, shards: FromShards) -> None:
         self._files = awaited.files
@@ -302,7 +302,7 @@ class Prefetcher:
         return bool(obj.size) and obj.digest not in self.awaited.files and not self._fetcher.whole(obj)
 
     def _still_wanted(self, obj: ObjectId) -> bool:
-        """For predictions: a file that was read in this epoch may be gone, and will not be read again soon."""
+        """For predictions: a file that was read in this epoch may have been evicted, and is not read again soon."""
         return self._wanted(obj) and not self._fetcher.course.had(obj)
 
     def _start(self, nursery: trio.Nursery, candidate: Candidate, budget: int) -> None:
@@ -327,7 +327,7 @@ class Prefetcher:
         contained(nursery, "prefetch", self._bring, origin, ahead, transfers)
 
     async def _look_up(self, nursery: trio.Nursery, candidate: Candidate) -> None:
-        """Look up a path of which no listing tells, then fetch it."""
+        """Look up a path that no listing has, then fetch it."""
         assert candidate.item is not None
         try:
             candidate.found = await self._fs.tree_queries.resolve(
@@ -357,7 +357,7 @@ class Prefetcher:
             self._ended(ahead, transfers, fetched, failure)
 
     def _ended(self, ahead: _Prefetched, transfers: int, fetched: int, failure: BaseException | None) -> None:
-        """A transfer is over, or was not begun."""
+        """A transfer has ended, or could not begin."""
         self._in_flight -= transfers
         if failure is None:
             ahead.fetched, ahead.done = fetched, True
@@ -400,7 +400,7 @@ class Prefetcher:
             self._wake()
 
     async def _sweep(self) -> None:
-        """Do not await files any more that have left the cache or will not be opened."""
+        """Stop awaiting files that were evicted or are not wanted any more."""
         for number, ahead in enumerate(list(self.awaited.files.values())):
             if number % 64 == 0:
                 await trio.lowlevel.checkpoint()

@@ -1,8 +1,8 @@
-"""From policies to candidates, by way of the tree of names.
+"""Candidates for prefetch: the objects of the files that the policies predict.
 
-Each source asks its policy which files to fetch, finds their objects in the cached listings, skips what is cached or in
-flight, and yields one candidate at a time. Only a plan's path of which no listing tells is looked up with requests, by the
-task that fetches it.
+Each source asks its policy which files to fetch, finds their objects in the cached listings, skips those that are cached or
+in flight, and returns one candidate at a time. A plan may name a path that no listing has: the task that fetches it looks it
+up, with requests to the origin.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import trio
 
@@ -20,7 +20,7 @@ from cachefs.fetch import footer_at
 from cachefs.fs import LARGE, FileSystem, Sibling, Volume
 from cachefs.prefetch.directories import START, Directory
 from cachefs.prefetch.plans import Item, Plans
-from cachefs.prefetch.shards import READ_SHARE, Shards
+from cachefs.prefetch.shards import READ_SHARE, Shards, StreamKey
 
 if TYPE_CHECKING:
     from cachefs.base.names import ObjectId
@@ -30,10 +30,10 @@ SLICE = 64
 """Names examined between two checkpoints, about 10 µs each."""
 
 REMEMBERED = 256
-"""Directories: a data set by class has a thousand, of which a few are read at a time."""
+"""Directories remembered: a data set by class has a thousand, and a job reads a few at a time."""
 
 FORGET_AFTER_S = 600.0
-"""After so long without a demand, a directory's counts begin again: the next reader may be another."""
+"""After so long without a demand, a directory's counts start again: the next reader may be another job."""
 
 SCANS = 8
 """Slices of a listing that are searched for large files among small ones."""
@@ -47,6 +47,9 @@ MOST_PROGRESS = 1024
 MOST_PIDS = 16
 """Processes remembered of each."""
 
+Found: TypeAlias = "tuple[Origin, ObjectId]"
+"""A version of a file, and its origin."""
+
 Wanted = Callable[["ObjectId"], bool]
 """True for a version that is neither cached nor in flight and, unless a plan names it, was not read in this epoch."""
 
@@ -54,13 +57,13 @@ Wanted = Callable[["ObjectId"], bool]
 @dataclass(slots=True, eq=False)
 class Candidate:
     """A file to fetch. `found` is None for a path of a plan that must be looked up first. `put_back` makes it a candidate
-    again when it could not be fetched now."""
+    again, where it cannot be fetched now."""
 
-    found: tuple[Origin, ObjectId] | None
+    found: Found | None
     put_back: Callable[[], None]
     item: Item | None = None
     directory: Directory | None = None
-    stream: tuple[str, int] | None = None  # (directory, pid) of a shard
+    stream: StreamKey | None = None  # of a shard
 
 
 class Paths:
@@ -74,7 +77,7 @@ class Paths:
 
 
 class FromPlans:
-    """Files of announced plans."""
+    """Files of the plans that jobs sent."""
 
     def __init__(
         self, fs: FileSystem, wanted: Wanted, still_wanted: Wanted, clock: Callable[[], float]
@@ -102,7 +105,7 @@ class FromPlans:
 
 
 class _Progress:
-    """How much of a large file its readers have read, without the footer."""
+    """How much of a large file its readers have read, and which processes they are. The footer does not count."""
 
     __slots__ = ("footer", "left", "listing", "pids")
 
@@ -121,18 +124,19 @@ class _Progress:
 
 
 class FromShards:
-    """The large files that come next."""
+    """The large files that are predicted to come next. `_queues` has those of each (directory, pid), soonest first."""
 
     def __init__(self, fs: FileSystem, paths: Paths, wanted: Wanted) -> None:
         self.shards = Shards()
         self._fs = fs
         self._paths = paths
         self._wanted = wanted
-        self._queues: OrderedDict[tuple[str, int], list[tuple[Origin, ObjectId]]] = OrderedDict()
+        self._queues: OrderedDict[StreamKey, list[Found]] = OrderedDict()
         self._progress: OrderedDict[bytes, _Progress] = OrderedDict()
 
     def opened(self, ino: int, pid: int, origin: Origin, obj: ObjectId, *, cold: bool, counts: bool) -> None:
-        """`cold`: none of it was cached, or it was prefetched and not read yet. `counts`: see `Shards.opened`."""
+        """A large file was opened. `cold`: none of it was cached, or it was prefetched and not read yet. For `counts` see
+        `Shards.opened`."""
         above, _, name = self._paths.of(origin, obj).rpartition("/")
         listing = _Large(self._fs, ino, above)
         progress = self._progress.pop(obj.digest, None)
@@ -158,7 +162,7 @@ class FromShards:
             self._queue(key, progress.listing, self.shards.was_read(*key, progress.listing))
         return True
 
-    def _queue(self, key: tuple[str, int], listing: _Large, names: list[bytes]) -> None:
+    def _queue(self, key: StreamKey, listing: _Large, names: list[bytes]) -> None:
         found = [found for name in names if (found := listing.known(name)) is not None]
         if found:
             self._queues.pop(key, None)
@@ -177,7 +181,7 @@ class FromShards:
             del self._queues[key]
         return None
 
-    def _put_back(self, key: tuple[str, int], found: tuple[Origin, ObjectId]) -> None:
+    def _put_back(self, key: StreamKey, found: Found) -> None:
         self._queues.setdefault(key, []).insert(0, found)
 
 
@@ -189,7 +193,7 @@ class _Large:
         self._ino = ino
         self.above = above
 
-    def known(self, name: bytes) -> tuple[Origin, ObjectId] | None:
+    def known(self, name: bytes) -> Found | None:
         found = self._fs.tree_queries.known(f"{self.above}/{_text(name)}")
         return found if found is not None and found[1].size > LARGE else None
 
@@ -210,8 +214,8 @@ class _Large:
 
 
 class _Walk:
-    """A pass through one directory's listing: from the first files that were demanded to its end, and from its begin to
-    them."""
+    """A pass through one directory's listing: from the first of the files that were demanded to the end, then from the
+    beginning to that file."""
 
     def __init__(self, ino: int, mark: bytes, name: str, now: float) -> None:
         self.policy = Directory(now)
@@ -235,7 +239,7 @@ class _Walk:
 
 
 class FromDirectories:
-    """The other small files of a directory. `wanted` will be demanded for the versions that `look_soon` was told of."""
+    """The other small files of a directory. `look_soon` is called with versions shortly before `wanted` is."""
 
     def __init__(
         self,
@@ -248,14 +252,13 @@ class FromDirectories:
         self._fs = fs
         self._paths = paths
         self._wanted = wanted
-        self._walks: OrderedDict[str, _Walk] = OrderedDict()  # by directory, the one demanded last comes last
-        self._eager: OrderedDict[str, None] = (
-            OrderedDict()
-        )  # directories that wish for files, in the same order
+        # By the directory's path; the one that was demanded last comes last. `_eager` are those with files to fetch.
+        self._walks: OrderedDict[str, _Walk] = OrderedDict()
+        self._eager: OrderedDict[str, None] = OrderedDict()
 
     def missed(self, ino: int, origin: Origin, obj: ObjectId, epoch: int, now: float) -> _Walk | None:
-        """A small file was opened that was not cached, for the first time in an epoch. Returns the directory's walk if its
-        files should be counted now."""
+        """A small file that was not cached was opened, for the first time in an epoch. Returns the directory's walk if the
+        caller should count its files now."""
         key, _, name = self._paths.of(origin, obj).rpartition("/")
         walk = self._walks.get(key)
         if walk is None or now - walk.policy.last > FORGET_AFTER_S:
@@ -314,7 +317,7 @@ class FromDirectories:
         self._eager[key] = None
 
     async def _next_of(self, walk: _Walk) -> Sibling | None:
-        """The next file to fetch; None at the end of a pass, or of what is listed so far."""
+        """The next file to fetch; None at the end of a pass, or where the listing ends so far."""
         while True:
             while walk.buffer:
                 sibling = walk.buffer.popleft()
