@@ -141,7 +141,7 @@ class _Session:
     seen: int = 0
     until: float = 0.0
 
-    def take(self, counter: int) -> bool:
+    def accept(self, counter: int) -> bool:
         """False when it was seen before, or is too old to tell."""
         ahead = counter - self.highest
         if ahead > 0:
@@ -181,7 +181,7 @@ class Verifier:
         if abs(now - sent_at) > WINDOW_S:
             raise Unauthorized(f"the request's time is {sent_at - now:+.0f} s off: set the clocks")
         session = self._session(nonce[:SESSION_BYTES], now)
-        if not session.take(int.from_bytes(nonce[SESSION_BYTES:], "big")):
+        if not session.accept(int.from_bytes(nonce[SESSION_BYTES:], "big")):
             raise Unauthorized("the request is a replay")
         session.until = max(session.until, sent_at + WINDOW_S)
         return Macs(self.key, nonce)
@@ -225,7 +225,7 @@ def _tls(side: int, certificate: Path, key: Path, ca: Path) -> ssl.SSLContext:
     return context
 
 
-def distrust(server: ssl.SSLContext, client: ssl.SSLContext) -> str:
+def why_untrusted(server: ssl.SSLContext, client: ssl.SSLContext) -> str:
     """Why a node with the same files would refuse this one, by a TLS handshake with itself; empty when it would not. An
     expired certificate, for one, can be loaded, and every peer refuses it."""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -251,7 +251,7 @@ def check_listen(host: str, key: Key | None, tls: ssl.SSLContext | None) -> None
         )
 
 
-def check_fresh(host: str, key: Key | None, tls: ssl.SSLContext | None) -> None:
+def check_server(host: str, key: Key | None, tls: ssl.SSLContext | None) -> None:
     """Raises `ConfigError` for a server on another machine, without a key or certificates. (A name is only resolved at the
     connection; `client` checks again.)"""
     if key is None and tls is None and not is_loopback(host):

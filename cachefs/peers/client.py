@@ -10,7 +10,7 @@ and a body up to `LITTLE` cost no thread: for 100 KB that costs less than the ho
 a second). A longer body is received by a worker thread, because at gigabytes a second the event loop would do nothing but
 copy (measured: twice as fast with eight at once). The thread waits in the kernel: one call for some hundred KiB, where a
 non-blocking socket takes several calls and polls, each of them another fight over the interpreter's lock (measured, with
-what `SCOOP_BYTES` saves: a quarter of what an extent costs both sides).
+what `WAKE_BYTES` saves: a quarter of what an extent costs both sides).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from cachefs.peers.wire import (
 READ_BYTES = 16 << 10
 """Of a head at once; bytes of the body that come with it are copied once more."""
 
-SCOOP_BYTES = 256 << 10
+WAKE_BYTES = 256 << 10
 """A thread that receives a block is woken for that many more bytes. Measured, of all that an extent costs both sides: a
 sixth less than when any byte wakes it, as with 512 KiB; 64 KiB save a twelfth."""
 
@@ -181,11 +181,11 @@ class Connection:
             for event in self.read_into(view):
                 self._wait(event)
             return
-        at, scoops = self._take_early(view), len(view) - SCOOP_BYTES
-        if at < scoops:
+        at, woken_until = self._take_early(view), len(view) - WAKE_BYTES
+        if at < woken_until:
             # Never more than is to come: behind these bytes there are as many that the server sends with them.
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, SCOOP_BYTES)
-            at = self._receive(view, at, scoops)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, WAKE_BYTES)
+            at = self._receive(view, at, woken_until)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
         self._receive(view, at, len(view))
 
@@ -371,11 +371,11 @@ class Receiver:
         if request.stop - request.start > LITTLE:
             await self._in_thread(body, silence_s, pace)
         else:
-            await self._here(body, silence_s, sink_waits, pace)
+            await self._on_trio_thread(body, silence_s, sink_waits, pace)
         if delivery.error is not None:
             raise delivery.error
 
-    async def _here(self, body: _Body, silence_s: float, sink_waits: bool, pace: Pace) -> None:
+    async def _on_trio_thread(self, body: _Body, silence_s: float, sink_waits: bool, pace: Pace) -> None:
         connection, request, macs, delivery = body
         left_s = min(pace.allowed_s(request.stop - request.start), pace.patience_s)
         buffer = _buffer(self._little, LITTLE + CHECKSUM.size + MAC_BYTES)
@@ -595,7 +595,7 @@ class _Peer:
 
     def __init__(self) -> None:
         self.room = trio.Semaphore(CONNECTIONS_PER_PEER)
-        self.where: list[str] = []  # its IP addresses; none before the lookup, and after a failure
+        self.ips: list[str] = []  # its IP addresses; none before the lookup, and after a failure
         self.idle: deque[tuple[float, Connection]] = deque()  # by time of last use
 
     async def enter(self) -> None:
@@ -714,7 +714,7 @@ class Client:
     def host_of(self, address: Address) -> str:
         """The IP address behind it, as last resolved; its name before that."""
         peer = self._peers.get(address)
-        return peer.where[0] if peer is not None and peer.where else address.host
+        return peer.ips[0] if peer is not None and peer.ips else address.host
 
     def forget(self, address: Address) -> None:
         """A member left: close its connections, drop its counters."""
@@ -831,10 +831,10 @@ class Client:
     async def _connect(self, address: Address, peer: _Peer, deadline_s: float) -> Connection:
         try:
             with trio.fail_after(CONNECT_S):
-                peer.where = peer.where or await self._addresses_of(address)
+                peer.ips = peer.ips or await self._addresses_of(address)
                 sock = await self._reach(address, peer)
         except (OSError, trio.TooSlowError) as exc:
-            peer.where = []  # the name may have another address now
+            peer.ips = []  # the name may have another address now
             said = (
                 "no answer" if isinstance(exc, trio.TooSlowError) else getattr(exc, "strerror", None) or exc
             )
@@ -858,7 +858,7 @@ class Client:
     async def _reach(self, address: Address, peer: _Peer) -> trio.socket.SocketType:
         """A connection to the first of its IP addresses that accepts one; later requests use that address alone."""
         failure = OSError("it has no address")
-        for ip in peer.where:
+        for ip in peer.ips:
             if self._signer is None and self._tls is None and not is_loopback(ip):
                 raise PeerFailed(
                     "refused", f"{address}: without a key or certificates, only this machine is trusted"
@@ -874,7 +874,7 @@ class Client:
                 sock.close()
                 raise
             else:
-                peer.where = [ip]
+                peer.ips = [ip]
                 return sock
         raise failure
 

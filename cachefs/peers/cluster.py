@@ -264,8 +264,8 @@ class Cluster:
 
     def _judge(self, member: Member, health: Health, exc: PeerFailed, sent_at: float) -> None:
         now, before = self._now(), health.state
-        late = now - sent_at > LONGEST_DEADLINE_S
-        if exc.kind == "timeout" or (late and exc.kind in ANSWERS):
+        took_long = now - sent_at > LONGEST_DEADLINE_S
+        if exc.kind == "timeout" or (took_long and exc.kind in ANSWERS):
             health.slow(sent_at, now)  # also a refusal that takes so long: it may have lost the origin
         elif exc.kind in ANSWERS:
             health.succeeded(now - sent_at)

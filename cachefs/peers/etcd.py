@@ -47,7 +47,7 @@ RECEIVE_BYTES = 64 << 10
 
 UNAUTHENTICATED = 16
 NOT_FOUND = 5
-_ELSEWHERE = {4, 14}
+_OTHER_ENDPOINT_MAY_ANSWER = {4, 14}
 """gRPC codes that another endpoint may not answer with: deadline exceeded, unavailable (which includes "no leader")."""
 
 Message = Mapping[str, Any]
@@ -120,7 +120,7 @@ class Registry:
             return None
         return [Sighting(address, handshake) for address, handshake in self._entries.items()]
 
-    def heard(self, host: str) -> bool:
+    def handshake_requested(self, host: str) -> bool:
         return False  # a new node registers
 
     async def leave(self) -> None:
@@ -232,21 +232,19 @@ class Gateway:
         if self._user and not self._token:
             await self._authenticate()
         try:
-            return await self._somewhere(path, body)
+            return await self._call_any(path, body)
         except EtcdRefused as exc:
             if not self._user or exc.code != UNAUTHENTICATED:
                 raise
         await self._authenticate()  # a token expires after minutes
-        return await self._somewhere(path, body)
+        return await self._call_any(path, body)
 
     async def _authenticate(self) -> None:
         self._token = ""
-        said = await self._somewhere(
-            "/v3/auth/authenticate", {"name": self._user, "password": self._password}
-        )
+        said = await self._call_any("/v3/auth/authenticate", {"name": self._user, "password": self._password})
         self._token = str(said.get("token", ""))
 
-    async def _somewhere(self, path: str, body: Message) -> Message:
+    async def _call_any(self, path: str, body: Message) -> Message:
         reasons = []
         for _ in self._endpoints:
             endpoint = self._endpoints[0]
@@ -254,7 +252,7 @@ class Gateway:
                 with trio.fail_after(ATTEMPT_S):
                     return await self._ask(endpoint, path, body)
             except EtcdRefused as exc:
-                if exc.code not in _ELSEWHERE:
+                if exc.code not in _OTHER_ENDPOINT_MAY_ANSWER:
                     raise
                 reasons.append(f"{endpoint}: {exc}")
             except BROKEN as exc:

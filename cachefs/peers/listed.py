@@ -25,7 +25,7 @@ from cachefs.peers.wire import Address, Handshake, PeerFailed
 
 log = logging.getLogger(__name__)
 
-INTRODUCED_FOR_S = 60.0
+HANDSHAKE_TTL_S = 60.0
 """How long a handshake is cached. Derived: a thousand nodes then receive 17 handshakes a second each."""
 
 ASKED_AT_ONCE = 256
@@ -163,11 +163,11 @@ class Listed:
         self._listed = {address: self._listed.get(address) or _Listed() for address in addresses}
         async with trio.open_nursery() as nursery:
             for address in self._due(trio.current_time()):
-                contained(nursery, f"peer {address}", self._introduce, address, self._listed[address])
+                contained(nursery, f"peer {address}", self._ask_for_handshake, address, self._listed[address])
         in_order = sorted(self._listed.items(), key=lambda item: (item[1].since, item[0]))
         return [Sighting(address, found.handshake, found.refusal) for address, found in in_order]
 
-    def heard(self, host: str) -> bool:
+    def handshake_requested(self, host: str) -> bool:
         """Ask the node at this host at the next poll, unless it was asked during the last two: two nodes would otherwise
         ask each other for ever. True if it may be one that has not answered yet; a list may have it by name."""
         there = [found for address, found in self._listed.items() if address.host == host]
@@ -188,12 +188,12 @@ class Listed:
             address
             for address, found in self._listed.items()
             if found.handshake is None
-            or now - found.asked_at >= INTRODUCED_FOR_S
+            or now - found.asked_at >= HANDSHAKE_TTL_S
             # Two daemons with one id: one of them is gone, or will take another id.
             or len(lives[found.handshake.node]) > 1
         ]
 
-    async def _introduce(self, address: Address, listed: _Listed) -> None:
+    async def _ask_for_handshake(self, address: Address, listed: _Listed) -> None:
         try:
             async with self._at_once:
                 with trio.fail_after(IDENTIFY_S):

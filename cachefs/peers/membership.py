@@ -151,7 +151,7 @@ class Source(Protocol):
         """All addresses that are listed now; while the list cannot be read, those of before; None before it was read. Of two
         sightings of one node, the later in the order was heard last. Raises nothing of its own."""
 
-    def heard(self, host: str) -> bool:
+    def handshake_requested(self, host: str) -> bool:
         """A node at this IP address has requested our handshake: it runs, and may be new. True if `present` may know more
         now."""
 
@@ -166,7 +166,7 @@ def fingerprint(sources: Collection[str], block_size: int) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-def spelled(sources: Collection[str]) -> str:
+def sources_for_people(sources: Collection[str]) -> str:
     """The names of origins as a handshake carries them for people: shortened."""
     text = ", ".join(sorted(sources)).encode("utf-8", "replace").decode()
     return text if len(text) <= MAX_HANDSHAKE_TEXT else text[: MAX_HANDSHAKE_TEXT - 1] + "…"
@@ -208,13 +208,13 @@ class Membership:
         finally:
             await self.source.leave()
 
-    def heard(self, host: str) -> None:
+    def handshake_requested(self, host: str) -> None:
         """A node at this IP address has requested our handshake: poll early if it may be new. So nodes that start together
         know each other as soon as the last of them listens."""
-        if self.source.heard(host):
+        if self.source.handshake_requested(host):
             self._wake.set()
 
-    def become(self, source: Source, handshake: Handshake) -> None:
+    def take_id(self, source: Source, handshake: Handshake) -> None:
         """Take another id, while `run` does not run. The other members stay until the next report."""
         self.source, self._handshake = source, handshake
 

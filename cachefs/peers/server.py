@@ -68,7 +68,7 @@ calls that it saves."""
 PATIENCE_S = 0.02
 """How long a thread waits for a client to take more: several round trips within a cluster."""
 
-TURN_S = 0.1
+SEND_S = 0.1
 """How long a thread sends before the deadlines are looked at again: a fraction of `Limits.stall_s`."""
 
 TLS_SLICE = 256 << 10
@@ -187,9 +187,9 @@ class PlainWire:
             await trio.lowlevel.wait_writable(self._socket)
 
     def _push(self, patience_s: float) -> int:
-        """Send until everything is sent, the client has taken nothing for `patience_s`, or `TURN_S` have passed. In any
+        """Send until everything is sent, the client has taken nothing for `patience_s`, or `SEND_S` have passed. In any
         thread. Returns how many bytes the client has taken."""
-        sent, until = 0, time.monotonic() + TURN_S
+        sent, until = 0, time.monotonic() + SEND_S
         while self._out:
             try:
                 sent += self._push_some(self._out[0])
@@ -214,13 +214,13 @@ class PlainWire:
             if not first.left:
                 out.popleft()
             return sent
-        held: list[bytes] = []
+        parts: list[bytes] = []
         for item in out:
             if isinstance(item, _Range):
                 break
-            held.append(item)
-        left = sent = self._socket.sendmsg(held, (), socket.MSG_MORE if len(held) < len(out) else 0)
-        for data in held:
+            parts.append(item)
+        left = sent = self._socket.sendmsg(parts, (), socket.MSG_MORE if len(parts) < len(out) else 0)
+        for data in parts:
             if left < len(data):
                 out[0] = data[left:]
                 break
@@ -573,8 +573,8 @@ class _Conversation:
         if wanted.stop_block - wanted.start_block > MAX_HAVE_BLOCKS:
             raise _Refusal(400, "too many blocks in one request")
         self._within(self._server._limits.reply_s)
-        held = await self._server._shares.have(wanted, self._host)
-        await self._reply(200, pack_bitmap(held))
+        cached = await self._server._shares.have(wanted, self._host)
+        await self._reply(200, pack_bitmap(cached))
 
     async def _blocks(self, wanted: BlockRequest, *, bring: bool) -> None:
         if not wanted.within_extent():

@@ -17,8 +17,8 @@ from cachefs.base.errors import Transient
 from cachefs.peers.client import RESOLVERS, Resolver
 from cachefs.peers.listed import (
     ASKED_AT_ONCE,
+    HANDSHAKE_TTL_S,
     IDENTIFY_S,
-    INTRODUCED_FOR_S,
     LOOK_DEADLINE_S,
     MISSES,
     Dns,
@@ -136,7 +136,7 @@ async def test_known_nodes_are_asked_once_a_minute_and_silent_ones_at_every_poll
     network = Network(named([A]))
     with trio.move_on_after(600):
         await Membership(source([A, B], network), ME).run()
-    for address, every in ((A, INTRODUCED_FOR_S), (B, POLL_S)):
+    for address, every in ((A, HANDSHAKE_TTL_S), (B, POLL_S)):
         assert 600 / (every + POLL_S) <= network.asked.count(address) <= 600 / (0.8 * every) + 1
 
 
@@ -154,7 +154,7 @@ async def test_nodes_that_start_one_after_the_other_know_each_other_at_once() ->
                 return me
             if address.host not in listening:
                 raise ConnectionRefusedError
-            listening[address.host].heard(own.host)
+            listening[address.host].handshake_requested(own.host)
             return replace(me, node=f"n{address}", life=f"{address}")
 
         return Membership(Listed(fixed(hosts), me, LISTEN, identify, literal), me)
@@ -180,7 +180,7 @@ def test_a_handshake_from_a_node_that_may_be_new_is_worth_an_early_poll(
     async def main() -> None:
         listed = source([A, unknown], Network(named([A])))
         await listed.present()
-        assert listed.heard(host) is early
+        assert listed.handshake_requested(host) is early
 
     trio.run(main)
 
@@ -220,11 +220,11 @@ async def test_a_node_that_asks_us_is_asked_at_the_next_poll_unless_that_was_jus
     async with trio.open_nursery() as nursery:
         nursery.start_soon(membership.run)
         await trio.sleep(POLL_S / 2)
-        membership.heard(A.host)
+        membership.handshake_requested(A.host)
         await trio.sleep(2 * POLL_S)
         assert network.asked.count(A) == 1, "it has just been asked"
         network.handshakes[A] = replace(network.handshakes[A], weight=3.0)
-        membership.heard(A.host)
+        membership.handshake_requested(A.host)
         await trio.sleep(SEEN_S)
         assert (network.asked.count(A), network.asked.count(B)) == (2, 1)
         assert membership.members[node(A)].weight == 3.0
@@ -241,7 +241,7 @@ async def test_two_nodes_that_ask_each_other_stop() -> None:
 
         async def identify(address: Address) -> Handshake:
             asked[own.host] += 1
-            both[other.host].heard(own.host)
+            both[other.host].handshake_requested(own.host)
             return replace(ME, node=f"n{other}")
 
         return Membership(Listed(fixed([other]), me, None, identify, literal), me)
@@ -251,7 +251,7 @@ async def test_two_nodes_that_ask_each_other_stop() -> None:
         nursery.start_soon(both[A.host].run)
         await trio.sleep(1)
         nursery.start_soon(both[B.host].run)
-        await trio.sleep(INTRODUCED_FOR_S / 2)
+        await trio.sleep(HANDSHAKE_TTL_S / 2)
         assert max(asked.values()) <= 2
         nursery.cancel_scope.cancel()
 
@@ -268,7 +268,7 @@ async def test_two_of_one_id_are_asked_until_they_have_two() -> None:
         await trio.sleep(SEEN_S)
         assert set(membership.members) == {"one", "two"}
         asked = len(network.asked)
-        await trio.sleep(INTRODUCED_FOR_S / 2)
+        await trio.sleep(HANDSHAKE_TTL_S / 2)
         assert len(network.asked) <= asked + 1
         nursery.cancel_scope.cancel()
 
@@ -281,7 +281,7 @@ async def test_a_daemon_that_returns_with_another_weight_is_learnt_and_one_that_
         nursery.start_soon(membership.run)
         await trio.sleep(1)
         network.handshakes = {A: replace(ME, node="a", weight=4.0)}
-        await trio.sleep(INTRODUCED_FOR_S + SEEN_S)
+        await trio.sleep(HANDSHAKE_TTL_S + SEEN_S)
         assert membership.ring.members == {"a": 4.0, f"n{B}": 1.0}
         nursery.cancel_scope.cancel()
 
