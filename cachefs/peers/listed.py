@@ -1,9 +1,9 @@
 """Members from a list of addresses: the one on the command line, or the addresses of a DNS name.
 
-A list names addresses, and the ring needs node ids. So `Listed.present` asks each address for its handshake: unknown
-addresses at every poll, known ones once a minute, because a daemon may return with another weight or other sources. The
-node's own address is recognised without a request. A node that answered once stays a member while it is silent: `health`
-decides whether it is asked for blocks.
+A list has addresses, and the ring needs node ids. So `Listed.present` asks each address for its handshake: unknown addresses
+at every poll, known ones once a minute, because a daemon may return with another weight or other sources. The node's own
+address is recognised without a request. A node that answered once stays a member while it is silent: its `health` decides
+whether it gets requests for blocks.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ LOOK_DEADLINE_S = 10.0
 """For a resolver: twice its usual timeout of 5 s, so that a second name server can answer."""
 
 MISSES = 8
-"""Successive answers without an address before it has left: 15 s of polls. Some servers return a part of many addresses,
-others leave out a pod that is not ready for a moment."""
+"""An address has left after so many successive answers without it, which are 15 s of polls. Some servers return a part of
+many addresses, others leave out a pod that is not ready for a moment."""
 
 Identify = Callable[[Address], Awaitable[Handshake]]
 """The handshake of the node that listens at an address. Raises OSError or `CachefsError`."""
@@ -131,7 +131,8 @@ def _family(listen: Address | None) -> int | None:
 
 @dataclass(slots=True)
 class _Listed:
-    """One address: its last handshake, since when it has said that, and when it was last asked successfully."""
+    """One address: its last handshake, and since when it has been the same; why the node there refused us, else ""; and when
+    it last answered. Times are trio's."""
 
     handshake: Handshake | None = None
     refusal: str = ""
@@ -168,8 +169,8 @@ class Listed:
         return [Sighting(address, found.handshake, found.refusal) for address, found in in_order]
 
     def handshake_requested(self, host: str) -> bool:
-        """Ask the node at this host at the next poll, unless it was asked during the last two: two nodes would otherwise
-        ask each other for ever. True if it may be one that has not answered yet; a list may have it by name."""
+        """Ask the node at this host at the next poll, unless it was asked during the last two: two nodes would otherwise ask
+        each other for ever. True if it may be a node that has not answered yet: the list may have that one by name."""
         there = [found for address, found in self._listed.items() if address.host == host]
         for found in there:
             if trio.current_time() - found.asked_at >= 2 * POLL_S:
@@ -189,7 +190,7 @@ class Listed:
             for address, found in self._listed.items()
             if found.handshake is None
             or now - found.asked_at >= HANDSHAKE_TTL_S
-            # Two daemons with one id: one of them is gone, or will take another id.
+            # Two daemons have one id: one of them is gone, or will take another id.
             or len(lives[found.handshake.node]) > 1
         ]
 

@@ -1,12 +1,12 @@
 """This node among its peers: its id, its server, its membership and its client.
 
-It is opened before the mount, so that a port in use is reported in one line; it serves once there is something to serve; and
-it leaves before the mount goes: it unregisters, refuses new requests, and finishes the replies in progress.
+It is opened before the mount, so that a port in use is reported in one line. It serves once there is something to serve. It
+leaves before the mount goes: it unregisters, refuses new requests, and finishes the replies in progress.
 
 The node's id is a random word in the cache directory. The ring is made of ids, and a node's cached files are found by its
-place in the ring. So the id is created once with the cache, survives restarts and changes of address, and goes when the
-cache is removed. Two nodes with one id, because a cache directory was copied, see each other's handshake: the one whose
-daemon drew the higher `life` takes a fresh id, and with it another share.
+place in the ring. So the id is created with the cache, survives restarts and changes of address, and goes when the cache is
+removed. When a cache directory was copied, two nodes have one id, and each sees the other's handshake. The one whose daemon
+drew the higher `life` then takes a fresh id, and with it another share.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from cachefs.peers.wire import VERSION, Address, Handshake, PeerFailed, Shares
 log = logging.getLogger(__name__)
 
 MEMBERSHIP_DEADLINE_S = 2.0
-"""How long a mount waits until this node knows which member it is; before that, it would send requests to itself. A list is
-known at once, etcd after its first replies."""
+"""How long a mount waits until this node knows which member it is: before that, it would send requests to itself. With a
+list it knows at once, with etcd after the first replies."""
 
 DRAIN_S = 1.0
-"""For replies in progress at a stop; a client whose reply is broken off goes to the next member."""
+"""For replies in progress at a stop. A client whose reply is broken off asks the next member."""
 
 RESOLVE_S = 10.0
 
@@ -182,7 +182,7 @@ class PeerNode:
 
     async def _id_lost(self) -> None:
         """Return when another node has our id, and the right to keep it. Checks with a handshake of its own, because etcd
-        may still hold our key of before."""
+        may still have an earlier key of this node."""
         while True:
             await self._id_contested.wait()
             self._id_contested = trio.Event()
@@ -215,7 +215,7 @@ class PeerNode:
 
     @property
     def warnings(self) -> list[str]:
-        """For the status: what is wrong now with this node's certificate, and with the source of members."""
+        """For the status: what is wrong with this node's certificate, and with the source of members."""
         return [line for line in (self._chosen.warning, self._membership.source.trouble) if line]
 
     async def leave(self) -> None:
@@ -277,7 +277,7 @@ def node_id(directory: Path) -> str:
 
 
 def fresh_id(directory: Path) -> str:
-    """Another id, written to the cache directory before it is used. If that fails, it holds for this daemon's life."""
+    """Another id, written to the cache directory before it is used. If that fails, the id is this daemon's only."""
     made = uuid.uuid4().hex
     try:
         durable.write(directory / ID_FILE, f"{made}\n")

@@ -1,8 +1,8 @@
 """The options about peers, checked before anything is mounted.
 
-`--peers` says where the other nodes are found:
+`--peers` says where to find the other nodes:
 
-    static:h1:7070,h2:7070                   these addresses, always
+    static:h1:7070,h2:7070                   these addresses
     dns:cachefs.training.svc:7070            every address of that name
     etcd:http://e1:2379,http://e2:2379/name  the nodes that register there, below that prefix
 
@@ -199,7 +199,7 @@ def parse_peers(text: str) -> Peers:
         raise ValueError(f"not a place to find peers: {EXAMPLES}")
     match kind:
         case "static":
-            # Each once, as the order says nothing.
+            # Each once, sorted: their order has no meaning.
             return StaticPeers(tuple(sorted({parse_address(part) for part in rest.split(",")})))
         case "dns":
             return DnsPeers(*parse_address(rest))
