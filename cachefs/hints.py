@@ -58,7 +58,7 @@ hold up the end of a job."""
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "LOCAL_RANK")
 """Variables in which launchers (torchrun, srun, Open MPI, MPICH, Intel MPI) tell a process its rank."""
 
-ELSEWHERE = 0xFFFFFFFF
+NOT_ON_A_MOUNT = 0xFFFFFFFF
 """Number of a path that does not lie below a mount."""
 
 
@@ -74,7 +74,7 @@ def announce(
     if _in_worker():
         return
     files = _Files(plan, listed, _rank, replaces=True)
-    _sender.put(lambda: files.tell(epoch, order))
+    _sender.put(lambda: files.send(epoch, order))
     if wait_s:
         wait(wait_s)
 
@@ -133,26 +133,26 @@ class HintedSampler:
         length = _length(self.sampler)
         if length is None or _in_worker():
             if length is None:
-                _complain("a sampler without a length cannot be told ahead")
+                _warn_once("a sampler without a length cannot be told ahead")
             yield from drawing
             return
         order: list[Any] = []
         if any(hasattr(one, "state_dict") for one in _chain(self.sampler)):
-            self._draw_ahead(epoch, lambda: self._tell(epoch, list(islice(_clone(self.sampler), length))))
+            self._draw_ahead(epoch, lambda: self._send(epoch, list(islice(_clone(self.sampler), length))))
         else:
             order = list(islice(drawing, length))
-            self._tell(epoch, order)
-        for told, item in enumerate(chain(order, drawing), 1):
+            self._send(epoch, order)
+        for count, item in enumerate(chain(order, drawing), 1):
             yield item
             # Half way: not at the beginning, where drawing would delay the first batches, and long before the next epoch.
-            if told == (length + 1) // 2:
-                self._tell_next(epoch, length)
+            if count == (length + 1) // 2:
+                self._send_next(epoch, length)
 
-    def _tell_next(self, epoch: int, length: int) -> None:
+    def _send_next(self, epoch: int, length: int) -> None:
         def draw() -> None:
             later = _clone(self.sampler)
             _holder(later).set_epoch(epoch + 1)
-            self._tell(epoch + 1, list(islice(later, length)), ahead=True)
+            self._send(epoch + 1, list(islice(later, length)), ahead=True)
 
         if _holder(self.sampler) is not None:  # otherwise its next order is not decided yet
             self._draw_ahead(epoch + 1, draw)
@@ -160,21 +160,21 @@ class HintedSampler:
     def _draw_ahead(self, epoch: int, draw: Callable[[], None]) -> None:
         """Draw an order ahead of time, with every random generator left as it was."""
         try:
-            with _generators_kept(self.sampler):
+            with _generators_restored(self.sampler):
                 draw()
         except Exception as exc:
-            _complain(f"the order of epoch {epoch} could not be drawn ahead: {exc!r}")
+            _warn_once(f"the order of epoch {epoch} could not be drawn ahead: {exc!r}")
 
-    def _tell(self, epoch: int, items: list[Any], *, ahead: bool = False) -> None:
+    def _send(self, epoch: int, items: list[Any], *, ahead: bool = False) -> None:
         try:
             order = _indices(items)
         except (TypeError, ValueError, OverflowError) as exc:
-            _complain(f"these samples are not indices of files ({exc})")
+            _warn_once(f"these samples are not indices of files ({exc})")
             return
         known, self._predicted = self._predicted, (epoch, order) if ahead else None
         if known != (epoch, order):
             files = self._files
-            _sender.put(lambda: files.tell(epoch, order))
+            _sender.put(lambda: files.send(epoch, order))
 
 
 def hinted(loader: Any, paths: Iterable[str | os.PathLike[str]], *, plan: str | None = None) -> Any:
@@ -238,7 +238,7 @@ def _indices(items: list[Any]) -> array[int]:
 
 
 @contextmanager
-def _generators_kept(sampler: Any) -> Iterator[None]:
+def _generators_restored(sampler: Any) -> Iterator[None]:
     """Restore all random generators at the end: draws inside do not change the numbers that come after."""
     kept: list[tuple[Callable[[Any], object], Any]] = [(random.setstate, random.getstate())]
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -294,7 +294,7 @@ class _Files:
         self._replaces = replaces
         self._shares: list[_Share] | None = None
 
-    def tell(self, epoch: int, order: array[int]) -> None:
+    def send(self, epoch: int, order: array[int]) -> None:
         """Raises `CachefsError`."""
         if self._shares is None:
             self._shares = list(_by_mount(self._paths))
@@ -307,7 +307,7 @@ class _Files:
         failure = None
         for share in self._shares:
             try:
-                share.tell(epoch, order)
+                share.send(epoch, order)
             except CachefsError as exc:
                 failure = exc
         if failure is not None:
@@ -332,17 +332,17 @@ class _Share:
             return
         self.plan = f"{socket.gethostname()}-{rank}-{self.digest[:8]}"
         if replaces:
-            self._former = _announced.get(self.mountpoint, "")
-            _announced[self.mountpoint] = self.plan
+            self._former = _last_plans.get(self.mountpoint, "")
+            _last_plans[self.mountpoint] = self.plan
             return
         _samplers[self.mountpoint, self.plan] += 1
         if (number := _samplers[self.mountpoint, self.plan]) > 1:
             self.plan += f"-{number}"
 
-    def tell(self, epoch: int, order: array[int]) -> None:
+    def send(self, epoch: int, order: array[int]) -> None:
         if len(self.numbers) != len(self.paths) or (order and max(order) >= len(self.numbers)):
             numbers, there = self.numbers, len(self.numbers)
-            order = array("I", (numbers[i] for i in order if i < there and numbers[i] != ELSEWHERE))
+            order = array("I", (numbers[i] for i in order if i < there and numbers[i] != NOT_ON_A_MOUNT))
         if not self._sent:
             if self._former not in ("", self.plan):
                 drop(self.mountpoint, self._former)
@@ -356,7 +356,7 @@ class _Share:
             send_order(self.mountpoint, self.plan, epoch, order, self.digest)
 
 
-_announced: dict[Path, str] = {}
+_last_plans: dict[Path, str] = {}
 """The plan that was announced last of those without a name of their own, by mount."""
 
 _samplers: Counter[tuple[Path, str]] = Counter()
@@ -375,7 +375,7 @@ def _by_mount(paths: list[str]) -> Iterable[_Share]:
             share = shares[place[0]] = _Share(place[0])
         missing = number - len(share.numbers)
         if missing:
-            share.numbers.extend([ELSEWHERE] * missing)
+            share.numbers.extend([NOT_ON_A_MOUNT] * missing)
         share.numbers.append(len(share.paths))
         share.paths.append(place[1])
     return shares.values()
@@ -405,7 +405,7 @@ def send_order(mountpoint: Path, plan: str, epoch: int, order: array[int], files
         order.byteswap()
     for at in range(0, len(order), INDICES_AT_ONCE):
         text = base64.b64encode(order[at : at + INDICES_AT_ONCE].tobytes()).decode()
-        told = {
+        part = {
             "plan": plan,
             "epoch": epoch,
             "indices_b64": text,
@@ -413,7 +413,7 @@ def send_order(mountpoint: Path, plan: str, epoch: int, order: array[int], files
             "total": len(order),
             "files": files,
         }
-        client.ask(mountpoint, "hint_order", ASK_DEADLINE_S, **told)
+        client.ask(mountpoint, "hint_order", ASK_DEADLINE_S, **part)
 
 
 def drop(mountpoint: Path, plan: str) -> bool:
@@ -443,7 +443,7 @@ class _Sender:
                 self._tasks.clear()
             else:
                 return
-        _complain(failure)
+        _warn_once(failure)
 
     def wait(self, timeout_s: float) -> bool:
         with self._changed:
@@ -460,18 +460,18 @@ class _Sender:
             try:
                 task()
             except Exception as exc:
-                _complain(str(exc) if isinstance(exc, CachefsError) else repr(exc))
+                _warn_once(str(exc) if isinstance(exc, CachefsError) else repr(exc))
 
 
-_complained = False
+_warned = False
 
 
-def _complain(reason: str) -> None:
+def _warn_once(reason: str) -> None:
     """Warn once; the training goes on without hints."""
-    global _complained
+    global _warned
     log.debug("not hinted: %s", reason)
-    if not _complained:
-        _complained = True
+    if not _warned:
+        _warned = True
         with suppress(Warning):  # where the program makes warnings errors, this one is none
             warnings.warn(f"cachefs hints: {reason}; reading goes on without them", stacklevel=2)
 

@@ -108,9 +108,9 @@ class FakeDaemon:
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(hints, "_complained", False)
+    monkeypatch.setattr(hints, "_warned", False)
     monkeypatch.setattr(hints, "_samplers", Counter())
-    monkeypatch.setattr(hints, "_announced", {})
+    monkeypatch.setattr(hints, "_last_plans", {})
     for name in hints.RANKS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "3")

@@ -64,13 +64,13 @@ def command_of(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-P", "-m", "cachefs", "mount", "-f", *arguments]
 
 
-def holding(command: Sequence[str], directory: str = "") -> list[str]:
+def held_by_holder(command: Sequence[str], directory: str = "") -> list[str]:
     """The same, started by a holder, in `directory` or the present one."""
     holders = os.path.dirname(holder.__file__)
     return [sys.executable, "-I", "-S", "-c", holder.LAUNCH, holders, directory or os.getcwd(), *command]
 
 
-def kept() -> bool:
+def has_stored_connection() -> bool:
     """Whether a service manager has kept the connection of a mount for this process."""
     return bool(holder.stored())
 
@@ -105,7 +105,7 @@ def start(arguments: Sequence[str], config: Config, *, over_dead: bool = False) 
     read_fd, write_fd = os.pipe()
     try:
         child = subprocess.Popen(
-            command_of(arguments) if why_not(config) else holding(command_of(arguments)),
+            command_of(arguments) if why_not(config) else held_by_holder(command_of(arguments)),
             stdin=subprocess.DEVNULL,
             stdout=log_fd,
             stderr=log_fd,
@@ -117,7 +117,7 @@ def start(arguments: Sequence[str], config: Config, *, over_dead: bool = False) 
         os.close(write_fd)
         os.close(log_fd)
     try:
-        _trust(child, read_fd, until, config, log_path, log_start)
+        _wait_until_ready(child, read_fd, until, config, log_path, log_start)
         _wait_for_mount(config, before, until, log_path)
     except BaseException:
         _stop(child, config.mountpoint, before)
@@ -127,13 +127,13 @@ def start(arguments: Sequence[str], config: Config, *, over_dead: bool = False) 
     child.returncode = 0  # it outlives this process on purpose: no warning about that
 
 
-def _trust(
+def _wait_until_ready(
     child: subprocess.Popen[bytes], fd: int, until: float, config: Config, log_path: Path, log_start: int
 ) -> None:
     """Wait for the child's word; raise unless it is "ready"."""
     said = _read_line(fd, until)
     if said is None:
-        raise MountError(_late(config, log_path))
+        raise MountError(_no_answer(config, log_path))
     if said != "ready":
         with suppress(subprocess.TimeoutExpired):
             child.wait(STOP_DEADLINE_S)  # it closes its cache
@@ -141,7 +141,7 @@ def _trust(
         raise MountError(reason or f"the daemon ended before the mount was there: see {log_path}")
 
 
-def _late(config: Config, log_path: Path) -> str:
+def _no_answer(config: Config, log_path: Path) -> str:
     return f"{config.mountpoint} did not answer within {config.mount_timeout:g} s: see {log_path}"
 
 
@@ -169,7 +169,7 @@ def _wait_for_mount(config: Config, before: int | None, until: float, log_path: 
                 f"{config.mountpoint} is mounted but cannot be read: {answer.strerror}: see {log_path}"
             )
         if time.monotonic() >= until:
-            raise MountError(_late(config, log_path))
+            raise MountError(_no_answer(config, log_path))
         time.sleep(0.02)
 
 

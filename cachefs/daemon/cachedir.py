@@ -41,7 +41,7 @@ def open_cache(config: Config, metrics: Metrics, *, killed: bool = False) -> Ope
         refuse_foreign(config.cache_dir / "journal")
     remove_orphans()
     free, total = _disk_of(config)
-    held = _held_bytes(config.cache_dir)
+    held = _bytes_at_last_stop(config.cache_dir)
     return open_store(
         config.cache_dir,
         config.cache_size.resolve(free + held),
@@ -55,7 +55,7 @@ def open_cache(config: Config, metrics: Metrics, *, killed: bool = False) -> Ope
     )
 
 
-def _held_bytes(cache_dir: Path) -> int:
+def _bytes_at_last_stop(cache_dir: Path) -> int:
     """What this cache holds already, as its last stop noted it: a share of the disk includes it."""
     try:
         return int(ownership.read(cache_dir / "held"))
@@ -83,7 +83,7 @@ def keep_free_bytes(config: Config) -> int:
     return config.keep_free.resolve(_disk_of(config)[1])
 
 
-def note_held(cache_dir: Path, store: Store) -> None:
+def note_used_bytes(cache_dir: Path, store: Store) -> None:
     """For the next start's share of the disk."""
     used = sum(tier.used_bytes for tier in store.tiers if tier.name == "ssd")
     with suppress(OSError):

@@ -74,7 +74,7 @@ TRIM_EVERY_S = 2.0
 """How often `NAMES_MAPPED_BYTES` is compared with what is mapped, which costs one line of /proc. Derived: a listing of
 100,000 names a second maps half of it meanwhile."""
 
-ASIDE_DEADLINE_S = 1.0
+ORPHANS_DEADLINE_S = 1.0
 """How long `status` waits for the disk to list the files that are kept aside: a disk that hangs must not hold it up."""
 
 RETRY_S = 30
@@ -115,7 +115,7 @@ def run(
         made.callback(stopping.done)
         opened = cachedir.open_cache(config, metrics, killed=held is not None and held.killed)
         made.callback(opened.close)
-        memory = _outlives(config, held)
+        memory = _shared_memory(config, held)
         names = cachedir.open_names(opened, None if memory is None else memory.rows)
         made.callback(names.close)
         made.callback(stopping.stage, "closing the names database")
@@ -130,7 +130,7 @@ def run(
             raise _first(group) from group
 
 
-def _outlives(config: Config, held: Held | None) -> SharedMemory | None:
+def _shared_memory(config: Config, held: Held | None) -> SharedMemory | None:
     """The memory in which the next daemon finds what was written; None where no daemon can go on with this mount."""
     return None if held is None or config.zero_open else held.memory
 
@@ -192,8 +192,8 @@ class Daemon:
         self._peers: PeerNode | None = None
         self._uploading: Uploading | None = None
         self._unsent = Unsent()
-        self._aside = ""  # what is kept aside, when it was last looked at
-        self._looking = trio.CapacityLimiter(1)
+        self._orphan_warning = ""  # what is kept aside, when it was last looked at
+        self._orphan_lookup = trio.CapacityLimiter(1)
         self._watch = Watch(metrics, self._status, config.mountpoint)
         self._endpoint: Endpoint | None = None
         self._pauses = Pauses()
@@ -213,7 +213,7 @@ class Daemon:
                             await self._serve(nursery, lasting)
                             nursery.cancel_scope.cancel()
                     finally:
-                        if self._goes_on:
+                        if self._is_continued:
                             lasting.cancel_scope.cancel()  # the next daemon uploads
                         elif self._uploading is not None:
                             self._stopping.stage("uploading what was written", self._config.flush_deadline)
@@ -225,16 +225,16 @@ class Daemon:
                     lasting.cancel_scope.cancel()
             finally:
                 self._stopping.stage("saving memory to disk", SPILL_DEADLINE_S)
-                if not self._goes_on:  # else the service manager would end all of it some time later
+                if not self._is_continued:  # else the service manager would end all of it some time later
                     self._notifier.stopping("saving memory to disk")
                 with trio.CancelScope(shield=True):
-                    if self._goes_on and self._uploading is not None:
+                    if self._is_continued and self._uploading is not None:
                         await self._uploading.uploads.hand_over()
                     if self._end is End.HANDED_OVER:
                         await self._store.hand_over()
                     else:
                         await self._store.aclose(SPILL_DEADLINE_S)
-                    cachedir.note_held(self._config.cache_dir, self._store)
+                    cachedir.note_used_bytes(self._config.cache_dir, self._store)
                     for origin in self._origins:
                         await origin.aclose()
                     if self._peers is not None:
@@ -290,7 +290,7 @@ class Daemon:
         return self._held is not None and self._held.taking_over
 
     @property
-    def _goes_on(self) -> bool:
+    def _is_continued(self) -> bool:
         """Whether another daemon goes on with the mount when this one ends."""
         if self._held is None or not self._held.holds or not self._held.holder:
             return False
@@ -298,7 +298,7 @@ class Daemon:
             self._end is End.FAILED and (self._served or self._takes_over)
         )
 
-    def _do_without(self) -> None:
+    def _start_without_absent(self) -> None:
         """Start without origins that do not answer, if names of them are known from earlier. Raises `OriginFailed`."""
         for origin, exc in self._absent.items():
             if not self._fs.tree_queries.knows(origin):
@@ -336,7 +336,7 @@ class Daemon:
             fetcher,
             self._metrics,
             lasting,
-            _outlives(self._config, self._held),
+            _shared_memory(self._config, self._held),
             self._opened.killed,
         )
         self._uploading = uploading
@@ -359,15 +359,15 @@ class Daemon:
             self._unsent = uploading.unsent
         if self._unsent.sizes:
             self._warn(str(self._unsent))
-        if aside := await self._kept_aside():
-            log.warning("%s", aside)
+        if orphaned := await self._orphans():
+            log.warning("%s", orphaned)
         if config.writeback and uploading is None:
             self._warn("--writeback has no effect: nothing can be written")
         volumes = [
             Volume(s.name, o, ttls_of(config, s)) for s, o in zip(config.sources, self._origins, strict=True)
         ]
         self._ttls = [volume.ttls for volume in volumes if volume.ttls is not None]
-        memory = _outlives(config, self._held)
+        memory = _shared_memory(config, self._held)
         self._fs = FileSystem(
             volumes,
             self._names,
@@ -382,7 +382,7 @@ class Daemon:
             writer=None if uploading is None else uploading.uploads,
             times=None if memory is None else memory.times,
         )
-        self._do_without()
+        self._start_without_absent()
         await self._fs.recover()
         self._fs.renew_names()
         self._fs.list_tops(self._absent)
@@ -454,7 +454,7 @@ class Daemon:
                 )
             with trio.move_on_after(5, shield=True):
                 unmounted = self._end is End.STOPPED and self._stopped_by == "umount"
-                await self._fs.aclose(unmounted=unmounted, handed_over=self._goes_on)
+                await self._fs.aclose(unmounted=unmounted, handed_over=self._is_continued)
 
     def _open_prefetcher(self, volumes: list[Volume], fetcher: Fetcher) -> Prefetcher | None:
         config = self._config
@@ -676,7 +676,7 @@ class Daemon:
         return "looking again"
 
     async def _status(self) -> dict[str, Any]:
-        await self._kept_aside()
+        await self._orphans()
         return {  # of one moment
             "version": cachefs.__version__,
             "pid": os.getpid(),
@@ -730,17 +730,20 @@ class Daemon:
             yield self._endpoint.warning
         if self._peers is not None:
             yield from self._peers.warnings
-        if self._aside:
-            yield self._aside
+        if self._orphan_warning:
+            yield self._orphan_warning
 
-    async def _kept_aside(self) -> str:
+    async def _orphans(self) -> str:
         """The warning of `orphans`; while the disk does not answer, the last one."""
-        if not self._looking.borrowed_tokens:
-            with trio.move_on_after(ASIDE_DEADLINE_S):
-                self._aside = await trio.to_thread.run_sync(
-                    orphans.warning, self._opened.state_dir, abandon_on_cancel=True, limiter=self._looking
+        if not self._orphan_lookup.borrowed_tokens:
+            with trio.move_on_after(ORPHANS_DEADLINE_S):
+                self._orphan_warning = await trio.to_thread.run_sync(
+                    orphans.warning,
+                    self._opened.state_dir,
+                    abandon_on_cancel=True,
+                    limiter=self._orphan_lookup,
                 )
-        return self._aside
+        return self._orphan_warning
 
 
 async def retried(work: Callable[[], Awaitable[None]], name: str) -> None:

@@ -45,7 +45,7 @@ def unmount(path: Path, *, lazy: bool = False, flush: bool = False, show: Show =
     hangs = isinstance(answer, OSError) and answer.errno == errno.ETIMEDOUT
     if hangs and not lazy:
         raise MountError(f"{path} does not answer: cachefs umount --lazy {path}")
-    left = None if hangs or (lazy and not flush) else _brought_to_the_store(path, flush, show)
+    left = None if hangs or (lazy and not flush) else _wait_for_uploads(path, flush, show)
     daemon = None if hangs or lazy else _daemon(path)
     try:
         _detach(mount, lazy=lazy)
@@ -59,7 +59,7 @@ def unmount(path: Path, *, lazy: bool = False, flush: bool = False, show: Show =
     return f"{path}: unmounted{f', but {left}' if left else ''}"
 
 
-def _brought_to_the_store(path: Path, must: bool, show: Show) -> str | None:
+def _wait_for_uploads(path: Path, must: bool, show: Show) -> str | None:
     """Wait for uploads. Returns None when all are done, else a line about what is left. With `must`, raises `MountError`
     instead."""
     try:
