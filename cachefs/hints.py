@@ -1,15 +1,16 @@
-"""Telling the daemon what will be read next, from inside a training loop.
+"""Sends the daemon the order in which a training loop will read its files, from inside that loop.
 
 A sampler knows the order of a whole epoch before its first batch is read. With that order the daemon can fetch every file
 before it is opened. This module draws the order, sends it, and passes it on unchanged:
 
     loader = hinted(DataLoader(dataset, shuffle=True, ...), dataset.paths)
 
-It needs the standard library only. It never disturbs the training: a thread of its own sends, and a failure (no mount, no
-daemon, a path that is elsewhere) is one warning at most. Paths are sent once; after that an epoch is four bytes a sample.
+It needs the standard library only. It never disturbs the training: a separate thread sends, and failures (no mount, no
+daemon, a path outside of the mount) cause one warning at most. Paths are sent once; after that an epoch takes four bytes a
+sample.
 
-A *plan* is a list of files and the orders that were sent for it. Each rank, each list and each sampler of a process has its
-own. Its name is made of host, rank and the list's digest: jobs that share a node have different plans, and a job that is
+A *plan* is a list of files and the orders that were sent for it. There is one for each rank, each list and each sampler of a
+process. Its name is made of host, rank and the list's digest: jobs that share a node have different plans, and a job that is
 started again finds its own. An order is sent with the digest of its list, and the daemon refuses it for any other list.
 """
 
@@ -45,7 +46,7 @@ __all__ = ["HintedSampler", "announce", "hinted", "wait"]
 log = logging.getLogger(__name__)
 
 INDICES_AT_ONCE = 48 << 10
-"""Of an order, in one request: 192 KiB, and 256 KiB as text. Derived from what a request may hold."""
+"""Numbers of an order in one request: 192 KiB, and 256 KiB as base64. Derived: half of `client.MAX_REQUEST_BYTES`."""
 
 ASK_DEADLINE_S = 30.0
 """For one request. The daemon answers most in milliseconds, and the last part of a list of a million files in seconds; only
@@ -67,8 +68,8 @@ def announce(
 ) -> None:
     """Tell the daemons that these files will be read next, in this order.
 
-    Returns at once, or with `wait_s` when all is sent, after so many seconds at most. The default `plan` is this process's
-    own, and its next announcement replaces it. Never raises because of the daemon or the paths."""
+    Returns at once; with `wait_s`, when all is sent or so many seconds are over. The default `plan` is this process's own,
+    and its next announcement replaces it. Never raises because of the daemon or the paths."""
     listed = [os.fsdecode(path) for path in paths]
     order = array("I", range(len(listed)))
     if _in_worker():
@@ -80,7 +81,7 @@ def announce(
 
 
 def wait(timeout_s: float = 60.0) -> bool:
-    """Wait until everything that was announced has been sent, or has failed. Returns whether it has."""
+    """Wait until everything that was announced has been sent, or has failed. Returns False if the time was over first."""
     return _sender.wait(timeout_s)
 
 
@@ -127,13 +128,13 @@ class HintedSampler:
         return self._rounds if self._set is None else self._set
 
     def _pass_on(self, drawing: Iterator[Any]) -> Iterator[Any]:
-        # Not before the first sample is asked for: a loader may begin twice before it does that.
+        # This runs when the first sample is requested: a loader may call `__iter__` twice before that.
         epoch = self._epoch()
         self._rounds += 1
         length = _length(self.sampler)
         if length is None or _in_worker():
             if length is None:
-                _warn_once("a sampler without a length cannot be told ahead")
+                _warn_once("the order of a sampler without a length is not known ahead")
             yield from drawing
             return
         order: list[Any] = []
@@ -158,7 +159,7 @@ class HintedSampler:
             self._draw_ahead(epoch + 1, draw)
 
     def _draw_ahead(self, epoch: int, draw: Callable[[], None]) -> None:
-        """Draw an order ahead of time, with every random generator left as it was."""
+        """Draw an order ahead of time, and restore every random generator."""
         try:
             with _generators_restored(self.sampler):
                 draw()
@@ -183,7 +184,8 @@ def hinted(loader: Any, paths: Iterable[str | os.PathLike[str]], *, plan: str | 
     `paths` is the file of each sample of its dataset, by index. Call it before the first iteration."""
     if not hasattr(loader, "collate_fn"):
         return HintedSampler(loader, paths, plan=plan)
-    # What a loader iterates; it refuses to have it assigned, so as to keep its other attributes true, and they stay true.
+    # The attribute that a loader iterates. The loader refuses an assignment, because its other attributes must agree; they
+    # do.
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     vars(loader)[name] = HintedSampler(getattr(loader, name), paths, plan=plan)
     return loader
@@ -273,7 +275,7 @@ def _rank(sampler: Any = None) -> str:
 
 
 def _in_worker() -> bool:
-    """Whether this is a worker of a loader: then its parent sends the hints."""
+    """True in a worker process of a loader. Its parent sends the hints."""
     data = sys.modules.get("torch.utils.data")
     return data is not None and data.get_worker_info() is not None
 
@@ -282,8 +284,8 @@ def _in_worker() -> bool:
 
 
 class _Files:
-    """The files of a plan. After it is made, only the sending thread uses it. `rank` is called when it is first needed. With
-    `replaces`, the process's earlier plan without a name is dropped."""
+    """The files of a plan, by mount. Only the sending thread calls its methods. `rank` is called when it is first needed.
+    With `replaces`, the plan takes the place of the process's earlier plan without a name."""
 
     def __init__(
         self, plan: str | None, paths: list[str], rank: Callable[[], str], *, replaces: bool = False
@@ -315,7 +317,7 @@ class _Files:
 
 
 class _Share:
-    """The files below one mount. `numbers` is the place in `paths` of each of all files."""
+    """The files of a plan below one mount. `numbers` has, for each file of the whole list, its place in `paths`."""
 
     def __init__(self, mountpoint: str) -> None:
         self.mountpoint = Path(mountpoint)
@@ -325,7 +327,7 @@ class _Share:
         self._sent = False
 
     def name(self, plan: str | None, rank: str, *, replaces: bool) -> None:
-        """Name the plan, when all its paths are known."""
+        """Name the plan. Called when all its paths are known."""
         self.digest = digest(self.paths)
         if plan is not None:
             self.plan = plan
@@ -351,16 +353,16 @@ class _Share:
         try:
             send_order(self.mountpoint, self.plan, epoch, order, self.digest)
         except CachefsError:
-            # A daemon that was started again may have lost the files, or has others of this name.
+            # A daemon that was started again may have lost the list, or have another one under this name.
             send_files(self.mountpoint, self.plan, self.paths)
             send_order(self.mountpoint, self.plan, epoch, order, self.digest)
 
 
 _last_plans: dict[Path, str] = {}
-"""The plan that was announced last of those without a name of their own, by mount."""
+"""The plan without a name that was announced last, by mount."""
 
 _samplers: Counter[tuple[Path, str]] = Counter()
-"""How many samplers of this process have the same list: by mount and name of the plan."""
+"""How many samplers of this process have the same list, by (mount, name of the plan)."""
 
 
 def _by_mount(paths: list[str]) -> Iterable[_Share]:
@@ -382,7 +384,7 @@ def _by_mount(paths: list[str]) -> Iterable[_Share]:
 
 
 def digest(paths: Iterable[str]) -> str:
-    """Of a list of paths relative to a mount, as the daemon has it (`cachefs.prefetch.plans`)."""
+    """The digest of a list of paths relative to a mount, as the daemon computes it (`cachefs.prefetch.plans`)."""
     summed = hashlib.blake2b(digest_size=16)
     for path in paths:
         summed.update(os.fsencode(path).lstrip(b"/") + b"\0")
@@ -390,7 +392,7 @@ def digest(paths: Iterable[str]) -> str:
 
 
 def send_files(mountpoint: Path, plan: str, paths: list[str]) -> None:
-    """Tell the daemon of `mountpoint` the files of a plan (relative to the mount). Raises `CachefsError`."""
+    """Send the daemon of `mountpoint` the files of a plan, relative to the mount. Raises `CachefsError`."""
     at = 0
     for batch in client.batches(paths):
         client.ask(mountpoint, "hint_files", ASK_DEADLINE_S, plan=plan, paths=batch, at=at, total=len(paths))
@@ -398,8 +400,8 @@ def send_files(mountpoint: Path, plan: str, paths: list[str]) -> None:
 
 
 def send_order(mountpoint: Path, plan: str, epoch: int, order: array[int], files: str = "") -> None:
-    """Tell it the order of an epoch, as places in the list of files; `files` is that list's digest. Raises `CachefsError`,
-    also when it has another list."""
+    """Send the order of an epoch, as places in the list of files; `files` is that list's digest. Raises `CachefsError`, also
+    when the daemon has another list."""
     if sys.byteorder == "big":
         order = order[:]
         order.byteswap()
@@ -417,7 +419,7 @@ def send_order(mountpoint: Path, plan: str, epoch: int, order: array[int], files
 
 
 def drop(mountpoint: Path, plan: str) -> bool:
-    """Have the daemon forget a plan. Returns whether there was one. Raises `CachefsError`."""
+    """Have the daemon forget a plan. Returns True if there was one. Raises `CachefsError`."""
     return bool(client.ask(mountpoint, "hint_drop", ASK_DEADLINE_S, plan=plan))
 
 
@@ -437,7 +439,7 @@ class _Sender:
             self._thread = threading.Thread(target=self._run, name="cachefs-hints", daemon=True)
             try:
                 self._thread.start()
-            except RuntimeError as exc:  # no threads are left, or the interpreter is about to end
+            except RuntimeError as exc:  # no thread can be started, or the interpreter is ending
                 failure = str(exc)
                 self._thread = None
                 self._tasks.clear()
@@ -467,12 +469,12 @@ _warned = False
 
 
 def _warn_once(reason: str) -> None:
-    """Warn once; the training goes on without hints."""
+    """Warn, the first time. The training goes on without hints."""
     global _warned
     log.debug("not hinted: %s", reason)
     if not _warned:
         _warned = True
-        with suppress(Warning):  # where the program makes warnings errors, this one is none
+        with suppress(Warning):  # the program may turn warnings into exceptions
             warnings.warn(f"cachefs hints: {reason}; reading goes on without them", stacklevel=2)
 
 
@@ -480,7 +482,7 @@ _sender = _Sender()
 
 
 def _after_fork() -> None:
-    """A child has the lock and the tasks of its parent, but no thread."""
+    """A forked child has the lock and the tasks of its parent, but not its thread: begin with none."""
     global _sender
     _sender = _Sender()
 

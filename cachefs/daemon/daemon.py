@@ -1,10 +1,10 @@
 """The composition root: builds the rooms bottom-up, runs them, takes them down in reverse.
 
-Start: store, names, origins (one request each, so that a wrong bucket or key is told before anything is mounted), what an
-earlier daemon had yet to upload, the filesystem, the mount. Stop (by a signal, an umount, a failure): the
-mount goes first so that no new request comes, transfers are cancelled, what was written is brought to the origin, RAM is
-saved to SSD, databases are closed cleanly. A failure that nothing contains ends the connection to the kernel and leaves the
-dead mount where it is: only a stop that was asked for unmounts.
+Start: store, names, origins (one request each, so that a wrong bucket or key is reported before anything is mounted), the
+files that an earlier daemon has not uploaded yet, the filesystem, the mount. Stop (by a signal, an umount, a failure): the
+mount goes first, so that no new request comes; transfers are cancelled; written files are uploaded; RAM is saved to SSD;
+databases are closed cleanly. A failure that no task contains ends the connection to the kernel and leaves the dead mount
+where it is: only a signal or an umount unmounts.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ LIVE = ("log_level", "download_limit", "upload_limit", "metadata_ttl", "negative
 
 
 def load(config: Config) -> None:
-    """Load what `run` needs and what takes long, ahead of it."""
+    """Import ahead of `run` the modules that it needs and that take long to import."""
     for source in config.sources:
         load_origin(source.url)
 
@@ -103,15 +103,15 @@ def run(
     reread: Callable[[], Config] | None = None,
     held: Held | None = None,
 ) -> int:
-    """Mount and serve until told to stop; the exit code. Raises `CachefsError` when mounting is impossible. `reread` reads
-    the configuration again, for SIGHUP. `held` is there where a holder has started this process."""
+    """Mount and serve until a signal or an umount. Returns the exit code. Raises `CachefsError` when mounting is impossible.
+    `reread` reads the configuration again, for SIGHUP. `held` is given where a holder has started this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 20), hard)
     )
     metrics = Metrics()
     stopping = Stopping()
-    with ExitStack() as made:  # whatever fails from here on, nothing stays in memory
+    with ExitStack() as made:  # a failure from here on leaves no files in memory
         made.callback(stopping.done)
         opened = cachedir.open_cache(config, metrics, killed=held is not None and held.killed)
         made.callback(opened.close)
@@ -131,12 +131,13 @@ def run(
 
 
 def _shared_memory(config: Config, held: Held | None) -> SharedMemory | None:
-    """The memory in which the next daemon finds what was written; None where no daemon can go on with this mount."""
+    """The shared memory in which the next daemon finds written rows and times; None where no daemon can go on with this
+    mount."""
     return None if held is None or config.zero_open else held.memory
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What to tell the user when several tasks failed: an expected failure rather than an unexpected one."""
+    """The failure to report when several tasks failed: an expected one rather than an unexpected one."""
     exc: BaseException = group.subgroup(CachefsError) or group
     while isinstance(exc, BaseExceptionGroup):
         exc = exc.exceptions[-1]
@@ -187,12 +188,12 @@ class Daemon:
         self._stopped_by = "umount"
         self._end = End.FAILED
         self._replaces_dead = False
-        self._served = False  # whether programs have used the mount
+        self._served = False  # programs may have used the mount
         self._prefetcher: Prefetcher | None = None
         self._peers: PeerNode | None = None
         self._uploading: Uploading | None = None
         self._unsent = Unsent()
-        self._orphan_warning = ""  # what is kept aside, when it was last looked at
+        self._orphan_warning = ""  # of the last look at the files that are kept aside
         self._orphan_lookup = trio.CapacityLimiter(1)
         self._watch = Watch(metrics, self._status, config.mountpoint)
         self._endpoint: Endpoint | None = None
@@ -219,7 +220,7 @@ class Daemon:
                             self._stopping.stage("uploading what was written", self._config.flush_deadline)
                             self._notifier.stopping("uploading what was written")
                             if not await self._uploading.finish():
-                                # The replacement of the cache directory stays: files are in it that are not uploaded.
+                                # The replacement of the cache directory stays: it has files that are not uploaded.
                                 with suppress(ValueError):
                                     self._opened.temporary.remove(self._opened.state_dir)
                     lasting.cancel_scope.cancel()
@@ -243,7 +244,7 @@ class Daemon:
         return HANDED_OVER if self._end is End.HANDED_OVER else 0
 
     async def _open_origins(self, beside: trio.Nursery) -> None:
-        """Open all, and see that they answer: beside the rest in `beside` where programs wait already."""
+        """Open all origins and check that they answer. Where programs already wait, the checks go on in `beside`."""
         config = self._config
         self._origins = [
             open_origin(
@@ -286,12 +287,12 @@ class Daemon:
 
     @property
     def _takes_over(self) -> bool:
-        """Whether programs wait for this daemon already, because another one has died."""
+        """True if programs already wait for this daemon, because another one has died."""
         return self._held is not None and self._held.taking_over
 
     @property
     def _is_continued(self) -> bool:
-        """Whether another daemon goes on with the mount when this one ends."""
+        """True if another daemon goes on with the mount when this one ends."""
         if self._held is None or not self._held.holds or not self._held.holder:
             return False
         return self._end is End.HANDED_OVER or (
@@ -299,7 +300,7 @@ class Daemon:
         )
 
     def _start_without_absent(self) -> None:
-        """Start without origins that do not answer, if names of them are known from earlier. Raises `OriginFailed`."""
+        """Start without origins that do not answer, if names of them are cached. Raises `OriginFailed`."""
         for origin, exc in self._absent.items():
             if not self._fs.tree_queries.knows(origin):
                 raise exc
@@ -310,7 +311,7 @@ class Daemon:
         self._peers = await PeerNode.open(self._config, sources, self._metrics, self._opened.state_dir)
 
     def _writable(self) -> bool:
-        """Whether any source can be written; logs a source that cannot although it was not asked to be read-only."""
+        """True if any source can be written. Logs a source that cannot although read-only was not asked for."""
         config = self._config
         if config.read_only:
             return False
@@ -386,7 +387,8 @@ class Daemon:
         await self._fs.recover()
         self._fs.renew_names()
         self._fs.list_tops(self._absent)
-        if uploading is not None:  # not before: what an earlier run has left has to have its names first
+        # Not earlier: files that an earlier run has left must have their names first.
+        if uploading is not None:
             lasting.start_soon(retried, uploading.uploads.run, "uploading")
         notices = Notices(lambda *notice: self._backend.backend.invalidate(*notice))
         self._fs.on_invalidate = notices.tell
@@ -427,7 +429,7 @@ class Daemon:
                 nursery.start_soon(retried, self._watch.run, "samples of the metrics")
             gc.collect()
             gc.set_threshold(*GARBAGE_THRESHOLDS)
-            gc.freeze()  # what is alive now stays alive: no need to look at it again and again
+            gc.freeze()  # objects that exist now stay, so collections need not visit them
             self._served = True
             await backend.serve(lambda: nursery.start_soon(self._ready))
             if self._end is End.FAILED:  # so far
@@ -443,8 +445,8 @@ class Daemon:
                 with trio.move_on_after(3, shield=True):
                     await peers.leave()
             with trio.move_on_after(1, shield=True):
-                await notices.quiet()  # the session must not go while a thread is inside of it
-            # A bare directory in place of a mount would take what others write there, and lose it to them.
+                await notices.quiet()  # the session must not be closed while a thread uses it
+            # Without the mount, programs would write into the bare directory, and not find it again behind the next mount.
             backend.close(unmount=not (crashed or as_before or handed_over))
             if crashed:
                 log.critical(
@@ -530,7 +532,7 @@ class Daemon:
         return backend
 
     def _clear(self) -> None:
-        """Take dead mounts away, now that only mounting is left to do."""
+        """Unmount dead mounts, now that only mounting is left to do."""
         if self._takes_over:
             return
         try:
@@ -543,7 +545,7 @@ class Daemon:
             log.warning("%s", line)
 
     def _not_held(self) -> str:
-        """Why this mount would not outlive its daemon; "" if it would."""
+        """Why the mount would end with its daemon; "" if it would not."""
         if self._held is not None and self._held.holds:
             return ""
         if why := why_not(self._config):
@@ -567,7 +569,7 @@ class Daemon:
         return self._config.sources[0].url if len(self._config.sources) == 1 else "cachefs"
 
     async def _ready(self) -> None:
-        """The kernel has shaken hands: tune it, then say so."""
+        """The kernel has answered INIT: tune it, then report that the mount is ready."""
         granted = self._backend.backend.max_background
         self._tuning = await trio.to_thread.run_sync(tune, self._config.mountpoint, granted)
         for line in self._tuning:
@@ -580,13 +582,13 @@ class Daemon:
         )
 
     async def _stop_on_signal(self, signals: AsyncIterator[int], stop: Callable[[], None]) -> None:
-        """End the mount, and cancel requests under way: their readers get an errno even if the origin hangs."""
+        """At a signal, end the mount and cancel requests in flight: their readers get an errno even if the origin hangs."""
         async for number in signals:
             if number == signal.SIGHUP and self._reread is not None:
                 await self._reload(self._reread)
                 continue
             if self._uploading is not None and self._stopped_by != "umount":
-                self._uploading.hurry()  # asked twice
+                self._uploading.hurry()  # this is the second signal
             self._stopped_by = signal.Signals(number).name
             self._stopping.stage("ending requests under way")
             self._end = End.STOPPED
@@ -597,10 +599,10 @@ class Daemon:
         try:
             fresh = await in_thread(reread)
         except (CachefsError, OSError) as exc:
-            log.error("SIGHUP: nothing was changed: %s", exc)  # noqa: TRY400 (an expected failure, told in one line)
+            log.error("SIGHUP: nothing was changed: %s", exc)  # noqa: TRY400 (an expected failure takes one line)
             return
         config = self._config
-        given = {*config.origins, *fresh.origins}  # a default that follows from the machine is not compared
+        given = {*config.origins, *fresh.origins}  # defaults are not compared: some follow from the machine
         changed = [
             name
             for name, row in ROWS.items()
@@ -620,7 +622,7 @@ class Daemon:
             found = ttls_of(config, source)
             ttls.ttl, ttls.negative_ttl = found.ttl, found.negative_ttl
         now = ", ".join(name for name in changed if name in LIVE) or "nothing"
-        logs.set_level("info")  # whatever the level is now or then, the answer is logged
+        logs.set_level("info")  # this line is logged at any level
         log.info("SIGHUP: changed %s; needs a remount: %s", now, ", ".join(later) or "nothing")
         logs.set_level(config.log_level)
 
@@ -645,8 +647,8 @@ class Daemon:
         }
 
     async def _upgrade(self) -> str:
-        """Have what is installed now go on with this mount: its version. Raises `MountError` if it cannot; then nothing has
-        changed."""
+        """Have the version that is installed now go on with this mount. Returns it. Raises `MountError` if it cannot; then
+        nothing has changed."""
         why = self._not_held()
         if why or self._held is None:
             raise MountError(f"this mount ends with its daemon ({why}): umount, and mount again")
@@ -677,7 +679,7 @@ class Daemon:
 
     async def _status(self) -> dict[str, Any]:
         await self._orphans()
-        return {  # of one moment
+        return {  # no await inside: the values are of one moment
             "version": cachefs.__version__,
             "pid": os.getpid(),
             "holder": None if self._held is None or not self._held.holds else self._held.status(),
@@ -734,7 +736,7 @@ class Daemon:
             yield self._orphan_warning
 
     async def _orphans(self) -> str:
-        """The warning of `orphans`; while the disk does not answer, the last one."""
+        """The warning about files that are kept aside; while the disk does not answer, the last one."""
         if not self._orphan_lookup.borrowed_tokens:
             with trio.move_on_after(ORPHANS_DEADLINE_S):
                 self._orphan_warning = await trio.to_thread.run_sync(
@@ -761,7 +763,7 @@ def _but_ttls(sources: Sequence[Source]) -> list[Source]:
 
 
 def ttls_of(config: Config, source: Source) -> Ttls:
-    """How long names and attributes of a source may be used without asking."""
+    """How long names and attributes of a source may be used without a request to the origin."""
     consistency = config.of(source, "consistency")
     ttl = float("inf") if consistency == "immutable" else config.of(source, "metadata_ttl")
     return Ttls(ttl, config.of(source, "negative_ttl"), revalidate=consistency == "strict")

@@ -1,4 +1,4 @@
-"""Which nodes hold how much of a path: asked of all members, and of this node's own cache."""
+"""How much of a path each node has cached. All members are asked, and this node's own cache."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ DEADLINE_S = 50.0
 """For all files. Derived: the command waits 60 s for the answer."""
 
 HERE = "this node"
+"""The name of this node, where it has no address."""
 
 
 class Locator:
-    """`cluster` is None on a mount without peers: then there is only this node."""
+    """Answers `locate`. `cluster` is None on a mount without peers: then there is only this node."""
 
     def __init__(
         self, tree_queries: TreeQueries, fetcher: Fetcher, cluster: Cluster | None, block_size: int
@@ -38,8 +39,9 @@ class Locator:
         self._block_size = block_size
 
     async def locate(self, path: str = "") -> dict[str, Any]:
-        """The files at and below `path` (relative to the mount): how many, their bytes, how many of those each node holds,
-        and which nodes could not be asked. Raises `NotFound`, and `ConfigError` when that takes longer than `DEADLINE_S`."""
+        """The files at and below `path` (relative to the mount): how many, their bytes, how many of those each node has
+        cached, and which nodes did not answer. Raises `NotFound`, and `ConfigError` when that takes longer than
+        `DEADLINE_S`."""
         held: Counter[str] = Counter()
         silent: dict[str, str] = {}
         files = size = 0

@@ -1,11 +1,11 @@
-"""Ends a stop that does not end by itself.
+"""Forces a stop that does not end by itself.
 
-A stop goes through stages, each with a deadline of its own: the mount goes, what was written is uploaded, caches and
-databases are closed. A disk that hangs can hold up each of them, and the loop itself, in a call that no signal ends. So a
-thread watches: beyond a deadline it unmounts what is still mounted, says so, and ends the process as it is. The next start
-then treats the cache as after a crash.
+A stop goes through stages, each with a deadline: the mount goes, written files are uploaded, caches and databases are
+closed. A disk that hangs can block each of them, and the event loop itself, in a call that no signal ends. So a thread
+watches. After a deadline it unmounts what is still mounted, writes a line, and ends the process at once. The next start then
+treats the cache as after a crash.
 
-It also sees a signal that the loop does not take, because the loop is held up: it stays pending.
+The thread also begins a stop when a signal stays pending, because the event loop is blocked and does not take it.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _say(line: str) -> None:
 
 
 def _signal_pending() -> bool:
-    """Whether a signal to stop is pending, because the main thread does not take it."""
+    """True if a signal to stop is pending, because the main thread does not take it."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
