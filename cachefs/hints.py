@@ -1,15 +1,16 @@
-"""Telling the daemon what will be read next, from inside a training loop.
+"""Sends the daemon the order in which a training loop will read its files, from inside that loop.
 
 A sampler knows the order of a whole epoch before its first batch is read. With that order the daemon can fetch every file
 before it is opened. This module draws the order, sends it, and passes it on unchanged:
 
     loader = hinted(DataLoader(dataset, shuffle=True, ...), dataset.paths)
 
-It needs the standard library only. It never disturbs the training: a thread of its own sends, and a failure (no mount, no
-daemon, a path that is elsewhere) is one warning at most. Paths are sent once; after that an epoch is four bytes a sample.
+It needs the standard library only. It never disturbs the training: a separate thread sends, and failures (no mount, no
+daemon, a path outside of the mount) cause one warning at most. Paths are sent once; after that an epoch takes four bytes a
+sample.
 
-A *plan* is a list of files and the orders that were sent for it. Each rank, each list and each sampler of a process has its
-own. Its name is made of host, rank and the list's digest: jobs that share a node have different plans, and a job that is
+A *plan* is a list of files and the orders that were sent for it. There is one for each rank, each list and each sampler of a
+process. Its name is made of host, rank and the list's digest: jobs that share a node have different plans, and a job that is
 started again finds its own. An order is sent with the digest of its list, and the daemon refuses it for any other list.
 """
 
@@ -29,7 +30,7 @@ import warnings
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, islice
 from operator import index as as_index
@@ -45,22 +46,20 @@ __all__ = ["HintedSampler", "announce", "hinted", "wait"]
 log = logging.getLogger(__name__)
 
 INDICES_AT_ONCE = 48 << 10
-"""Of an order, in one request: 192 KiB, and 256 KiB as text. Derived from what a request may hold."""
+"""Numbers of an order in one request: 192 KiB, and 256 KiB as base64. Derived: half of `client.MAX_REQUEST_BYTES`."""
 
 ASK_DEADLINE_S = 30.0
-"""For one request. Guessed: the daemon answers in milliseconds, and only the sending thread waits."""
+"""For one request. The daemon answers most in milliseconds, and the last part of a list of a million files in seconds; only
+the sending thread waits."""
 
 EXIT_DEADLINE_S = 5.0
-"""How long a process that ends waits until its last hints are sent. Guessed: they take milliseconds."""
-
-NEXT_AFTER = 8
-"""The next epoch is drawn and sent after one part in so many of the current one. Guessed: the first batch is not delayed,
-and the daemon knows the order long before the first file is read."""
+"""How long a process that ends waits until its last hints are sent. They take milliseconds; a daemon that hangs must not
+hold up the end of a job."""
 
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "LOCAL_RANK")
 """Variables in which launchers (torchrun, srun, Open MPI, MPICH, Intel MPI) tell a process its rank."""
 
-ELSEWHERE = 0xFFFFFFFF
+NOT_ON_A_MOUNT = 0xFFFFFFFF
 """Number of a path that does not lie below a mount."""
 
 
@@ -69,20 +68,20 @@ def announce(
 ) -> None:
     """Tell the daemons that these files will be read next, in this order.
 
-    Returns at once, or with `wait_s` when all is sent, after so many seconds at most. The default `plan` is this process's
-    own, and its next announcement replaces it. Never raises because of the daemon or the paths."""
+    Returns at once; with `wait_s`, when all is sent or so many seconds are over. The default `plan` is this process's own,
+    and its next announcement replaces it. Never raises because of the daemon or the paths."""
     listed = [os.fsdecode(path) for path in paths]
     order = array("I", range(len(listed)))
     if _in_worker():
         return
     files = _Files(plan, listed, _rank, replaces=True)
-    _sender.put(lambda: files.tell(epoch, order))
+    _sender.put(lambda: files.send(epoch, order))
     if wait_s:
         wait(wait_s)
 
 
 def wait(timeout_s: float = 60.0) -> bool:
-    """Wait until everything that was announced has been sent, or has failed. Returns whether it has."""
+    """Wait until everything that was announced has been sent, or has failed. Returns False if the time was over first."""
     return _sender.wait(timeout_s)
 
 
@@ -129,53 +128,54 @@ class HintedSampler:
         return self._rounds if self._set is None else self._set
 
     def _pass_on(self, drawing: Iterator[Any]) -> Iterator[Any]:
-        # Not before the first sample is asked for: a loader may begin twice before it does that.
+        # This runs when the first sample is requested: a loader may call `__iter__` twice before that.
         epoch = self._epoch()
         self._rounds += 1
         length = _length(self.sampler)
         if length is None or _in_worker():
             if length is None:
-                _complain("a sampler without a length cannot be told ahead")
+                _warn_once("the order of a sampler without a length is not known ahead")
             yield from drawing
             return
         order: list[Any] = []
         if any(hasattr(one, "state_dict") for one in _chain(self.sampler)):
-            self._draw_ahead(epoch, lambda: self._tell(epoch, list(islice(_clone(self.sampler), length))))
+            self._draw_ahead(epoch, lambda: self._send(epoch, list(islice(_clone(self.sampler), length))))
         else:
             order = list(islice(drawing, length))
-            self._tell(epoch, order)
-        for told, item in enumerate(chain(order, drawing), 1):
+            self._send(epoch, order)
+        for count, item in enumerate(chain(order, drawing), 1):
             yield item
-            if told == max(1, length // NEXT_AFTER):
-                self._tell_next(epoch, length)
+            # Half way: not at the beginning, where drawing would delay the first batches, and long before the next epoch.
+            if count == (length + 1) // 2:
+                self._send_next(epoch, length)
 
-    def _tell_next(self, epoch: int, length: int) -> None:
+    def _send_next(self, epoch: int, length: int) -> None:
         def draw() -> None:
             later = _clone(self.sampler)
             _holder(later).set_epoch(epoch + 1)
-            self._tell(epoch + 1, list(islice(later, length)), ahead=True)
+            self._send(epoch + 1, list(islice(later, length)), ahead=True)
 
         if _holder(self.sampler) is not None:  # otherwise its next order is not decided yet
             self._draw_ahead(epoch + 1, draw)
 
     def _draw_ahead(self, epoch: int, draw: Callable[[], None]) -> None:
-        """Draw an order ahead of time, with every random generator left as it was."""
+        """Draw an order ahead of time, and restore every random generator."""
         try:
-            with _generators_kept(self.sampler):
+            with _generators_restored(self.sampler):
                 draw()
         except Exception as exc:
-            _complain(f"the order of epoch {epoch} could not be drawn ahead: {exc!r}")
+            _warn_once(f"the order of epoch {epoch} could not be drawn ahead: {exc!r}")
 
-    def _tell(self, epoch: int, items: list[Any], *, ahead: bool = False) -> None:
+    def _send(self, epoch: int, items: list[Any], *, ahead: bool = False) -> None:
         try:
             order = _indices(items)
         except (TypeError, ValueError, OverflowError) as exc:
-            _complain(f"these samples are not indices of files ({exc})")
+            _warn_once(f"these samples are not indices of files ({exc})")
             return
         known, self._predicted = self._predicted, (epoch, order) if ahead else None
         if known != (epoch, order):
             files = self._files
-            _sender.put(lambda: files.tell(epoch, order))
+            _sender.put(lambda: files.send(epoch, order))
 
 
 def hinted(loader: Any, paths: Iterable[str | os.PathLike[str]], *, plan: str | None = None) -> Any:
@@ -184,7 +184,8 @@ def hinted(loader: Any, paths: Iterable[str | os.PathLike[str]], *, plan: str | 
     `paths` is the file of each sample of its dataset, by index. Call it before the first iteration."""
     if not hasattr(loader, "collate_fn"):
         return HintedSampler(loader, paths, plan=plan)
-    # What a loader iterates; it refuses to have it assigned, so as to keep its other attributes true, and they stay true.
+    # The attribute that a loader iterates. The loader refuses an assignment, because its other attributes must agree; they
+    # do.
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     vars(loader)[name] = HintedSampler(getattr(loader, name), paths, plan=plan)
     return loader
@@ -239,7 +240,7 @@ def _indices(items: list[Any]) -> array[int]:
 
 
 @contextmanager
-def _generators_kept(sampler: Any) -> Iterator[None]:
+def _generators_restored(sampler: Any) -> Iterator[None]:
     """Restore all random generators at the end: draws inside do not change the numbers that come after."""
     kept: list[tuple[Callable[[Any], object], Any]] = [(random.setstate, random.getstate())]
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -274,7 +275,7 @@ def _rank(sampler: Any = None) -> str:
 
 
 def _in_worker() -> bool:
-    """Whether this is a worker of a loader: then its parent sends the hints."""
+    """True in a worker process of a loader. Its parent sends the hints."""
     data = sys.modules.get("torch.utils.data")
     return data is not None and data.get_worker_info() is not None
 
@@ -283,8 +284,8 @@ def _in_worker() -> bool:
 
 
 class _Files:
-    """The files of a plan. After it is made, only the sending thread uses it. `rank` is called when it is first needed. With
-    `replaces`, the process's earlier plan without a name is dropped."""
+    """The files of a plan, by mount. Only the sending thread calls its methods. `rank` is called when it is first needed.
+    With `replaces`, the plan takes the place of the process's earlier plan without a name."""
 
     def __init__(
         self, plan: str | None, paths: list[str], rank: Callable[[], str], *, replaces: bool = False
@@ -295,7 +296,7 @@ class _Files:
         self._replaces = replaces
         self._shares: list[_Share] | None = None
 
-    def tell(self, epoch: int, order: array[int]) -> None:
+    def send(self, epoch: int, order: array[int]) -> None:
         """Raises `CachefsError`."""
         if self._shares is None:
             self._shares = list(_by_mount(self._paths))
@@ -308,7 +309,7 @@ class _Files:
         failure = None
         for share in self._shares:
             try:
-                share.tell(epoch, order)
+                share.send(epoch, order)
             except CachefsError as exc:
                 failure = exc
         if failure is not None:
@@ -316,7 +317,7 @@ class _Files:
 
 
 class _Share:
-    """The files below one mount. `numbers` is the place in `paths` of each of all files."""
+    """The files of a plan below one mount. `numbers` has, for each file of the whole list, its place in `paths`."""
 
     def __init__(self, mountpoint: str) -> None:
         self.mountpoint = Path(mountpoint)
@@ -326,24 +327,24 @@ class _Share:
         self._sent = False
 
     def name(self, plan: str | None, rank: str, *, replaces: bool) -> None:
-        """Name the plan, when all its paths are known."""
+        """Name the plan. Called when all its paths are known."""
         self.digest = digest(self.paths)
         if plan is not None:
             self.plan = plan
             return
         self.plan = f"{socket.gethostname()}-{rank}-{self.digest[:8]}"
         if replaces:
-            self._former = _announced.get(self.mountpoint, "")
-            _announced[self.mountpoint] = self.plan
+            self._former = _last_plans.get(self.mountpoint, "")
+            _last_plans[self.mountpoint] = self.plan
             return
         _samplers[self.mountpoint, self.plan] += 1
         if (number := _samplers[self.mountpoint, self.plan]) > 1:
             self.plan += f"-{number}"
 
-    def tell(self, epoch: int, order: array[int]) -> None:
+    def send(self, epoch: int, order: array[int]) -> None:
         if len(self.numbers) != len(self.paths) or (order and max(order) >= len(self.numbers)):
             numbers, there = self.numbers, len(self.numbers)
-            order = array("I", (numbers[i] for i in order if i < there and numbers[i] != ELSEWHERE))
+            order = array("I", (numbers[i] for i in order if i < there and numbers[i] != NOT_ON_A_MOUNT))
         if not self._sent:
             if self._former not in ("", self.plan):
                 drop(self.mountpoint, self._former)
@@ -352,16 +353,16 @@ class _Share:
         try:
             send_order(self.mountpoint, self.plan, epoch, order, self.digest)
         except CachefsError:
-            # A daemon that was started again may have lost the files, or has others of this name.
+            # A daemon that was started again may have lost the list, or have another one under this name.
             send_files(self.mountpoint, self.plan, self.paths)
             send_order(self.mountpoint, self.plan, epoch, order, self.digest)
 
 
-_announced: dict[Path, str] = {}
-"""The plan that was announced last of those without a name of their own, by mount."""
+_last_plans: dict[Path, str] = {}
+"""The plan without a name that was announced last, by mount."""
 
 _samplers: Counter[tuple[Path, str]] = Counter()
-"""How many samplers of this process have the same list: by mount and name of the plan."""
+"""How many samplers of this process have the same list, by (mount, name of the plan)."""
 
 
 def _by_mount(paths: list[str]) -> Iterable[_Share]:
@@ -376,14 +377,14 @@ def _by_mount(paths: list[str]) -> Iterable[_Share]:
             share = shares[place[0]] = _Share(place[0])
         missing = number - len(share.numbers)
         if missing:
-            share.numbers.extend([ELSEWHERE] * missing)
+            share.numbers.extend([NOT_ON_A_MOUNT] * missing)
         share.numbers.append(len(share.paths))
         share.paths.append(place[1])
     return shares.values()
 
 
 def digest(paths: Iterable[str]) -> str:
-    """Of a list of paths relative to a mount, as the daemon has it (`cachefs.prefetch.plans`)."""
+    """The digest of a list of paths relative to a mount, as the daemon computes it (`cachefs.prefetch.plans`)."""
     summed = hashlib.blake2b(digest_size=16)
     for path in paths:
         summed.update(os.fsencode(path).lstrip(b"/") + b"\0")
@@ -391,7 +392,7 @@ def digest(paths: Iterable[str]) -> str:
 
 
 def send_files(mountpoint: Path, plan: str, paths: list[str]) -> None:
-    """Tell the daemon of `mountpoint` the files of a plan (relative to the mount). Raises `CachefsError`."""
+    """Send the daemon of `mountpoint` the files of a plan, relative to the mount. Raises `CachefsError`."""
     at = 0
     for batch in client.batches(paths):
         client.ask(mountpoint, "hint_files", ASK_DEADLINE_S, plan=plan, paths=batch, at=at, total=len(paths))
@@ -399,14 +400,14 @@ def send_files(mountpoint: Path, plan: str, paths: list[str]) -> None:
 
 
 def send_order(mountpoint: Path, plan: str, epoch: int, order: array[int], files: str = "") -> None:
-    """Tell it the order of an epoch, as places in the list of files; `files` is that list's digest. Raises `CachefsError`,
-    also when it has another list."""
+    """Send the order of an epoch, as places in the list of files; `files` is that list's digest. Raises `CachefsError`, also
+    when the daemon has another list."""
     if sys.byteorder == "big":
         order = order[:]
         order.byteswap()
     for at in range(0, len(order), INDICES_AT_ONCE):
         text = base64.b64encode(order[at : at + INDICES_AT_ONCE].tobytes()).decode()
-        told = {
+        part = {
             "plan": plan,
             "epoch": epoch,
             "indices_b64": text,
@@ -414,11 +415,11 @@ def send_order(mountpoint: Path, plan: str, epoch: int, order: array[int], files
             "total": len(order),
             "files": files,
         }
-        client.ask(mountpoint, "hint_order", ASK_DEADLINE_S, **told)
+        client.ask(mountpoint, "hint_order", ASK_DEADLINE_S, **part)
 
 
 def drop(mountpoint: Path, plan: str) -> bool:
-    """Have the daemon forget a plan. Returns whether there was one. Raises `CachefsError`."""
+    """Have the daemon forget a plan. Returns True if there was one. Raises `CachefsError`."""
     return bool(client.ask(mountpoint, "hint_drop", ASK_DEADLINE_S, plan=plan))
 
 
@@ -438,13 +439,13 @@ class _Sender:
             self._thread = threading.Thread(target=self._run, name="cachefs-hints", daemon=True)
             try:
                 self._thread.start()
-            except RuntimeError as exc:  # no threads are left, or the interpreter is about to end
+            except RuntimeError as exc:  # no thread can be started, or the interpreter is ending
                 failure = str(exc)
                 self._thread = None
                 self._tasks.clear()
             else:
                 return
-        _complain(failure)
+        _warn_once(failure)
 
     def wait(self, timeout_s: float) -> bool:
         with self._changed:
@@ -461,29 +462,27 @@ class _Sender:
             try:
                 task()
             except Exception as exc:
-                _complain(str(exc) if isinstance(exc, CachefsError) else repr(exc))
+                _warn_once(str(exc) if isinstance(exc, CachefsError) else repr(exc))
 
 
-_complained = False
+_warned = False
 
 
-def _complain(reason: str) -> None:
-    """Warn once; the training goes on without hints."""
-    global _complained
+def _warn_once(reason: str) -> None:
+    """Warn, the first time. The training goes on without hints."""
+    global _warned
     log.debug("not hinted: %s", reason)
-    if not _complained:
-        _complained = True
-        try:
+    if not _warned:
+        _warned = True
+        with suppress(Warning):  # the program may turn warnings into exceptions
             warnings.warn(f"cachefs hints: {reason}; reading goes on without them", stacklevel=2)
-        except Warning:
-            pass  # the program made warnings errors: not of this one
 
 
 _sender = _Sender()
 
 
 def _after_fork() -> None:
-    """A child has the lock and the tasks of its parent, but no thread."""
+    """A forked child has the lock and the tasks of its parent, but not its thread: begin with none."""
     global _sender
     _sender = _Sender()
 

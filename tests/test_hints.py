@@ -6,6 +6,7 @@ import base64
 import os
 import random
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import warnings
 from array import array
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import pytest
 import trio
 
 from cachefs import hints
-from cachefs.base import client
+from cachefs.base import client, ownership
 from cachefs.base import linux as mountinfo
 from cachefs.base.client import control_path
 from cachefs.base.errors import NotFound
@@ -106,9 +108,9 @@ class FakeDaemon:
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(hints, "_complained", False)
+    monkeypatch.setattr(hints, "_warned", False)
     monkeypatch.setattr(hints, "_samplers", Counter())
-    monkeypatch.setattr(hints, "_announced", {})
+    monkeypatch.setattr(hints, "_last_plans", {})
     for name in hints.RANKS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "3")
@@ -212,9 +214,12 @@ def test_a_sampler_is_passed_on_unchanged_and_told_an_epoch_ahead(daemon: FakeDa
     for epoch in range(3):
         sampler.set_epoch(epoch)
         reading = iter(sampler)
-        first = next(reading)
+        order = list(islice(reading, PATHS // 4))
         relative = daemon.told("node-3", epoch)
-        order = [first, *reading]
+        assert daemon.orders[-1][1] == epoch, "the first batches do not wait for the next epoch"
+        order += islice(reading, PATHS // 2)
+        assert hints.wait(10) and daemon.orders[-1][1] == epoch + 1
+        order += reading
         plain = Shuffled()
         plain.set_epoch(epoch)
         assert order == list(plain)
@@ -439,16 +444,43 @@ def test_the_module_imports_nothing_but_the_standard_library() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_process_that_ends_has_sent_what_it_announced(daemon: FakeDaemon) -> None:
-    path = f"{daemon.mountpoint}/one"
+def end_after_announcing(mountpoint: Path, before: str = "") -> None:
+    """Run a process that announces a file and ends. It runs `before` first."""
     code = (
-        "import sys; from cachefs import hints; from cachefs.base import linux as mountinfo\n"
-        f"table = [mountinfo.Mount('0:1', '/', {str(daemon.mountpoint)!r}, 'fuse.cachefs', 'x', ())]\n"
-        "mountinfo.mounts = lambda: table\n"
-        f"hints.announce([{path!r}], plan='last')"
+        "import threading; from cachefs import hints; from cachefs.base import client, linux\n"
+        f"table = [linux.Mount('0:1', '/', {str(mountpoint)!r}, 'fuse.cachefs', 'x', ())]\n"
+        f"linux.mounts = lambda: table\n{before}\n"
+        f"hints.announce(['{mountpoint}/one'], plan='last')"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
+
+
+def test_a_process_that_ends_has_sent_what_it_announced(daemon: FakeDaemon) -> None:
+    end_after_announcing(daemon.mountpoint)
     assert daemon.told("last", 0) == ["one"]
+
+
+def test_a_daemon_that_hangs_does_not_hold_up_the_end_of_a_process(mounted: list[Path]) -> None:
+    end_after_announcing(
+        mounted[0], "hints.EXIT_DEADLINE_S = 0.01; client.ask = lambda *_, **__: threading.Event().wait()"
+    )
+
+
+def test_a_request_that_is_not_answered_in_time_is_given_up(
+    mounted: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hints, "ASK_DEADLINE_S", 0.01)
+    place = control_path(mounted[0])
+    ownership.claim(place.parent, whole=True)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(place))
+        silent.listen()
+        try:
+            with pytest.warns(UserWarning, match="did not answer within 0.01 s"):
+                announce([f"{mounted[0]}/one"], wait_s=10)
+                assert hints.wait(0)
+        finally:
+            place.unlink()
 
 
 # -- which mount -----------------------------------------------------------------------------------

@@ -6,32 +6,34 @@ from collections.abc import AsyncIterator
 
 import pytest
 import trio
+from trio.testing import MockClock
 
 from cachefs.base.errors import ConfigError
 from cachefs.base.names import ObjectId
-from cachefs.daemon import locating
-from cachefs.daemon.locating import Locator
+from cachefs.daemon.locating import DEADLINE_S, Locator
 
 
 class World:
-    """Seven files, of which each holds half."""
+    """Seven files, half of each cached. A listing gives one in `takes_s`."""
+
+    takes_s = 0.0
 
     async def walk(self, path: str) -> AsyncIterator[tuple[str, None, ObjectId]]:
         for number in range(7):
-            await trio.lowlevel.checkpoint()
+            await trio.sleep(self.takes_s)
             yield f"f{number}", None, ObjectId("s", f"f{number}", "e", 10)
 
     def cached_bytes(self, version: ObjectId) -> int:
         return version.size // 2
 
 
-def test_a_path_of_too_many_files_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_of_too_many_files_is_refused() -> None:
     world = World()
     locator = Locator(world, world, None, 1 << 20)  # type: ignore[arg-type]
     found = trio.run(locator.locate, "d")
     assert (found["files"], found["bytes"], found["nodes"]) == (7, 70, {"this node": 35})
-    monkeypatch.setattr(locating, "FILES_AT_MOST", 7)
-    assert trio.run(locator.locate, "d") == found
-    monkeypatch.setattr(locating, "FILES_AT_MOST", 6)
+    world.takes_s = DEADLINE_S / 8
+    assert trio.run(locator.locate, "d", clock=MockClock(autojump_threshold=0)) == found
+    world.takes_s = DEADLINE_S / 6
     with pytest.raises(ConfigError, match="d has too many files"):
-        trio.run(locator.locate, "d")
+        trio.run(locator.locate, "d", clock=MockClock(autojump_threshold=0))

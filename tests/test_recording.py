@@ -85,6 +85,15 @@ def test_readers_and_handles_are_told_apart_and_small_files_have_no_parts() -> N
     assert lines(made) == [("dir/large", 0, 10), ("dir/large", 10, 10), ("dir/large", 20, 10)]
 
 
+def test_runs_of_a_handle_are_bounded() -> None:
+    made, opened = recorder(), Opened(LARGE)
+    for number in range(20):
+        made.read(opened, 100 * number, 10, 1)
+    ended = [json.loads(line)["offset"] for line in made.drain()[0]]
+    assert ended == [100 * number for number in range(20 - recording.RUNS_KEPT)]
+    assert len(lines(made)) == recording.RUNS_KEPT
+
+
 def test_lines_that_nobody_takes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "LINES_KEPT", 5)
     monkeypatch.setattr(recording, "LINES_AT_ONCE", 3)

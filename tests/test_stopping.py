@@ -13,6 +13,7 @@ import threading
 import pytest
 
 from cachefs.base import logs
+from cachefs.daemon import stopping
 from cachefs.daemon.stopping import EXIT_CODE, STAGE_S, Stopping
 
 SLACK_S = 30.0
@@ -51,6 +52,20 @@ def test_a_signal_that_is_not_taken_is_a_stop() -> None:
     watched.signalled = True
     assert watched.after(1) == []
     assert watched.after(STAGE_S + 1) == [EXIT_CODE]
+
+
+def test_a_log_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched, may, written = Watched(), threading.Event(), threading.Event()
+
+    def say(line: str) -> None:
+        may.wait(SLACK_S)
+        written.set()
+
+    monkeypatch.setattr(stopping, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(stopping, "_say", say)
+    watched.stopping.stage("one")
+    assert watched.after(STAGE_S + 1) == [EXIT_CODE] and not written.is_set()
+    may.set()
 
 
 HELD_UP = """

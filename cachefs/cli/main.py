@@ -227,8 +227,8 @@ def mount(ctx: click.Context, /, places: tuple[str, ...], o: tuple[str, ...], **
             return 0
         if config.foreground or ready.in_background:
             # A connection in a service manager's store is taken over in any case, because programs wait for it.
-            if held is None and (not why_not(config) or background.kept()):
-                command = background.holding(background.command_of(ctx.meta["arguments"]))
+            if held is None and (not why_not(config) or background.has_stored_connection()):
+                command = background.held_by_holder(background.command_of(ctx.meta["arguments"]))
                 # The process id stays the same: the caller waits for it and sends it signals.
                 os.execv(command[0], command)
             return _serve(config, ready, read, held)

@@ -1,4 +1,4 @@
-"""Asking running daemons: which daemon serves a path, and the conversations of verbs with it."""
+"""Requests to running daemons: which daemon serves a path, and the requests of each CLI verb."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from cachefs.daemon.mounting import canonical
 POLL_S = 0.25
 
 UPGRADED_S = 60.0
-"""How long each half of an upgrade may take. Derived: twice what the daemon waits for the next one."""
+"""How long the next daemon may take to answer, and the present one to hand over. The present one waits half of that for the
+next one to load, from a disk that may be slow, and answers if it does not."""
 
 FLUSH_STEP_S = 1.0
 """How long the daemon waits for uploads before it answers how much is left. Derived: a terminal shows it once a second."""
@@ -33,7 +34,7 @@ def status_of(mountpoint: Path) -> dict[str, Any]:
 
 
 def all_statuses() -> list[dict[str, Any]]:
-    """Of every daemon of this user, by mountpoint. Sockets without a listener are removed."""
+    """The status of every daemon of this user, sorted by mountpoint. Removes sockets without a listener."""
     found: list[dict[str, Any]] = []
     try:
         candidates = sorted(runtime_dir().glob("*.sock"))
@@ -45,18 +46,12 @@ def all_statuses() -> list[dict[str, Any]]:
         except client.OfAnother:
             continue
         except client.NotRunning:
-            _remove(socket)
+            with suppress(OSError):
+                socket.unlink()
         except client.ControlError as exc:
             known = (m.path for m in mounts() if m.is_cachefs and control_path(Path(m.path)) == socket)
             found.append({"mountpoint": next(known, "?"), "warnings": [str(exc)]})
     return sorted(found, key=lambda status: str(status.get("mountpoint", "")))
-
-
-def _remove(socket: Path) -> None:
-    try:
-        socket.unlink()
-    except OSError:
-        pass
 
 
 def mount_of(path: Path) -> tuple[Path, str]:
@@ -66,7 +61,7 @@ def mount_of(path: Path) -> tuple[Path, str]:
     def above(here: Path) -> Path | None:
         return next((place for place in (here, *here.parents) if place in cachefs_mounts), None)
 
-    # There are no links in a mount, so what is below one is not looked at: it may hang.
+    # A mount has no links. A path below one is not touched, because the mount may hang.
     here = Path(os.path.abspath(path))
     mountpoint = above(here)
     if mountpoint is None:
@@ -79,8 +74,8 @@ def mount_of(path: Path) -> tuple[Path, str]:
 
 
 def upgrade(mountpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Have the installed version go on with a mount (canonical): the status before and after. Raises `MountError` where that
-    is not possible, and nothing has changed."""
+    """Have the installed version go on with a mount (canonical). Returns the status before and after. Raises `MountError`
+    where that is not possible; then nothing has changed."""
     before: dict[str, Any] = ask(mountpoint, "status")
     ask(mountpoint, "upgrade", UPGRADED_S)
     until = time.monotonic() + UPGRADED_S
@@ -94,8 +89,9 @@ def upgrade(mountpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def flush(mountpoint: Path, relative: str, deadline_s: float, show: Callable[[Any], None]) -> dict[str, Any]:
-    """Wait until what was written at and below a path (relative to its mount) is at the origin; what is not, once the
-    deadline is over or all the rest was refused. `show` is given what is left, now and then."""
+    """Wait until everything written at and below a path (relative to its mount) is at the origin, until the deadline is
+    over, or until the origin has refused all that is left. Returns what is left. `show` is called with it about once a
+    second."""
     until = time.monotonic() + deadline_s
     while True:
         left: dict[str, Any] = ask(
@@ -111,7 +107,7 @@ def flush(mountpoint: Path, relative: str, deadline_s: float, show: Callable[[An
 
 
 def describe(left: Mapping[str, Any]) -> str:
-    """What `flush` says is not at the origin, and why."""
+    """A line of what is not at the origin, and why, from the result of `flush`."""
     why = "".join(f": {printable(failure['path'])}: {failure['error']}" for failure in left["failures"][:1])
     are = "is" if left["files"] == 1 else "are"
     return f"{about_files(left['files'])} ({about_bytes(left['bytes'])}) {are} not at the origin{why}"
@@ -127,9 +123,9 @@ def job(
     vanish: bool = False,
     cluster: bool = False,
 ) -> Iterator[int]:
-    """Begin a job in the daemon (see `cachefs.daemon.warming`) and give it all its items; its number. The job is ended when
-    that or what is done with the number fails or is interrupted."""
-    # Uninterrupted, or the number of a job that waits for its items could be lost.
+    """Begin a job in the daemon (see `cachefs.daemon.warming`) and send it all its items; yields its number. The job is
+    stopped when that, or the code inside, fails or is interrupted."""
+    # A signal between the daemon's answer and the `try` would leave a job that waits for its items.
     with _uninterrupted() as interruptible:
         number: int = ask(
             mountpoint, "warm_start", action=action, at_once=at_once, vanish=vanish, cluster=cluster
@@ -148,7 +144,7 @@ def job(
 
 @contextmanager
 def _uninterrupted() -> Iterator[Callable[[], object]]:
-    """Hold signals that end this process back until what is given is called, or the end."""
+    """Block signals that end this process until the yielded function is called, or until the end."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
 
     def interruptible() -> object:
@@ -161,7 +157,7 @@ def _uninterrupted() -> Iterator[Callable[[], object]]:
 
 
 def stop_jobs(mountpoint: Path, number: int | None = None) -> int:
-    """End one job of a mount, or all; how many were running. No answer counts as none."""
+    """Stop one job of a mount, or all. Returns how many were running; 0 if the daemon does not answer."""
     try:
         return int(ask(mountpoint, "warm_stop", job=number))
     except (client.ControlError, MountError):
@@ -169,7 +165,7 @@ def stop_jobs(mountpoint: Path, number: int | None = None) -> int:
 
 
 def follow_job(mountpoint: Path, number: int) -> Iterator[dict[str, Any]]:
-    """How the job is, four times a second; lastly how it ended."""
+    """The status of a job, four times a second. The last one is how it ended."""
     while True:
         status: dict[str, Any] = ask(mountpoint, "warm_status", 60.0, job=number)
         yield status

@@ -1,8 +1,8 @@
 """Mounting in the background: a parent that waits, and the child that becomes the daemon.
 
-The child is a new interpreter with the same arguments, not a fork, so nothing of the parent's threads or
-descriptors leaks into the daemon. It says on a pipe whether it is ready or why not, in one line; the parent
-also waits until the mountpoint answers. When the parent gives up, it ends the child and unmounts.
+The child is a new interpreter with the same arguments, not a fork, so nothing of the parent's threads or descriptors leaks
+into the daemon. It writes one line to a pipe: that it is ready, or why not. The parent also waits until the mountpoint
+answers. When the parent gives up, it ends the child and unmounts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from cachefs.base import logs, ownership
@@ -31,7 +32,7 @@ STOP_DEADLINE_S = 5.0
 
 
 class Ready:
-    """The child's end: says once whether the mount is there."""
+    """The child's end of the pipe. Sends one line: that the mount is there, or why it is not."""
 
     def __init__(self) -> None:
         text = os.environ.pop(READY_FD, "")
@@ -39,7 +40,7 @@ class Ready:
         if self._fd is not None:
             try:
                 os.set_inheritable(self._fd, False)
-            except OSError:  # a variable that was left in the environment
+            except OSError:  # a stale variable in the environment
                 self._fd = None
         self.in_background = self._fd is not None
 
@@ -53,33 +54,30 @@ class Ready:
         if self._fd is None:
             return
         fd, self._fd = self._fd, None
-        try:
+        with suppress(OSError):  # the parent may have ended; the mount is there all the same
             os.write(fd, line.encode("utf-8", "backslashreplace") + b"\n")
-        except OSError:
-            pass  # the parent has gone; the mount is there all the same
-        finally:
-            os.close(fd)
+        os.close(fd)
 
 
 def command_of(arguments: Sequence[str]) -> list[str]:
-    """What the daemon of ``cachefs mount arguments`` is started with."""
+    """The command that starts the daemon of ``cachefs mount arguments``."""
     return [sys.executable, "-P", "-m", "cachefs", "mount", "-f", *arguments]
 
 
-def holding(command: Sequence[str], directory: str = "") -> list[str]:
-    """The same, started by a holder, in `directory` or the present one."""
+def held_by_holder(command: Sequence[str], directory: str = "") -> list[str]:
+    """The same command, started by a holder, in `directory` or in the present one."""
     holders = os.path.dirname(holder.__file__)
     return [sys.executable, "-I", "-S", "-c", holder.LAUNCH, holders, directory or os.getcwd(), *command]
 
 
-def kept() -> bool:
-    """Whether a service manager has kept the connection of a mount for this process."""
+def has_stored_connection() -> bool:
+    """True if a service manager has stored the connection of a mount for this process."""
     return bool(holder.stored())
 
 
 def open_log(config: Config) -> tuple[Path, int]:
-    """(path, descriptor) of the log; beside the control socket when the cache directory cannot be written,
-    since a mount without a cache is better than none."""
+    """(path, descriptor) of the log. It lies beside the control socket where the cache directory cannot be written: a mount
+    without a cache is better than none."""
     wanted = config.log_file or config.cache_dir / LOG_NAME
     spare = runtime_dir() / f"{slug(str(config.mountpoint).strip('/'), str(config.mountpoint))}.log"
     problem: OSError | None = None
@@ -97,9 +95,9 @@ def open_log(config: Config) -> tuple[Path, int]:
 
 
 def start(arguments: Sequence[str], config: Config, *, over_dead: bool = False) -> None:
-    """Run ``cachefs mount -f arguments`` in the background. Returns when its mount answers; else raises
-    `MountError` with the reason, and nothing is left running. With `over_dead` it takes the place of a dead mount, and
-    after a failure a dead mount is there."""
+    """Run ``cachefs mount -f arguments`` in the background. Returns when its mount answers. Otherwise raises `MountError`
+    with the reason, and nothing is left running. With `over_dead` it takes the place of a dead mount, and leaves a dead
+    mount after a failure."""
     until = time.monotonic() + config.mount_timeout
     before = None if over_dead else config.mountpoint.stat().st_dev
     log_path, log_fd = open_log(config)
@@ -107,7 +105,7 @@ def start(arguments: Sequence[str], config: Config, *, over_dead: bool = False) 
     read_fd, write_fd = os.pipe()
     try:
         child = subprocess.Popen(
-            command_of(arguments) if why_not(config) else holding(command_of(arguments)),
+            command_of(arguments) if why_not(config) else held_by_holder(command_of(arguments)),
             stdin=subprocess.DEVNULL,
             stdout=log_fd,
             stderr=log_fd,
@@ -119,7 +117,7 @@ def start(arguments: Sequence[str], config: Config, *, over_dead: bool = False) 
         os.close(write_fd)
         os.close(log_fd)
     try:
-        _trust(child, read_fd, until, config, log_path, log_start)
+        _wait_until_ready(child, read_fd, until, config, log_path, log_start)
         _wait_for_mount(config, before, until, log_path)
     except BaseException:
         _stop(child, config.mountpoint, before)
@@ -129,25 +127,26 @@ def start(arguments: Sequence[str], config: Config, *, over_dead: bool = False) 
     child.returncode = 0  # it outlives this process on purpose: no warning about that
 
 
-def _trust(
+def _wait_until_ready(
     child: subprocess.Popen[bytes], fd: int, until: float, config: Config, log_path: Path, log_start: int
 ) -> None:
-    """Wait for the child's word; raise unless it is "ready"."""
+    """Wait for the child's line. Raises `MountError` unless it is "ready"."""
     said = _read_line(fd, until)
     if said is None:
-        raise MountError(_late(config, log_path))
+        raise MountError(_no_answer(config, log_path))
     if said != "ready":
-        _let_end(child)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(STOP_DEADLINE_S)  # it closes its cache
         reason = said.removeprefix("error: ") or _last_line(log_path, log_start)
         raise MountError(reason or f"the daemon ended before the mount was there: see {log_path}")
 
 
-def _late(config: Config, log_path: Path) -> str:
+def _no_answer(config: Config, log_path: Path) -> str:
     return f"{config.mountpoint} did not answer within {config.mount_timeout:g} s: see {log_path}"
 
 
 def _read_line(fd: int, until: float) -> str | None:
-    """What the child said: "" if it ended without a word, None if it said nothing in time."""
+    """The child's line: "" if it ended without one, None if none came in time."""
     received = b""
     while not received.endswith(b"\n"):
         readable, _, _ = select.select([fd], [], [], max(until - time.monotonic(), 0))
@@ -170,7 +169,7 @@ def _wait_for_mount(config: Config, before: int | None, until: float, log_path: 
                 f"{config.mountpoint} is mounted but cannot be read: {answer.strerror}: see {log_path}"
             )
         if time.monotonic() >= until:
-            raise MountError(_late(config, log_path))
+            raise MountError(_no_answer(config, log_path))
         time.sleep(0.02)
 
 
@@ -184,16 +183,9 @@ def _last_line(path: Path, offset: int) -> str:
     return lines[-1] if lines else ""
 
 
-def _let_end(child: subprocess.Popen[bytes]) -> None:
-    """A child that failed closes its cache: give it the time."""
-    try:
-        child.wait(STOP_DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        pass
-
-
 def _stop(child: subprocess.Popen[bytes], mountpoint: Path, before: int | None) -> None:
-    """End the child's whole session, and take away what it mounted, unless a dead mount was there `before` (None)."""
+    """End the child's whole session and unmount what it mounted. Where a dead mount was there before (`before` is None),
+    leave the mount."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(child.pid, number)
@@ -210,7 +202,5 @@ def _stop(child: subprocess.Popen[bytes], mountpoint: Path, before: int | None) 
     if mount is not None and mount.is_cachefs:
         answer = probe(mountpoint, 1.0)
         if isinstance(answer, OSError) or answer.st_dev != before:
-            try:
+            with suppress(OSError):
                 detach(mount, lazy=True)
-            except OSError:
-                pass

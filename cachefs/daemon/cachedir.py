@@ -1,4 +1,4 @@
-"""The cache directory: how much of its disk is the cache's, and what is opened in it."""
+"""The cache directory: how much of its disk the cache may use, and opening the store and the names database in it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cachefs.upload import refuse_foreign
 
 
 def _disk_of(config: Config) -> tuple[int, int]:
-    """Bytes that are free, and all there are, of the disk that the cache directory is or will be on."""
+    """(free bytes, all bytes) of the disk that the cache directory is or will be on; (0, 0) if that cannot be read."""
     place = config.cache_dir
     while not os.path.exists(place) and place != place.parent:  # Path.exists raises where one may not look
         place = place.parent
@@ -35,13 +35,13 @@ def _disk_of(config: Config) -> tuple[int, int]:
 def open_cache(config: Config, metrics: Metrics, *, killed: bool = False) -> Opened:
     """Raises `CacheInUse`, `CacheUnusable`; the latter, with nothing changed, if the directory is another user's, or if
     another version of cachefs has noted uploads here that this one cannot read."""
-    with suppress(OSError):  # what cannot be made or written costs the SSD tier, not the mount
+    with suppress(OSError):  # a directory that cannot be made or written costs the SSD tier, not the mount
         ownership.claim(config.cache_dir)
     if not config.read_only:
         refuse_foreign(config.cache_dir / "journal")
     remove_orphans()
     free, total = _disk_of(config)
-    held = _held_bytes(config.cache_dir)
+    held = _bytes_at_last_stop(config.cache_dir)
     return open_store(
         config.cache_dir,
         config.cache_size.resolve(free + held),
@@ -55,8 +55,8 @@ def open_cache(config: Config, metrics: Metrics, *, killed: bool = False) -> Ope
     )
 
 
-def _held_bytes(cache_dir: Path) -> int:
-    """What this cache holds already, as its last stop noted it: a share of the disk includes it."""
+def _bytes_at_last_stop(cache_dir: Path) -> int:
+    """Bytes in this cache, as its last stop wrote them down. A size that is a share of the free disk includes them."""
     try:
         return int(ownership.read(cache_dir / "held"))
     except (OSError, ValueError):
@@ -64,9 +64,9 @@ def _held_bytes(cache_dir: Path) -> int:
 
 
 def open_names(opened: Opened, row_log: RowLog | None = None) -> WriteBehind:
-    """Beside the cache, or wherever there is room for it: names can always be learnt again. For `row_log` see
-    `WriteBehind`."""
-    # A random name: every user can make a directory there.
+    """Open the names database beside the cache, or in shared memory if that is impossible: names can always be listed again.
+    For `row_log` see `WriteBehind`."""
+    # A random name, because every user can make a directory there.
     refuge = SHM / f"cachefs-{os.getuid()}-names-{secrets.token_hex(8)}"
     opened.temporary.append(refuge)
     try:
@@ -79,14 +79,12 @@ def open_names(opened: Opened, row_log: RowLog | None = None) -> WriteBehind:
 
 
 def keep_free_bytes(config: Config) -> int:
-    """What always stays free of the disk."""
+    """Bytes of the disk that always stay free."""
     return config.keep_free.resolve(_disk_of(config)[1])
 
 
-def note_held(cache_dir: Path, store: Store) -> None:
-    """For the next start's share of the disk."""
-    try:
-        used = sum(tier.used_bytes for tier in store.tiers if tier.name == "ssd")
+def note_used_bytes(cache_dir: Path, store: Store) -> None:
+    """Write down the bytes of this cache for the next start (`_bytes_at_last_stop`)."""
+    used = sum(tier.used_bytes for tier in store.tiers if tier.name == "ssd")
+    with suppress(OSError):
         durable.write(cache_dir / "held", str(used))
-    except OSError:
-        pass

@@ -1,10 +1,10 @@
 """The control socket: one JSON line in, one JSON line out.
 
-A request is ``{"verb": "status", …arguments}``; the reply is ``{"ok": true, "result": …}`` or ``{"ok": false,
-"error": "one line"}``. The daemon decides which verbs there are; this module knows only how they travel. Only
-the user who runs the daemon (and root) may talk to it: the socket is 0600, in a directory of that user alone.
+A request is ``{"verb": "status", …arguments}``; the reply is ``{"ok": true, "result": …}`` or ``{"ok": false, "error": "one
+line"}``. The daemon passes in the verbs; this module only transports them. Only the user that runs the daemon, and root, may
+connect: the socket is 0600, in a directory of that user alone.
 
-No client can hold the daemon up: requests and connections are bounded and every step has a deadline.
+No client can block the daemon: requests and connections are bounded, and every step has a deadline.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 Verbs = Mapping[str, Callable[..., Awaitable[Any]]]
 
 MAX_CONNECTIONS = 16
-"""For people and a metrics scraper, not for a workload."""
+"""At a time. People and a metrics scraper connect, not a workload."""
 
 TALK_DEADLINE_S = 5.0
 """For a client to send its line, and again to take the reply."""
@@ -40,8 +41,8 @@ VERB_DEADLINE_S = 60.0
 
 
 async def serve(path: Path, verbs: Verbs, *, task_status: Any = None) -> None:
-    """Answer requests at `path` until cancelled; the socket is removed then. Raises `ControlError` when
-    another daemon answers there or the socket cannot be made."""
+    """Answer requests at `path` until cancelled, and then remove the socket. Raises `ControlError` when another daemon
+    answers there, or the socket cannot be made."""
     listener = _listen(path)
     mine = os.stat(path).st_ino
     room = trio.Semaphore(MAX_CONNECTIONS)
@@ -67,11 +68,9 @@ async def serve(path: Path, verbs: Verbs, *, task_status: Any = None) -> None:
             task_status=task_status,
         )
     finally:
-        try:
+        with suppress(OSError):
             if os.stat(path).st_ino == mine:
                 os.unlink(path)
-        except OSError:
-            pass
 
 
 async def _answer(stream: trio.SocketStream, verbs: Verbs) -> None:
@@ -128,11 +127,9 @@ async def _perform(line: bytes, verbs: Verbs) -> dict[str, Any]:
 
 
 async def _send(stream: trio.SocketStream, reply: Mapping[str, Any]) -> None:
-    with trio.move_on_after(TALK_DEADLINE_S):
-        try:
-            await stream.send_all(json.dumps(reply, default=str).encode() + b"\n")
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            pass  # the client has gone
+    # The client may have gone.
+    with trio.move_on_after(TALK_DEADLINE_S), suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+        await stream.send_all(json.dumps(reply, default=str).encode() + b"\n")
 
 
 def _listen(path: Path) -> socket.socket:

@@ -1,10 +1,10 @@
 """The composition root: builds the rooms bottom-up, runs them, takes them down in reverse.
 
-Start: store, names, origins (one request each, so that a wrong bucket or key is told before anything is mounted), what an
-earlier daemon had yet to upload, the filesystem, the mount. Stop (by a signal, an umount, a failure): the
-mount goes first so that no new request comes, transfers are cancelled, what was written is brought to the origin, RAM is
-saved to SSD, databases are closed cleanly. A failure that nothing contains ends the connection to the kernel and leaves the
-dead mount where it is: only a stop that was asked for unmounts.
+Start: store, names, origins (one request each, so that a wrong bucket or key is reported before anything is mounted), the
+files that an earlier daemon has not uploaded yet, the filesystem, the mount. Stop (by a signal, an umount, a failure): the
+mount goes first, so that no new request comes; transfers are cancelled; written files are uploaded; RAM is saved to SSD;
+databases are closed cleanly. A failure that no task contains ends the connection to the kernel and leaves the dead mount
+where it is: only a signal or an umount unmounts.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from cachefs.base.shared_memory import SharedMemory
 from cachefs.base.tasks import in_thread
 from cachefs.config.config import ROWS, Config, Source
 from cachefs.daemon import cachedir, control, mounting
+from cachefs.daemon.asking import UPGRADED_S
 from cachefs.daemon.locating import Locator
 from cachefs.daemon.notify import Notifier
 from cachefs.daemon.recording import Recordings
@@ -56,7 +57,7 @@ from cachefs.observe import Endpoint, Pauses, Watch, open_endpoint
 from cachefs.observe.explaining import Explainer
 from cachefs.origin import Origin, load_origin, open_origin
 from cachefs.peers.node import PeerNode
-from cachefs.prefetch import Prefetcher
+from cachefs.prefetch import Paths, Prefetcher
 from cachefs.store import Backing, Opened, scrub
 from cachefs.upload import orphans
 
@@ -66,36 +67,32 @@ SPILL_DEADLINE_S = 10.0
 """How long a stop may take to save RAM to SSD: at 1 GB/s, more than twice the default RAM tier. Derived."""
 
 NAMES_MAPPED_BYTES = 48 << 20
-"""Bytes of the names database that may stay mapped. Guessed: 400,000 names; unmapping costs minor faults."""
-
-LOOKING_S = 1.0
-"""How long `status` waits for the disk to list the files that are kept aside. Guessed."""
-
-KEEP_EVERY_S = 30
-"""Seconds until failed housekeeping is tried again. Guessed."""
-
-AHEAD_SHARE = 2
-"""Files that were prefetched and not opened yet may take one part in so many of the cache. Guessed."""
+"""Bytes of the names database that may stay mapped, 400,000 names: half of what a daemon with a million names takes
+(`scripts/bench memory-million`). Unmapping costs minor faults."""
 
 TRIM_EVERY_S = 2.0
-"""How often `NAMES_MAPPED_BYTES` is compared with what is mapped. Guessed: it costs one line of /proc."""
+"""How often `NAMES_MAPPED_BYTES` is compared with what is mapped, which costs one line of /proc. Derived: a listing of
+100,000 names a second maps half of it meanwhile."""
+
+ORPHANS_DEADLINE_S = 1.0
+"""How long `status` waits for the disk to list the files that are kept aside: a disk that hangs must not hold it up."""
+
+RETRY_S = 30
+"""Seconds until failed housekeeping is tried again: a failure that stays costs two log entries a minute."""
 
 NOT_FOR_GOOD = (errno.ENOMEM, errno.ENFILE, errno.EMFILE, errno.ENOSPC, errno.ENOTCONN, errno.EBADF)
 """Errors with which the kernel refuses one backing file for now; any other refuses the whole tier."""
 
 GARBAGE_THRESHOLDS = (50_000, 20, 50)
-"""Of `gc.set_threshold`. Guessed: requests make few cycles, and each collection stops the loop."""
-
-
-LOADING_S = 30.0
-"""How long another daemon may take to load what it needs, beside this one. Guessed: a node's disk may be slow."""
+"""Of `gc.set_threshold`. Requests make few cycles, and each collection stops the loop. Measured, while 8,000 small files are
+read four times: with Python's own thresholds collections take a quarter of the processor time, with these one part in 70."""
 
 LIVE = ("log_level", "download_limit", "upload_limit", "metadata_ttl", "negative_ttl", "pin_budget")
 """Options that SIGHUP changes while the mount is in use."""
 
 
 def load(config: Config) -> None:
-    """Load what `run` needs and what takes long, ahead of it."""
+    """Import ahead of `run` the modules that it needs and that take long to import."""
     for source in config.sources:
         load_origin(source.url)
 
@@ -106,19 +103,19 @@ def run(
     reread: Callable[[], Config] | None = None,
     held: Held | None = None,
 ) -> int:
-    """Mount and serve until told to stop; the exit code. Raises `CachefsError` when mounting is impossible. `reread` reads
-    the configuration again, for SIGHUP. `held` is there where a holder has started this process."""
+    """Mount and serve until a signal or an umount. Returns the exit code. Raises `CachefsError` when mounting is impossible.
+    `reread` reads the configuration again, for SIGHUP. `held` is given where a holder has started this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 20), hard)
     )
     metrics = Metrics()
     stopping = Stopping()
-    with ExitStack() as made:  # whatever fails from here on, nothing stays in memory
+    with ExitStack() as made:  # a failure from here on leaves no files in memory
         made.callback(stopping.done)
         opened = cachedir.open_cache(config, metrics, killed=held is not None and held.killed)
         made.callback(opened.close)
-        memory = _outlives(config, held)
+        memory = _shared_memory(config, held)
         names = cachedir.open_names(opened, None if memory is None else memory.rows)
         made.callback(names.close)
         made.callback(stopping.stage, "closing the names database")
@@ -133,13 +130,14 @@ def run(
             raise _first(group) from group
 
 
-def _outlives(config: Config, held: Held | None) -> SharedMemory | None:
-    """The memory in which the next daemon finds what was written; None where no daemon can go on with this mount."""
+def _shared_memory(config: Config, held: Held | None) -> SharedMemory | None:
+    """The shared memory in which the next daemon finds written rows and times; None where no daemon can go on with this
+    mount."""
     return None if held is None or config.zero_open else held.memory
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What to tell the user when several tasks failed: an expected failure rather than an unexpected one."""
+    """The failure to report when several tasks failed: an expected one rather than an unexpected one."""
     exc: BaseException = group.subgroup(CachefsError) or group
     while isinstance(exc, BaseExceptionGroup):
         exc = exc.exceptions[-1]
@@ -190,13 +188,13 @@ class Daemon:
         self._stopped_by = "umount"
         self._end = End.FAILED
         self._replaces_dead = False
-        self._served = False  # whether programs have used the mount
+        self._served = False  # programs may have used the mount
         self._prefetcher: Prefetcher | None = None
         self._peers: PeerNode | None = None
         self._uploading: Uploading | None = None
         self._unsent = Unsent()
-        self._aside = ""  # what is kept aside, when it was last looked at
-        self._looking = trio.CapacityLimiter(1)
+        self._orphan_warning = ""  # of the last look at the files that are kept aside
+        self._orphan_lookup = trio.CapacityLimiter(1)
         self._watch = Watch(metrics, self._status, config.mountpoint)
         self._endpoint: Endpoint | None = None
         self._pauses = Pauses()
@@ -216,28 +214,28 @@ class Daemon:
                             await self._serve(nursery, lasting)
                             nursery.cancel_scope.cancel()
                     finally:
-                        if self._goes_on:
+                        if self._is_continued:
                             lasting.cancel_scope.cancel()  # the next daemon uploads
                         elif self._uploading is not None:
                             self._stopping.stage("uploading what was written", self._config.flush_deadline)
                             self._notifier.stopping("uploading what was written")
                             if not await self._uploading.finish():
-                                # The replacement of the cache directory stays: files are in it that are not uploaded.
+                                # The replacement of the cache directory stays: it has files that are not uploaded.
                                 with suppress(ValueError):
                                     self._opened.temporary.remove(self._opened.state_dir)
                     lasting.cancel_scope.cancel()
             finally:
                 self._stopping.stage("saving memory to disk", SPILL_DEADLINE_S)
-                if not self._goes_on:  # else the service manager would end all of it some time later
+                if not self._is_continued:  # else the service manager would end all of it some time later
                     self._notifier.stopping("saving memory to disk")
                 with trio.CancelScope(shield=True):
-                    if self._goes_on and self._uploading is not None:
+                    if self._is_continued and self._uploading is not None:
                         await self._uploading.uploads.hand_over()
                     if self._end is End.HANDED_OVER:
                         await self._store.hand_over()
                     else:
                         await self._store.aclose(SPILL_DEADLINE_S)
-                    cachedir.note_held(self._config.cache_dir, self._store)
+                    cachedir.note_used_bytes(self._config.cache_dir, self._store)
                     for origin in self._origins:
                         await origin.aclose()
                     if self._peers is not None:
@@ -246,7 +244,7 @@ class Daemon:
         return HANDED_OVER if self._end is End.HANDED_OVER else 0
 
     async def _open_origins(self, beside: trio.Nursery) -> None:
-        """Open all, and see that they answer: beside the rest in `beside` where programs wait already."""
+        """Open all origins and check that they answer. Where programs already wait, the checks go on in `beside`."""
         config = self._config
         self._origins = [
             open_origin(
@@ -289,20 +287,20 @@ class Daemon:
 
     @property
     def _takes_over(self) -> bool:
-        """Whether programs wait for this daemon already, because another one has died."""
+        """True if programs already wait for this daemon, because another one has died."""
         return self._held is not None and self._held.taking_over
 
     @property
-    def _goes_on(self) -> bool:
-        """Whether another daemon goes on with the mount when this one ends."""
+    def _is_continued(self) -> bool:
+        """True if another daemon goes on with the mount when this one ends."""
         if self._held is None or not self._held.holds or not self._held.holder:
             return False
         return self._end is End.HANDED_OVER or (
             self._end is End.FAILED and (self._served or self._takes_over)
         )
 
-    def _do_without(self) -> None:
-        """Start without origins that do not answer, if names of them are known from earlier. Raises `OriginFailed`."""
+    def _start_without_absent(self) -> None:
+        """Start without origins that do not answer, if names of them are cached. Raises `OriginFailed`."""
         for origin, exc in self._absent.items():
             if not self._fs.tree_queries.knows(origin):
                 raise exc
@@ -313,7 +311,7 @@ class Daemon:
         self._peers = await PeerNode.open(self._config, sources, self._metrics, self._opened.state_dir)
 
     def _writable(self) -> bool:
-        """Whether any source can be written; logs a source that cannot although it was not asked to be read-only."""
+        """True if any source can be written. Logs a source that cannot although read-only was not asked for."""
         config = self._config
         if config.read_only:
             return False
@@ -339,7 +337,7 @@ class Daemon:
             fetcher,
             self._metrics,
             lasting,
-            _outlives(self._config, self._held),
+            _shared_memory(self._config, self._held),
             self._opened.killed,
         )
         self._uploading = uploading
@@ -362,15 +360,15 @@ class Daemon:
             self._unsent = uploading.unsent
         if self._unsent.sizes:
             self._warn(str(self._unsent))
-        if aside := await self._kept_aside():
-            log.warning("%s", aside)
+        if orphaned := await self._orphans():
+            log.warning("%s", orphaned)
         if config.writeback and uploading is None:
             self._warn("--writeback has no effect: nothing can be written")
         volumes = [
             Volume(s.name, o, ttls_of(config, s)) for s, o in zip(config.sources, self._origins, strict=True)
         ]
         self._ttls = [volume.ttls for volume in volumes if volume.ttls is not None]
-        memory = _outlives(config, self._held)
+        memory = _shared_memory(config, self._held)
         self._fs = FileSystem(
             volumes,
             self._names,
@@ -385,12 +383,13 @@ class Daemon:
             writer=None if uploading is None else uploading.uploads,
             times=None if memory is None else memory.times,
         )
-        self._do_without()
+        self._start_without_absent()
         await self._fs.recover()
         self._fs.renew_names()
         self._fs.list_tops(self._absent)
-        if uploading is not None:  # not before: what an earlier run has left has to have its names first
-            lasting.start_soon(self._keep, uploading.uploads.run, "uploading")
+        # Not earlier: files that an earlier run has left must have their names first.
+        if uploading is not None:
+            lasting.start_soon(retried, uploading.uploads.run, "uploading")
         notices = Notices(lambda *notice: self._backend.backend.invalidate(*notice))
         self._fs.on_invalidate = notices.tell
         self._fs.told = notices.told
@@ -399,14 +398,14 @@ class Daemon:
         try:
             if peers is not None:
                 await peers.start(Serving(self._store, fetcher, peers.cluster, self._origins), nursery)
-            nursery.start_soon(self._keep, self._store.run, "writing the cache index")
+            nursery.start_soon(retried, self._store.run, "writing the cache index")
             if not self._store.was_clean:
-                nursery.start_soon(self._keep, partial(scrub, self._store), "looking through the cache")
-            nursery.start_soon(self._keep, self._pauses.run, "looking for pauses of the loop")
-            nursery.start_soon(self._keep, notices.run, "telling the kernel of changes")
-            nursery.start_soon(self._keep, self._trim_loop, "giving memory back")
+                nursery.start_soon(retried, partial(scrub, self._store), "checking the cache")
+            nursery.start_soon(retried, self._pauses.run, "measuring pauses of the loop")
+            nursery.start_soon(retried, notices.run, "telling the kernel of changes")
+            nursery.start_soon(retried, self._trim_loop, "giving memory back")
             if self._prefetcher is not None:
-                nursery.start_soon(self._keep, self._prefetcher.run, "prefetch")
+                nursery.start_soon(retried, self._prefetcher.run, "prefetch")
             self._jobs = Jobs(self._fs.tree_queries, fetcher, self._store, nursery, config.concurrency)
             self._locator = Locator(self._fs.tree_queries, fetcher, upstream.cluster, config.block_size)
             self._explainer = Explainer(
@@ -417,20 +416,20 @@ class Daemon:
                 self._metrics,
                 self._status,
             )
-            names = {id(volume.origin): volume.name for volume in volumes}
+            paths = Paths(volumes)
             if upstream.comparing is not None:
-                upstream.comparing.on_lie = lambda origin, obj: self._fs.refresh(_path_of(names, origin, obj))
-            self._recordings = Recordings(self._fs, partial(_path_of, names), nursery)
+                upstream.comparing.on_lie = lambda origin, obj: self._fs.refresh(paths.of(origin, obj))
+            self._recordings = Recordings(self._fs, paths.of, nursery)
             await nursery.start(control.serve, control_path(config.mountpoint), self._verbs())
             if self._endpoint is not None:
                 log.info("metrics at http://%s/metrics", self._endpoint.address)
                 if self._endpoint.warning:
                     log.warning("%s", self._endpoint.warning)
-                nursery.start_soon(self._keep, partial(self._endpoint.serve, self._watch.pages()), "metrics")
-                nursery.start_soon(self._keep, self._watch.run, "samples of the metrics")
+                nursery.start_soon(retried, partial(self._endpoint.serve, self._watch.pages()), "metrics")
+                nursery.start_soon(retried, self._watch.run, "samples of the metrics")
             gc.collect()
             gc.set_threshold(*GARBAGE_THRESHOLDS)
-            gc.freeze()  # what is alive now stays alive: no need to look at it again and again
+            gc.freeze()  # objects that exist now stay, so collections need not visit them
             self._served = True
             await backend.serve(lambda: nursery.start_soon(self._ready))
             if self._end is End.FAILED:  # so far
@@ -446,8 +445,8 @@ class Daemon:
                 with trio.move_on_after(3, shield=True):
                     await peers.leave()
             with trio.move_on_after(1, shield=True):
-                await notices.quiet()  # the session must not go while a thread is inside of it
-            # A bare directory in place of a mount would take what others write there, and lose it to them.
+                await notices.quiet()  # the session must not be closed while a thread uses it
+            # Without the mount, programs would write into the bare directory, and not find it again behind the next mount.
             backend.close(unmount=not (crashed or as_before or handed_over))
             if crashed:
                 log.critical(
@@ -457,7 +456,7 @@ class Daemon:
                 )
             with trio.move_on_after(5, shield=True):
                 unmounted = self._end is End.STOPPED and self._stopped_by == "umount"
-                await self._fs.aclose(unmounted=unmounted, handed_over=self._goes_on)
+                await self._fs.aclose(unmounted=unmounted, handed_over=self._is_continued)
 
     def _open_prefetcher(self, volumes: list[Volume], fetcher: Fetcher) -> Prefetcher | None:
         config = self._config
@@ -474,7 +473,7 @@ class Daemon:
             volumes,
             self._metrics,
             slots=config.concurrency - config.concurrency // 8,  # what the gate leaves to the background
-            budget=lambda: sum(tier.limit_bytes() for tier in self._store.tiers) // AHEAD_SHARE,
+            capacity=lambda: sum(tier.limit_bytes() for tier in self._store.tiers),
             directory=self._opened.state_dir / "plans",
         )
 
@@ -533,7 +532,7 @@ class Daemon:
         return backend
 
     def _clear(self) -> None:
-        """Take dead mounts away, now that only mounting is left to do."""
+        """Unmount dead mounts, now that only mounting is left to do."""
         if self._takes_over:
             return
         try:
@@ -546,7 +545,7 @@ class Daemon:
             log.warning("%s", line)
 
     def _not_held(self) -> str:
-        """Why this mount would not outlive its daemon; "" if it would."""
+        """Why the mount would end with its daemon; "" if it would not."""
         if self._held is not None and self._held.holds:
             return ""
         if why := why_not(self._config):
@@ -570,7 +569,7 @@ class Daemon:
         return self._config.sources[0].url if len(self._config.sources) == 1 else "cachefs"
 
     async def _ready(self) -> None:
-        """The kernel has shaken hands: tune it, then say so."""
+        """The kernel has answered INIT: tune it, then report that the mount is ready."""
         granted = self._backend.backend.max_background
         self._tuning = await trio.to_thread.run_sync(tune, self._config.mountpoint, granted)
         for line in self._tuning:
@@ -583,13 +582,13 @@ class Daemon:
         )
 
     async def _stop_on_signal(self, signals: AsyncIterator[int], stop: Callable[[], None]) -> None:
-        """End the mount, and cancel requests under way: their readers get an errno even if the origin hangs."""
+        """At a signal, end the mount and cancel requests in flight: their readers get an errno even if the origin hangs."""
         async for number in signals:
             if number == signal.SIGHUP and self._reread is not None:
                 await self._reload(self._reread)
                 continue
             if self._uploading is not None and self._stopped_by != "umount":
-                self._uploading.hurry()  # asked twice
+                self._uploading.hurry()  # this is the second signal
             self._stopped_by = signal.Signals(number).name
             self._stopping.stage("ending requests under way")
             self._end = End.STOPPED
@@ -600,10 +599,10 @@ class Daemon:
         try:
             fresh = await in_thread(reread)
         except (CachefsError, OSError) as exc:
-            log.error("SIGHUP: nothing was changed: %s", exc)  # noqa: TRY400 (an expected failure, told in one line)
+            log.error("SIGHUP: nothing was changed: %s", exc)  # noqa: TRY400 (an expected failure takes one line)
             return
         config = self._config
-        given = {*config.origins, *fresh.origins}  # a default that follows from the machine is not compared
+        given = {*config.origins, *fresh.origins}  # defaults are not compared: some follow from the machine
         changed = [
             name
             for name, row in ROWS.items()
@@ -623,20 +622,9 @@ class Daemon:
             found = ttls_of(config, source)
             ttls.ttl, ttls.negative_ttl = found.ttl, found.negative_ttl
         now = ", ".join(name for name in changed if name in LIVE) or "nothing"
-        logs.set_level("info")  # whatever the level is now or then, the answer is logged
+        logs.set_level("info")  # this line is logged at any level
         log.info("SIGHUP: changed %s; needs a remount: %s", now, ", ".join(later) or "nothing")
         logs.set_level(config.log_level)
-
-    async def _keep(self, what: Callable[[], Awaitable[None]], name: str) -> None:
-        """Run housekeeping. A failure is logged and it is tried again later; it does not end the mount."""
-        while True:
-            try:
-                await what()
-            except Exception:
-                log.exception("%s failed; trying again in %d s", name, KEEP_EVERY_S)
-                await trio.sleep(KEEP_EVERY_S)
-            else:
-                return
 
     async def _trim_loop(self) -> None:
         while True:
@@ -646,11 +634,10 @@ class Daemon:
     # -- control verbs -----------------------------------------------------------------------------
 
     def _verbs(self) -> dict[str, Any]:
-        hints = ("hint_files", "hint_order", "hint_drop")
         return {
             "status": self._status,
             "refresh": self._refresh,
-            **{name: getattr(self._prefetcher, name, _no_hints) for name in hints},
+            **(self._prefetcher.hints.verbs() if self._prefetcher is not None else NO_HINTS),
             **self._jobs.verbs(),
             **self._recordings.verbs(),
             "locate": self._locator.locate,
@@ -660,8 +647,8 @@ class Daemon:
         }
 
     async def _upgrade(self) -> str:
-        """Have what is installed now go on with this mount: its version. Raises `MountError` if it cannot; then nothing has
-        changed."""
+        """Have the version that is installed now go on with this mount. Returns it. Raises `MountError` if it cannot; then
+        nothing has changed."""
         why = self._not_held()
         if why or self._held is None:
             raise MountError(f"this mount ends with its daemon ({why}): umount, and mount again")
@@ -675,7 +662,7 @@ class Daemon:
                 raise MountError(
                     "the configuration has another cache directory or block size than this mount: umount, and mount again"
                 )
-        version = await self._held.renewed(LOADING_S)
+        version = await self._held.renewed(UPGRADED_S / 2)
         if self._opened.state_dir in self._opened.temporary and self._backend.backend.operations.writers:
             raise MountError(
                 "the cache directory cannot be used, and the next daemon would not find files that are open for writing: "
@@ -691,8 +678,8 @@ class Daemon:
         return "looking again"
 
     async def _status(self) -> dict[str, Any]:
-        await self._kept_aside()
-        return {  # of one moment
+        await self._orphans()
+        return {  # no await inside: the values are of one moment
             "version": cachefs.__version__,
             "pid": os.getpid(),
             "holder": None if self._held is None or not self._held.holds else self._held.status(),
@@ -745,17 +732,30 @@ class Daemon:
             yield self._endpoint.warning
         if self._peers is not None:
             yield from self._peers.warnings
-        if self._aside:
-            yield self._aside
+        if self._orphan_warning:
+            yield self._orphan_warning
 
-    async def _kept_aside(self) -> str:
-        """The warning of `orphans`; while the disk does not answer, the last one."""
-        if not self._looking.borrowed_tokens:
-            with trio.move_on_after(LOOKING_S):
-                self._aside = await trio.to_thread.run_sync(
-                    orphans.warning, self._opened.state_dir, abandon_on_cancel=True, limiter=self._looking
+    async def _orphans(self) -> str:
+        """The warning about files that are kept aside; while the disk does not answer, the last one."""
+        if not self._orphan_lookup.borrowed_tokens:
+            with trio.move_on_after(ORPHANS_DEADLINE_S):
+                self._orphan_warning = await trio.to_thread.run_sync(
+                    orphans.warning,
+                    self._opened.state_dir,
+                    abandon_on_cancel=True,
+                    limiter=self._orphan_lookup,
                 )
-        return self._aside
+        return self._orphan_warning
+
+
+async def retried(work: Callable[[], Awaitable[None]], name: str) -> None:
+    """Run housekeeping to its end. A failure is logged, and it is run again `RETRY_S` later; it does not end the mount."""
+    while True:
+        try:
+            return await work()
+        except Exception:
+            log.exception("%s failed; trying again in %d s", name, RETRY_S)
+            await trio.sleep(RETRY_S)
 
 
 def _but_ttls(sources: Sequence[Source]) -> list[Source]:
@@ -763,7 +763,7 @@ def _but_ttls(sources: Sequence[Source]) -> list[Source]:
 
 
 def ttls_of(config: Config, source: Source) -> Ttls:
-    """How long names and attributes of a source may be used without asking."""
+    """How long names and attributes of a source may be used without a request to the origin."""
     consistency = config.of(source, "consistency")
     ttl = float("inf") if consistency == "immutable" else config.of(source, "metadata_ttl")
     return Ttls(ttl, config.of(source, "negative_ttl"), revalidate=consistency == "strict")
@@ -773,7 +773,4 @@ async def _no_hints(**_: Any) -> None:
     raise ConfigError("this mount takes no hints: it was made with --prefetch off")
 
 
-def _path_of(names: dict[int, str], origin: Origin, obj: ObjectId) -> str:
-    """Where a file is below the mount; `names` are those of the volumes, by the identity of their origins."""
-    prefix = origin.prefix.rstrip("/") + "/" if origin.prefix else ""
-    return f"{names[id(origin)]}/{obj.key.removeprefix(prefix)}".lstrip("/")
+NO_HINTS = dict.fromkeys(("hint_files", "hint_order", "hint_drop"), _no_hints)

@@ -1,4 +1,4 @@
-"""Which nodes hold how much of a path: asked of all members, and of this node's own cache."""
+"""How much of a path each node has cached. All members are asked, and this node's own cache."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from cachefs.peers.cluster import Cluster
 from cachefs.peers.membership import Member
 from cachefs.peers.wire import MAX_HAVE_BLOCKS, PeerFailed
 
-FILES_AT_MOST = 10_000
-"""Of one question: each costs a request to every member, and a look at the index here. Guessed: about ten seconds."""
-
 AT_ONCE = 8
-"""Files that peers are asked about at a time. Borrowed: half of the connections that a client has to one peer."""
+"""Files that peers are asked about at a time, each with a request to every member. Derived: half of the connections that a
+client has to one peer (`client.CONNECTIONS_PER_PEER`)."""
 
 DEADLINE_S = 50.0
-"""Derived: the command waits 60 s for the answer."""
+"""For all files. Derived: the command waits 60 s for the answer."""
 
 HERE = "this node"
+"""The name of this node, where it has no address."""
 
 
 class Locator:
-    """`cluster` is None on a mount without peers: then there is only this node."""
+    """Answers `locate`. `cluster` is None on a mount without peers: then there is only this node."""
 
     def __init__(
         self, tree_queries: TreeQueries, fetcher: Fetcher, cluster: Cluster | None, block_size: int
@@ -40,8 +39,9 @@ class Locator:
         self._block_size = block_size
 
     async def locate(self, path: str = "") -> dict[str, Any]:
-        """The files at and below `path` (relative to the mount): how many, their bytes, how many of those each node holds,
-        and which nodes could not be asked. Raises `NotFound`, and `ConfigError` when there are too many."""
+        """The files at and below `path` (relative to the mount): how many, their bytes, how many of those each node has
+        cached, and which nodes did not answer. Raises `NotFound`, and `ConfigError` when that takes longer than
+        `DEADLINE_S`."""
         held: Counter[str] = Counter()
         silent: dict[str, str] = {}
         files = size = 0
@@ -62,8 +62,6 @@ class Locator:
         with trio.move_on_after(DEADLINE_S) as scope:
             async with trio.open_nursery() as nursery, aclosing(self._tree_queries.walk(path)) as found:
                 async for _, _, version in found:
-                    if files == FILES_AT_MOST:
-                        scope.cancel()
                     files += 1
                     size += version.size
                     held[here] += self._fetcher.cached_bytes(version)

@@ -1,8 +1,8 @@
-"""The mountpoint, seen from outside: what must hold before mounting, and taking a mount away again.
+"""The mountpoint: the checks before mounting, and unmounting.
 
-Idea: every reason the kernel or fusermount3 would give as a bare errno is looked for first, and refused with
-what to do about it. The mount table is asked before the path is touched, because a path under a dead or
-hanging mount answers with an error or not at all.
+The kernel and fusermount3 report a refusal as a bare errno. So every reason for one is checked first, and refused with a
+line that says what to do. The mount table is read before the path is touched, because a path under a dead or hanging mount
+answers with an error or not at all.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def canonical(path: Path) -> Path:
 
 
 def located(config: Config) -> Config:
-    """The same with its mountpoint as the mount table spells it. One on a passed descriptor is where that is mounted, if
-    it is seen from here, and read-only if it was mounted so."""
+    """The same configuration with its mountpoint as the mount table spells it. For a passed descriptor that is where the
+    descriptor is mounted, if this process sees that mount; it is read-only if it was mounted so."""
     fd = connection.descriptor(config.mountpoint)
     if fd is None:
         return replace(config, mountpoint=canonical(config.mountpoint))
@@ -61,28 +61,32 @@ def located(config: Config) -> Config:
 
 
 def check(config: Config) -> list[str]:
-    """Raise `MountError` for every reason known here that would make this mount fail or hang; returns lines for the log.
+    """Check every known reason for which this mount would fail or hang. Returns lines for the log. Raises `MountError`.
 
-    A dead mount at the mountpoint stays until `clear` is called, so that programs go on getting an error, and not a
-    directory that takes what they write, until the new mount is about to be there."""
+    A dead mount at the mountpoint stays until `clear` is called. Until the new mount is about to be there, programs then get
+    an error, and do not write into the bare directory."""
     _check_descriptors()
-    if config.descriptor is not None:
-        return _check_passed(config, config.descriptor)
-    if dead_mount(config) is None:
+    passed = config.descriptor
+    if passed is not None:
+        connection.check(passed)
+    elif dead_mount(config) is None:
         clear(config)
     _check_overlap(config)
     _check_peers(config)
-    check_rights(config.allow_other)
-    return []
+    if passed is None:
+        check_rights(config.allow_other)
+        return []
+    mount = connection.mount_of(passed)
+    return [] if mount is None else connection.remarks(mount, os.geteuid())
 
 
 def dead_mount(config: Config) -> Mount | None:
-    """The mount at the mountpoint whose daemon has gone."""
+    """The mount at the mountpoint if its daemon has ended; else None."""
     return mount_at(config.mountpoint) if is_dead(probe(config.mountpoint)) else None
 
 
 def took_away(mount: Mount) -> str:
-    """What the log says of a dead mount that was unmounted."""
+    """The line for the log about a dead mount that was unmounted."""
     return f"took away a dead mount of {mount.source} at {mount.path}"
 
 
@@ -106,14 +110,6 @@ def _check_cache_directory(path: Path) -> None:
             return
 
 
-def _check_passed(config: Config, fd: int) -> list[str]:
-    connection.check(fd)
-    _check_overlap(config)
-    _check_peers(config)
-    mount = connection.mount_of(fd)
-    return [] if mount is None else connection.remarks(mount, os.geteuid())
-
-
 def check_rights(allow_other: bool = False) -> None:
     """Raises `MountError` when this process may not mount anything."""
     _check_fuse()
@@ -134,7 +130,7 @@ def clear(config: Config) -> list[str]:
     if config.descriptor is not None:
         return []
     notes = _clear_mountpoint(config.mountpoint)
-    # What a dead mount covered is covered again: refusing it would leave it to programs that write.
+    # Files that a dead mount covered are covered again: after a refusal, programs would write beside them.
     _check_directory(config, nonempty=config.nonempty or bool(notes))
     if os.getuid() != 0 and not os.access(config.mountpoint, os.W_OK):
         raise MountError(
@@ -190,7 +186,7 @@ def _check_directory(config: Config, *, nonempty: bool) -> None:
 
 
 def _check_overlap(config: Config) -> None:
-    # First by the text alone: looking at links below a mount that is not served yet would wait for us.
+    # First without resolving links: resolving one below a mount that is not served yet would wait for this process.
     for spelt in (os.path.abspath, os.path.realpath):
         _check_apart(config, spelt)
     _check_cache_directory(config.cache_dir)
@@ -246,7 +242,7 @@ def _user_allow_other() -> bool:
 
 
 def translate_mount_failure(exc: BaseException) -> MountError:
-    """What libfuse's ``fuse_session_mount failed`` was about, as far as can be found out now."""
+    """The cause of libfuse's ``fuse_session_mount failed``, as far as it can be found out now."""
     try:
         _check_fuse()
         if os.getuid() == 0:
@@ -260,8 +256,8 @@ def translate_mount_failure(exc: BaseException) -> MountError:
 
 
 def detach(mount: Mount, *, lazy: bool) -> None:
-    """Take a mount away, which must still be the topmost at its path. Raises `OSError` (ESTALE where another one is there by
-    now, EBUSY, EPERM, EINVAL, …)."""
+    """Unmount a mount, which must still be the topmost at its path. Raises `OSError`: ESTALE if another mount is there by
+    now, EBUSY, EPERM, EINVAL, …"""
     path = Path(mount.path)
     if not mount.same(mount_at(path)):
         raise OSError(errno.ESTALE, "another mount has taken its place", mount.path)
@@ -281,9 +277,8 @@ def detach(mount: Mount, *, lazy: bool) -> None:
 
 
 def holders(mount: Mount, most: int = 8) -> list[str]:
-    """Processes with something open, mapped or current below a mount, as ``name (pid N)``. Best effort: other
-    users' processes show nothing to anyone but root. Compares names only, so a hanging mount does not hang
-    it."""
+    """Up to `most` processes that have a file open or mapped below a mount, or their working directory there, as ``name (pid
+    N)``. Only root sees those of other users. Compares names only, so a hanging mount does not hang it."""
     found: list[str] = []
     for process in Path("/proc").iterdir():
         if len(found) >= most:

@@ -1,8 +1,8 @@
-"""Telling the service manager how the mount is: sd_notify(3), which is one datagram to a socket that it names.
+"""The state of the mount for the service manager: sd_notify(3), a datagram to a socket that the manager names.
 
 READY=1 is sent once the mount answers, WATCHDOG=1 twice in the interval that the manager asks for, and STOPPING=1 before the
-stop. WATCHDOG=1 says two things: the event loop runs this task, and the mount answers (`Watch.illness`). A daemon that is
-stuck sends nothing, so the manager ends it and starts it again.
+stop. WATCHDOG=1 means that the event loop runs this task, and that the mount answers (`Watch.illness`). A daemon that hangs
+sends nothing, so the manager ends it and starts it again.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ log = logging.getLogger(__name__)
 
 
 class Notifier:
-    """Does nothing without a service manager. Its variables are taken out of `environ`, so that no child takes them for
-    its own."""
+    """Does nothing without a service manager. Removes the manager's variables from `environ`, so that no child uses them."""
 
     def __init__(self, environ: MutableMapping[str, str] = os.environ) -> None:
         self._address = environ.pop("NOTIFY_SOCKET", "")
         interval = environ.pop("WATCHDOG_USEC", "")
         meant = environ.pop("WATCHDOG_PID", "") in ("", str(os.getpid()))
         self.watchdog_s = int(interval) / 1e6 if interval.isdigit() and meant and self._address else 0.0
-        """The longest silence before the manager takes this daemon for stuck; 0: there is no watchdog."""
+        """The longest silence after which the manager ends this daemon; 0: there is no watchdog."""
 
     def say(self, *lines: str) -> None:
         """Send ``NAME=value`` lines. No listener is no error."""
@@ -51,7 +50,7 @@ class Notifier:
             await trio.sleep(1)
         self.say("READY=1", f"STATUS={status}")
         while self.watchdog_s:
-            # Half of the interval is for the answer, and half for being late.
+            # Half of the interval is for the answer, and half in reserve.
             until = trio.current_time() + self.watchdog_s / 2
             with trio.move_on_at(until):
                 if reason := await illness():
@@ -61,5 +60,5 @@ class Notifier:
             await trio.sleep_until(until)
 
     def stopping(self, what: str) -> None:
-        """Send STOPPING=1: from here on the service manager waits for the end."""
+        """Send STOPPING=1: from then on the service manager waits for this process to end."""
         self.say("STOPPING=1", f"STATUS={what}")

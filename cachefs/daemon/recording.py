@@ -1,13 +1,12 @@
 """Recording which files are opened and which parts of them are read, to be replayed (`warm --profile`) or simulated.
 
-During a recording each open is noted, and a wrapper in front of the reader notes reads. Without one neither is there, so
-mounts that are not recorded pay nothing. Lines are kept in memory, up to a bound, until the client drains them over the
-control socket. A client that drains too slowly loses lines, and the answer says how many. If it stops draining, the
-recording ends.
+During a recording a hook records each open, and a wrapper around the reader records reads. Otherwise there is neither, so a
+mount that is not recorded pays nothing. Lines stay in memory, up to a bound, until the client drains them over the control
+socket. A client that drains too slowly loses lines, and the answer says how many. If it stops draining, the recording ends.
 
-The line of an open stands for all of the file (``offset`` 0, ``length`` its size): the daemon does not see which parts are
-read of a file that is fetched in one piece, or that the kernel reads by itself. A file over `LARGE` that is read through
-the daemon has an open of length 0, and a line for each run of reads when the run ends.
+The line of an open stands for the whole file (``offset`` 0, ``length`` its size): of a file that is fetched in one piece, or
+that the kernel reads by itself, the daemon does not see which parts are read. A file over `LARGE` that is read through the
+daemon has an open of length 0, and a line for each run of reads when the run ends.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ LINES_AT_ONCE = 2_000
 """Lines in one reply. Measured: writing them takes 6 ms of the daemon's loop."""
 
 RUNS_KEPT = 8
-"""Runs of reads of one handle at a time; of more, the oldest ends. Guessed: the threads of one process."""
+"""Runs of reads of one handle at a time; of more, the oldest ends. A bound: random reads begin a run each. As many threads
+of a process may read a file in order."""
 
 DRAIN_DEADLINE_S = 60.0
 """A recording that is not drained for so long ends. Derived: its client drains twice a second."""
-
 
 MOST_BYTES = 1 << 62
 """Larger than any object."""
@@ -51,8 +50,8 @@ FORMAT = 1
 def parsed(text: str) -> tuple[str, int, int, int]:
     """Path, size, offset and length of a line of a recording, which any program may have written.
 
-    Raises `ValueError` (in words) for all that is none, and for a line that a later version made and this one would take
-    for something else. Members that are only added need no new format: they are ignored."""
+    Raises `ValueError`, whose text is for users, for what is no such line, and for one in a later format. A later version
+    may add members without a new format: they are ignored."""
     try:
         line = json.loads(text)
         path, size = line["path"], line["size"]
@@ -75,7 +74,7 @@ def parsed(text: str) -> tuple[str, int, int, int]:
 
 
 class Recorder:
-    """Notes opens and reads. `path_of` gives the path below the mount, `clock` is in seconds."""
+    """Records opens and reads. `path_of` gives the path below the mount, `clock` is in seconds."""
 
     def __init__(self, path_of: Callable[[Origin, ObjectId], str], clock: Callable[[], float]) -> None:
         self._path_of = path_of
@@ -114,7 +113,7 @@ class Recorder:
             self.closed(opened)
 
     def drain(self) -> tuple[list[str], int]:
-        """Up to `LINES_AT_ONCE` lines, which are forgotten then, and how many were lost since the last time."""
+        """(up to `LINES_AT_ONCE` lines, how many were lost since the last call). The lines are then forgotten."""
         lines: list[str] = []
         while self._lines and len(lines) < LINES_AT_ONCE:
             at, origin, obj, offset, length, pid = self._lines.popleft()
@@ -144,7 +143,7 @@ class _Run:
 
 
 class RecordedReader:
-    """A reader that passes everything to `reader`, and tells the recorder what was read."""
+    """Passes everything to `reader`, and reports reads to the recorder."""
 
     reader: Reader
 

@@ -1,7 +1,7 @@
-"""What `cachefs recover` does: staging files that no journal accounts for are listed, and copied to where they belong.
+"""`cachefs recover`: lists staging files that no journal accounts for, and copies them.
 
-Where that is a mount of the source they were written for, they get their old names and are uploaded like any other file;
-elsewhere each gets a path of its source and its key.
+Copied to a mount of the source that they were written for, they get their old names and are uploaded like any other file.
+Copied elsewhere, each gets a path made of its source and its key.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNNAMED = "without-a-name"
 
 
 def state_dir_of(place: Path) -> Path:
-    """The cache directory that `place` is, or that the mount at `place` has. Raises `ConfigError`, `MountError`."""
+    """The cache directory at `place`, or that of the mount at `place`. Raises `ConfigError`, `MountError`."""
     path = canonical(place)
     mount = mount_at(path)
     if mount is not None and mount.is_cachefs:
@@ -47,7 +47,7 @@ def name_of(orphan: Orphan) -> str:
 
 
 class Target:
-    """Where files are copied to: below the directory `to`. `sources` are those of the mount there, if it is one."""
+    """The directory `to`, below which files are copied; it may be a mount."""
 
     def __init__(self, to: Path) -> None:
         self.to = to
@@ -82,8 +82,8 @@ class Target:
 def copy(
     found: Sequence[Orphan], target: Target, *, remove: bool
 ) -> Iterator[tuple[Orphan, Path | None, str]]:
-    """Copy each file; yields where it is now, and why it is not (""). Nothing that exists is replaced. With `remove`, what
-    is safely there is not kept here any more, unless the next mount is to send it."""
+    """Copy each file. Yields (file, the copy, "") or (file, None, why it was not copied). Replaces no file. With `remove`, a
+    file is removed here once its copy is safe, unless the next mount will upload it."""
     for orphan in found:
         try:
             place = target.place(orphan)
@@ -114,5 +114,5 @@ def _copied(orphan: Orphan, place: Path) -> None:
         os.close(fd)
         place.unlink(missing_ok=True)
         raise
-    os.close(fd)  # which is where a mount says that the origin has it
+    os.close(fd)  # on a mount, this fails if the origin does not take the file
     os.utime(place, ns=(orphan.mtime_ns, orphan.mtime_ns))

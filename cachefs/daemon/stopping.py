@@ -1,11 +1,11 @@
-"""Ends a stop that does not end by itself.
+"""Forces a stop that does not end by itself.
 
-A stop goes through stages, each with a deadline of its own: the mount goes, what was written is uploaded, caches and
-databases are closed. A disk that hangs can hold up each of them, and the loop itself, in a call that no signal ends. So a
-thread watches: beyond a deadline it unmounts what is still mounted, says so, and ends the process as it is. The next start
-then treats the cache as after a crash.
+A stop goes through stages, each with a deadline: the mount goes, written files are uploaded, caches and databases are
+closed. A disk that hangs can block each of them, and the event loop itself, in a call that no signal ends. So a thread
+watches. After a deadline it unmounts what is still mounted, writes a line, and ends the process at once. The next start then
+treats the cache as after a crash.
 
-It also sees a signal that the loop does not take, because the loop is held up: it stays pending.
+The thread also begins a stop when a signal stays pending, because the event loop is blocked and does not take it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ from cachefs.fuse.connection import end
 log = logging.getLogger(__name__)
 
 STAGE_S = 20.0
-"""What a stage may take beside `seconds`. Guessed: all of them together take well under a second."""
+"""What a stage may take beside `seconds`. All of them together take well under a second; a slow disk is not cut off."""
 
 LOOK_EVERY_S = 2.0
-"""How often the thread looks. Derived: a tenth of a stage."""
-
-SAYING_S = 1.0
-"""How long writing the last line may take: the log may lie on the disk that hangs. Guessed."""
+"""How often the thread looks, and how long it waits for the last line to be written: the log may lie on the disk that hangs.
+Derived: a tenth of a stage."""
 
 EXIT_CODE = 70
 """EX_SOFTWARE: not what a service manager takes for a clean stop."""
@@ -96,7 +94,7 @@ class Stopping:
                 end(mountpoint, number)
         saying = threading.Thread(target=_say, args=(line,), daemon=True)
         saying.start()
-        saying.join(SAYING_S)
+        saying.join(LOOK_EVERY_S)
         self._leave(EXIT_CODE)
 
 
@@ -106,7 +104,7 @@ def _say(line: str) -> None:
 
 
 def _signal_pending() -> bool:
-    """Whether a signal to stop is pending, because the main thread does not take it."""
+    """True if a signal to stop is pending, because the main thread does not take it."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

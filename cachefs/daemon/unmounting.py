@@ -1,8 +1,8 @@
 """Unmounting, and waiting for the daemon to end.
 
-A clean unmount: written files are uploaded, the kernel has unmounted, and the daemon has saved its index and exited,
-so that the next mount of the same cache can start. A dead or hanging daemon does not prevent it, nor an origin
-that does not answer: then files that are not uploaded stay in the cache directory, and the message says so.
+After a clean unmount written files are uploaded, the kernel has unmounted, and the daemon has saved its index and ended, so
+that the next mount of the same cache can start. A dead or hanging daemon does not prevent an unmount, and neither does an
+origin that does not answer: then files that are not uploaded stay in the cache directory, and the message says so.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ EXIT_DEADLINE_S = 30.0
 
 
 def unmount(path: Path, *, lazy: bool = False, flush: bool = False, show: Show = lambda left: None) -> str:
-    """Unmount the cachefs at `path`; returns one line about what was done. With `flush` only if all that was written is in
-    the store. `show` is given what is left to upload, now and then. Raises `MountError`."""
+    """Unmount the cachefs at `path`. Returns one line about what was done. With `flush` only if the origin has everything
+    that was written. `show` is called now and then with what is left to upload. Raises `MountError`."""
     path = canonical(path)
     mount = mount_at(path)
     if mount is None:
@@ -45,7 +45,7 @@ def unmount(path: Path, *, lazy: bool = False, flush: bool = False, show: Show =
     hangs = isinstance(answer, OSError) and answer.errno == errno.ETIMEDOUT
     if hangs and not lazy:
         raise MountError(f"{path} does not answer: cachefs umount --lazy {path}")
-    left = None if hangs or (lazy and not flush) else _brought_to_the_store(path, flush, show)
+    left = None if hangs or (lazy and not flush) else _wait_for_uploads(path, flush, show)
     daemon = None if hangs or lazy else _daemon(path)
     try:
         _detach(mount, lazy=lazy)
@@ -59,9 +59,9 @@ def unmount(path: Path, *, lazy: bool = False, flush: bool = False, show: Show =
     return f"{path}: unmounted{f', but {left}' if left else ''}"
 
 
-def _brought_to_the_store(path: Path, must: bool, show: Show) -> str | None:
-    """Wait for uploads. Returns None when all are done, else a line about what is left. With `must`, raises `MountError`
-    instead."""
+def _wait_for_uploads(path: Path, must: bool, show: Show) -> str | None:
+    """Wait for uploads. Returns None when all are done, else a line about what is left. With `must`, raises `MountError` in
+    place of that line."""
     try:
         status = asking.status_of(path)
         uploads = status.get("uploads") or {"pending": 0, "flush_deadline": 0}
@@ -70,7 +70,7 @@ def _brought_to_the_store(path: Path, must: bool, show: Show) -> str | None:
         deadline_s = FOREVER if must else float(uploads["flush_deadline"])
         left = asking.flush(path, "", deadline_s, show)
         if left["files"] and not must:
-            asking.ask(path, "flush", last=True)  # it need not wait again
+            asking.ask(path, "flush", last=True)  # so that the daemon does not wait again
     except (client.ControlError, MountError) as exc:
         if must:
             raise MountError(f"{path}: the daemon does not say what is not uploaded yet: {exc}") from exc
@@ -101,7 +101,7 @@ def _daemon(path: Path) -> int | None:
     """A pidfd of the daemon that serves `path`: unlike a pid it cannot come to mean another process."""
     try:
         status = client.request(control_path(path), "status", timeout_s=2.0)
-        holder = status.get("holder") or status  # it ends after the daemon
+        holder = status.get("holder") or status  # a holder ends after its daemon
         return os.pidfd_open(int(holder["pid"]) or int(status["pid"]))
     except (client.ControlError, OSError, KeyError, TypeError, ValueError):
         return None

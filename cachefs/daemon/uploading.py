@@ -1,7 +1,7 @@
-"""Uploading of written files: opened before the mount is there, closed after it has gone.
+"""The uploads of a mount. They begin before the mount, and end after it has gone.
 
-Its tasks belong to a nursery that outlives the mount's, so that a stop (umount, a signal, a failing room) first takes the
-mount away and then waits for what is still on its way, as long as it was told to.
+Their tasks belong to a nursery that outlives the mount's. So a stop (an umount, a signal, a failure) first unmounts, and
+then waits for the remaining uploads, up to `--flush-deadline`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NAMED = 10
 
 @dataclass(frozen=True, slots=True)
 class Unsent:
-    """Files that an earlier mount of this cache directory acknowledged and this one does not upload."""
+    """Files that an earlier mount of this cache directory acknowledged, and that this mount does not upload: their sizes."""
 
     sizes: Sequence[int] = ()
     why: str = ""
@@ -49,15 +49,15 @@ class Unsent:
         return f"an earlier mount has not brought to the origin: {found}: {self.why}"
 
     async def flush(self, path: str = "", seconds: float = 0.0, last: bool = False) -> dict[str, Any]:
-        """As `Uploading.flush`, of a mount that sends nothing."""
+        """As `Uploading.flush`, for a mount that uploads nothing."""
         files = len(self.sizes)
         failures = [{"path": "of an earlier mount", "error": self.why}] if files else []
         return {"files": files, "bytes": sum(self.sizes), "in_vain": files, "failures": failures}
 
 
 class Uploading:
-    """The uploads of a mount. Making it opens the journal, which blocks. Raises `CacheUnusable` when it cannot be read,
-    or when the cache directory, which `--writeback` needs, cannot be written."""
+    """The uploads of a mount. The constructor opens the journal, which blocks. It raises `CacheUnusable` when the journal
+    cannot be read, or when the cache directory, which `--writeback` needs, cannot be written."""
 
     def __init__(
         self,
@@ -99,7 +99,8 @@ class Uploading:
         )
 
     async def recover(self, open_inos: Container[int] = frozenset()) -> None:
-        """Go on with uploads of an earlier daemon, before the mount: readers then see these files from the start."""
+        """Resume the uploads of an earlier daemon. Called before the mount, so that readers see these files from the
+        start."""
         found = await self.uploads.recover(open_inos)
         if found:
             of = f"{about_files(len(found))} ({about_bytes(_bytes(found))}) of an earlier mount"
@@ -115,7 +116,7 @@ class Uploading:
         self._hurry.cancel()
 
     async def finish(self) -> bool:
-        """After the mount has gone: wait for uploads, and log files that could not be uploaded. Returns whether the origin
+        """After the mount has gone: wait for uploads, and log the files that are not uploaded. Returns True if the origin
         has all of them."""
         self.uploads.unmounted()
         with trio.CancelScope(shield=True):
@@ -148,11 +149,11 @@ class Uploading:
             )
         return not left
 
-    # -- what people ask ---------------------------------------------------------------------------
+    # -- for the control socket --------------------------------------------------------------------
 
     async def flush(self, path: str = "", seconds: float = 0.0, last: bool = False) -> dict[str, Any]:
-        """What is not at the origin at and below `path` (relative to the mount), after waiting so long for it. Uploads that
-        would wait for their delay begin at once. `last`: the client does not wait any longer, and unmounts now."""
+        """What is not at the origin at and below `path` (relative to the mount), after a wait of up to `seconds`. Uploads
+        that would wait for their delay begin at once. `last`: the client does not wait any longer, and unmounts now."""
         self._hurry = trio.CancelScope()
         if last:
             self._hurry.cancel()
@@ -178,7 +179,7 @@ class Uploading:
         return {**self.uploads.status(), "flush_deadline": self._deadline_s}
 
     def below(self, path: str) -> Callable[[DirtyFile], bool] | None:
-        """Which dirty files are at or below a path. Raises `NotFound` for one of no store."""
+        """A test for dirty files at or below a path; None for all. Raises `NotFound` for a path of no origin."""
         parts = path.strip("/")
         if not parts:
             return None
@@ -202,8 +203,8 @@ def staging_of(state_dir: Path) -> Path:
 
 
 def left_behind(state_dir: Path) -> Unsent:
-    """What an earlier mount has left, for a mount that uploads nothing. Blocks. Raises `CacheUnusable` for a journal
-    that cannot be read."""
+    """The files that an earlier mount has left, for a mount that uploads nothing. Blocks. Raises `CacheUnusable` for a
+    journal that cannot be read."""
     staging = staging_of(state_dir)
     try:
         sizes = {file.name: file.stat().st_size for file in staging.iterdir()}
@@ -212,9 +213,8 @@ def left_behind(state_dir: Path) -> Unsent:
     if not sizes:
         return Unsent()
     if not (state_dir / "journal" / "data.mdb").exists():
-        return (
-            Unsent()
-        )  # a mount that can be written keeps them aside: an empty journal must not account for them
+        # The next mount that can be written keeps them aside. Opening the journal here would make an empty one.
+        return Unsent()
     journal = Journal(state_dir / "journal")
     try:
         rows = journal.rows(DIRTY_FILES)

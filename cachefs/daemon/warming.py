@@ -1,12 +1,12 @@
 """Jobs over many files that a user names: warm, check, pin, unpin, evict.
 
-A job is a list of paths, files or directories, that comes in pieces over the control socket, and one action for each file
-below them. The tasks that walk the tree are only a few files ahead of those that fetch, so a job over a million files
-holds a few of them. A job keeps no state on disk: files that are cached whole are skipped, so a second run goes on where
+A job is a list of paths, files or directories, and one action for each file below them. The list comes in pieces over the
+control socket. The tasks that walk the tree are only a few files ahead of those that fetch, so a job over a million files
+has few of them in memory. A job keeps no state on disk: it skips files that are cached whole, so a second run goes on where
 the first one ended.
 
-A job must not displace what it has fetched itself: it adds up the bytes of its files, and ends with one line before they
-are more than the cache holds. Jobs fetch in the background class, so readers overtake them.
+A job must not displace what it has fetched itself. It adds up the bytes of its files, and ends with one line before they are
+more than the cache holds. Jobs fetch in the background class, so readers overtake them.
 """
 
 from __future__ import annotations
@@ -36,17 +36,14 @@ from cachefs.store.tier import PAGE, allocated
 
 log = logging.getLogger(__name__)
 
-WALKERS = 16
-"""Paths of one job that are looked up or listed at a time. Guessed: enough to keep 64 transfers of small files busy."""
-
 MOST_AT_ONCE = 1024
 
 LIST_BYTES = 256 << 20
 """Bytes of one job's list that may wait to be walked. Derived: five million paths of 50 bytes."""
 
 INPUT_DEADLINE_S = 60.0
-"""How long a job waits for the rest of its list before its client counts as dead. Borrowed: the client waits as long for
-the answer to each piece."""
+"""How long a job waits for the rest of its list before its client counts as dead: as long as the client waits for the answer
+to each piece."""
 
 SLICE_BYTES = 256 << 20
 """Bytes of a large file that are fetched before they are counted as done. Derived: at 1 GB/s the shown progress moves four
@@ -55,11 +52,11 @@ times a second, as often as the command asks."""
 FAILURES_NAMED = 10
 
 FAILURES_IN_A_ROW = 200
-"""A job gives up after so many files that failed with none in between that succeeded. Guessed: one directory without
-permission is smaller."""
+"""A job gives up after so many files that failed with none in between that succeeded: then the origin is gone or refuses
+everything. A directory without permission is usually smaller."""
 
 KEPT = 32
-"""Ended jobs that can still be asked about."""
+"""Ended jobs whose status is kept."""
 
 SHOWN = 4
 """Ended jobs that the status shows: a job in the background shows its end only there."""
@@ -79,8 +76,8 @@ class Wanted(NamedTuple):
 
 @dataclass
 class Job:
-    """One job. `files` and `bytes` count what the walk has found so far (all, once `walked` is set); the other numbers count
-    what became of it. `silent` are nodes that do not answer, whose successors fetch their share. `error` says why the job
+    """One job. `files` and `bytes` count what the walk has found so far (all of it, once `walked` is set); the other numbers
+    count the results. `silent` are nodes that do not answer, whose successors fetch their share. `error` says why the job
     gave up."""
 
     id: int
@@ -116,8 +113,8 @@ class Job:
         self.complete = False
         self.more = trio.Event()
         self.in_a_row = 0
-        self.pinned = 0  # bytes of it that are pinned
-        self.here = 0  # of `bytes`, what is to lie on this node
+        self.pinned = 0  # bytes of its files that are pinned
+        self.here = 0  # the part of `bytes` that this node fetches
 
     def as_dict(self) -> dict[str, Any]:
         """For the control socket: plain values."""
@@ -155,7 +152,8 @@ class Job:
 
 
 class Jobs:
-    """All jobs of a mount. `nursery` runs them; `at_once` is how many files each has under way by default."""
+    """All jobs of a mount. `nursery` runs them. `at_once` is how many paths each looks up or lists at a time by default, and
+    as many files are fetched at a time."""
 
     def __init__(
         self, tree_queries: TreeQueries, fetcher: Fetcher, store: Store, nursery: trio.Nursery, at_once: int
@@ -195,8 +193,8 @@ class Jobs:
     async def start(
         self, action: str = "warm", at_once: int = 0, vanish: bool = False, cluster: bool = False
     ) -> int:
-        """Begin a job without paths; its number. With `vanish`, paths that are not there any more are no failures. With
-        `cluster`, other nodes are asked to fetch what they keep."""
+        """Begin a job without paths. Returns its number. With `vanish`, paths that do not exist any more are no failures.
+        With `cluster`, other nodes are asked to fetch their shares."""
         if action not in self._actions:
             raise ConfigError(f"no such job: {action!r}: there are {', '.join(self._actions)}")
         job = Job(next(self._numbers), action, min(at_once, MOST_AT_ONCE) or self._at_once, vanish, cluster)
@@ -208,8 +206,8 @@ class Jobs:
         return job.id
 
     async def add(self, job: int, items: list[Any], complete: bool = False) -> str:
-        """More paths, relative to the mount; or [path, offset, length] for a part of a file. `complete` says
-        that these are the last. Returns the job's state: one that has ended takes no more."""
+        """Add paths, relative to the mount, or [path, offset, length] for a part of a file. With `complete` these are the
+        last. Returns the job's state; a job that has ended takes no more."""
         found = self._find(job)
         if found.state != "running":
             return found.state
@@ -227,7 +225,7 @@ class Jobs:
         return self._find(job).as_dict()
 
     async def stop(self, job: int | None = None) -> int:
-        """End one job or all; returns how many."""
+        """Stop one job, or all. Returns how many were running."""
         running = [j for j in self._jobs.values() if j.state == "running" and job in (None, j.id)]
         for one in running:
             one.scope.cancel()
@@ -257,7 +255,7 @@ class Jobs:
             log.exception("job %d (%s) failed", job.id, job.action)
             job.error = f"internal error ({type(exc).__name__}): the log has more"
         if job.action in ("pin", "unpin"):
-            await self._store.flush()  # what is said to be pinned stays so, even if the daemon is killed now
+            await self._store.flush()  # pins that are reported survive a kill
         if job.action == "pin" and job.error and job.done_files:
             job.error += f"; {job.done_files:,} files of them are pinned (cachefs unpin lets them go)"
         if job.error:
@@ -272,7 +270,7 @@ class Jobs:
 
     async def _walk_all(self, job: Job, send: trio.MemorySendChannel[Wanted]) -> None:
         async with send, trio.open_nursery() as nursery:
-            for _ in range(WALKERS):
+            for _ in range(job.at_once):
                 nursery.start_soon(self._walk, job, send)
         job.walked = True
 
@@ -340,8 +338,8 @@ class Jobs:
         return sum(stop - start for start, stop, kept in pieces if kept)
 
     def _capacity(self) -> int:
-        """How many bytes a job may fetch before it displaces its own, if nothing is pinned: all of the last tier, and of the
-        tiers above it what stays there after spilling."""
+        """How many bytes a job may fetch before it displaces its own, if nothing is pinned: all of the last tier, and of
+        each tier above it the part that stays there after spilling."""
         limits = [tier.limit_bytes() for tier in self._store.tiers]
         return int(sum(limits[:-1]) * SPILL_TO) + sum(limits[-1:])
 
@@ -392,7 +390,7 @@ class Jobs:
             fetched = await self._fetcher.bring(
                 wanted.origin, wanted.object, start, stop, ahead=False, keep=True
             )
-            job.fetched_bytes += fetched  # read after the wait: others have counted meanwhile
+            job.fetched_bytes += fetched  # not `+= await …`: that would lose what other tasks add meanwhile
             job.done_bytes += stop - start
 
     async def _check(self, job: Job, wanted: Wanted) -> None:

@@ -3,14 +3,14 @@
 **Shared key.** Every request carries an HMAC-SHA256 over its method, target, Host, time and a nonce. A nonce is a random
 session of the sender with this receiver, followed by a counter, so the receiver remembers one number and a window of bits
 per sender, whatever the rate (the anti-replay window of IPsec, RFC 4303). A request is valid for `WINDOW_S` around the
-receiver's clock, once. A restart forgets what was seen: until `WINDOW_S` later, an old request could be replayed, and its
-answer would tell an eavesdropper what it has heard before.
+receiver's clock, and is accepted once. A restarted receiver has forgotten the counters: for `WINDOW_S`, an eavesdropper
+could replay an old request, and would get the answer that it has overheard before.
 
-Replies carry a MAC: over the request's nonce, the status, the length and, but for blocks, the body. In a body of blocks each
-checksum is followed by a MAC over nonce, block and checksum, so a block is known to come from a node with the key, and to
-answer this request, before any reader sees it. That keeps out strangers, mixed-up replies and old ones. It does not keep out
-an attacker on the path who changes bytes *and* finds others with the same xxh3_64, which is not a cryptographic hash; and
-everything can be overheard. Where the network itself is not trusted, use certificates.
+Replies carry a MAC: over the request's nonce, the status, the length and, except for blocks, the body. In a body of blocks
+each checksum is followed by a MAC over nonce, block and checksum. So the client knows, before any reader sees a block, that
+a node with the key sent it in answer to this request. That keeps out strangers, mixed-up replies and old ones. It does not
+keep out an attacker on the path that changes bytes *and* finds others with the same xxh3_64, which is not a cryptographic
+hash; and everything can be overheard. Where the network itself is not trusted, use certificates.
 
 **Certificates.** TLS 1.2 or later, both sides show one. Every holder of a certificate from the CA is a peer: names are not
 compared, because nodes come and go under addresses that no certificate lists. So the CA must be the cluster's own.
@@ -110,8 +110,8 @@ class Signed(NamedTuple):
 
 
 class Signer:
-    """Signs the requests of one process. Each server has a session of its own: requests to other servers must not move the
-    window of a server that is late."""
+    """Signs the requests of one process. There is a session for each server: requests to other servers must not move the
+    window of a server that receives its requests late."""
 
     def __init__(self, key: Key, *, clock: Callable[[], float] = time.time) -> None:
         self.key = key
@@ -129,7 +129,7 @@ class Signer:
         return Signed(f"{SCHEME} {when} {nonce.hex()} {mac.hex()}", Macs(self.key, nonce))
 
     def forget(self, host: str) -> None:
-        """A member left."""
+        """Drop the session of a member that left."""
         self._sessions.pop(host, None)
 
 
@@ -141,8 +141,8 @@ class _Session:
     seen: int = 0
     until: float = 0.0
 
-    def take(self, counter: int) -> bool:
-        """False when it was seen before, or is too old to tell."""
+    def accept(self, counter: int) -> bool:
+        """False for a counter that was seen before, or that is below the window."""
         ahead = counter - self.highest
         if ahead > 0:
             self.seen = (self.seen << ahead | 1) & _WINDOW_BITS if ahead < REORDERED_AT_MOST else 1
@@ -166,7 +166,7 @@ class Verifier:
         self._sessions: dict[bytes, _Session] = {}
 
     def verify(self, method: str, target: str, host: str, authorization: str) -> Macs:
-        """The MACs of the reply. Raises `Unauthorized`; only a request with a good MAC uses memory."""
+        """The MACs of the reply. Raises `Unauthorized`. Only a request with a valid MAC takes memory."""
         try:
             scheme, when, nonce_hex, mac_hex = authorization.split(" ")
             sent_at = int(when)
@@ -181,7 +181,7 @@ class Verifier:
         if abs(now - sent_at) > WINDOW_S:
             raise Unauthorized(f"the request's time is {sent_at - now:+.0f} s off: set the clocks")
         session = self._session(nonce[:SESSION_BYTES], now)
-        if not session.take(int.from_bytes(nonce[SESSION_BYTES:], "big")):
+        if not session.accept(int.from_bytes(nonce[SESSION_BYTES:], "big")):
             raise Unauthorized("the request is a replay")
         session.until = max(session.until, sent_at + WINDOW_S)
         return Macs(self.key, nonce)
@@ -210,7 +210,7 @@ def client_tls(certificate: Path, key: Path, ca: Path) -> ssl.SSLContext:
 def _tls(side: int, certificate: Path, key: Path, ca: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.check_hostname = False  # see above
+    context.check_hostname = False  # see the module's docstring
     context.verify_mode = ssl.CERT_REQUIRED
     named = f"certificate {ca}"
     try:
@@ -225,9 +225,9 @@ def _tls(side: int, certificate: Path, key: Path, ca: Path) -> ssl.SSLContext:
     return context
 
 
-def distrust(server: ssl.SSLContext, client: ssl.SSLContext) -> str:
-    """Why a node with the same files would refuse this one, by a TLS handshake with itself; empty when it would not. An
-    expired certificate, for one, can be loaded, and every peer refuses it."""
+def why_untrusted(server: ssl.SSLContext, client: ssl.SSLContext) -> str:
+    """Why a node with the same files would refuse this one; empty if it would not. Found by a TLS handshake in memory: an
+    expired certificate, for example, can be loaded, and every peer refuses it."""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True)]
     for end in ends * 3:
@@ -251,9 +251,9 @@ def check_listen(host: str, key: Key | None, tls: ssl.SSLContext | None) -> None
         )
 
 
-def check_fresh(host: str, key: Key | None, tls: ssl.SSLContext | None) -> None:
-    """Raises `ConfigError` for a server on another machine, without a key or certificates. (A name is only resolved at the
-    connection; `client` checks again.)"""
+def check_server(host: str, key: Key | None, tls: ssl.SSLContext | None) -> None:
+    """Raises `ConfigError` for a server on another machine, without a key or certificates. A name is resolved only when a
+    connection is made, so `client` checks again."""
     if key is None and tls is None and not is_loopback(host):
         raise ConfigError(
             f"any machine could answer in the place of {host}: give --peer-key-file or certificates, as the other nodes have"

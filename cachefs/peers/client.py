@@ -1,16 +1,16 @@
 """Requests to the other nodes.
 
-Connections are kept and reused, a bounded number to each peer. When a deadline strikes or the task is cancelled, the
-connection is shut down under a thread that receives from it, the thread ends at once, and the sink is not called any more
-when the task continues. Nothing is retried here except on a connection that had died while it was idle: the caller decides
-what to do without the peer.
+Connections are kept and reused, a bounded number to each peer. When a deadline is over or the task is cancelled, the client
+shuts the connection down although a thread may be receiving from it. The thread then ends at once, and the sink is not
+called any more when the task continues. Nothing is retried here, except on a connection that had died while it was idle: the
+caller decides what to do without the peer.
 
 Socket operations are generators that yield what they wait for. A trio task drives them, so a request, the head of its reply
-and a body up to `LITTLE` cost no thread: for 100 KB that costs less than the hop to a worker thread (measured: twice as many
-a second). A longer body is received by a worker thread, because at gigabytes a second the event loop would do nothing but
-copy (measured: twice as fast with eight at once). The thread waits in the kernel: one call for some hundred KiB, where a
-non-blocking socket takes several calls and polls, each of them another fight over the interpreter's lock (measured, with
-what `SCOOP_BYTES` saves: a quarter of what an extent costs both sides).
+and a body up to `LITTLE` cost no thread. For 100 KB that costs less than a worker thread (measured: twice as many requests a
+second). A worker thread receives a longer body, because at gigabytes a second the event loop would only copy (measured:
+twice as fast with eight at once). The thread waits in the kernel, in one call for some hundred KiB. A non-blocking socket
+would take several calls and polls, each of which competes for the interpreter's lock (measured, together with what
+`WAKE_BYTES` saves: a quarter of what an extent costs both sides).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -55,11 +56,11 @@ from cachefs.peers.wire import (
 )
 
 READ_BYTES = 16 << 10
-"""Of a head at once; bytes of the body that come with it are copied once more."""
+"""Received at once of a head. Bytes of the body that come with it are copied once more."""
 
-SCOOP_BYTES = 256 << 10
-"""A thread that receives a block is woken for that many more bytes. Measured, of all that an extent costs both sides: a
-sixth less than when any byte wakes it, as with 512 KiB; 64 KiB save a twelfth."""
+WAKE_BYTES = 256 << 10
+"""The kernel wakes a thread that receives a block for so many more bytes. Measured, of all that an extent costs both sides:
+this saves a sixth over being woken for any byte, as much as 512 KiB do; 64 KiB save a twelfth."""
 
 THREADS = 64
 """Long bodies received at once, from all peers; each holds a buffer of one block."""
@@ -68,7 +69,7 @@ LITTLE = 256 << 10
 """Bytes of a body that the trio task receives itself. Derived: about 0.1 ms, as long as the hop to a thread takes."""
 
 SPARE_BUFFERS = 16
-"""Kept between requests."""
+"""Buffers of each size that are kept between requests."""
 
 READ, WRITE = select.POLLIN, select.POLLOUT
 ALIVE = 0
@@ -84,16 +85,16 @@ Steps: TypeAlias = Generator[int, None, T]
 
 
 class Connection:
-    """To one peer. Everything that reads or writes raises only `PeerFailed`."""
+    """A connection to one peer. All methods that read or write raise only `PeerFailed`."""
 
     def __init__(self, sock: socket.socket, address: Address, tls: ssl.SSLContext | None = None) -> None:
-        """Takes over a connected, non-blocking socket. `shake_hands` comes first."""
+        """Takes over a connected, non-blocking socket. Call `shake_hands` first."""
         self._socket = sock
         self._tls = tls
         self.address = address
         self._early = memoryview(b"")  # of the body, received with the head
         self.used = False
-        """It has brought a reply."""
+        """A whole reply was received on it."""
         self._handed_over = False
         self._silence_s = 0.0
         self._unwanted = False
@@ -174,17 +175,17 @@ class Connection:
             at += count
 
     def fill(self, view: memoryview) -> None:
-        """`read_into` for a worker thread, between `hand_over` and `take_back`. Raises after a silence of what was given to
-        `hand_over`, or up to twice that."""
+        """`read_into` for a worker thread, between `hand_over` and `take_back`. Raises when no byte came for `silence_s`
+        (see `hand_over`), or for up to twice that."""
         if self._tls is not None:
             for event in self.read_into(view):
                 self._wait(event)
             return
-        at, scoops = self._take_early(view), len(view) - SCOOP_BYTES
-        if at < scoops:
-            # Never more than is to come: behind these bytes there are as many that the server sends with them.
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, SCOOP_BYTES)
-            at = self._receive(view, at, scoops)
+        at, woken_until = self._take_early(view), len(view) - WAKE_BYTES
+        if at < woken_until:
+            # The kernel must never wait for more than is to come: `WAKE_BYTES` more follow these bytes.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, WAKE_BYTES)
+            at = self._receive(view, at, woken_until)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
         self._receive(view, at, len(view))
 
@@ -227,13 +228,13 @@ class Connection:
         return PeerFailed("slow", f"{self.address} sends much more slowly than the origin")
 
     def received(self) -> int:
-        """Bytes that the kernel has received on this connection so far, unread ones included."""
+        """Bytes that the kernel has received on this connection so far, including unread ones."""
         info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
         count: int = _BYTES_RECEIVED.unpack(info)[0]
         return count
 
     def quiet(self) -> bool:
-        """True if nothing has come beyond the body, neither bytes nor an end: then another request may follow."""
+        """True if another request may follow: neither bytes nor an end of the stream came after the last body."""
         if self._early or (isinstance(self._socket, ssl.SSLSocket) and self._socket.pending()):
             return False
         try:
@@ -245,7 +246,8 @@ class Connection:
         return False
 
     def hand_over(self, silence_s: float) -> None:
-        """To a worker thread, which calls `fill` and `take_back`."""
+        """Give the connection to a worker thread, which calls `fill` and `take_back`. `silence_s` is the longest that `fill`
+        waits for a byte."""
         self._handed_over = True
         self._silence_s = silence_s
         if self._tls is None:  # with TLS, `_wait` does the waiting
@@ -254,29 +256,26 @@ class Connection:
             self._socket.setblocking(True)
 
     def take_back(self) -> None:
-        """From the worker thread. It clears its flag before it reads the other one, so one of the two sides closes."""
+        """Called by the worker thread at its end. It clears its flag before it reads the other one, so either it or `close`
+        closes the socket."""
         self._socket.setblocking(False)
         self._handed_over = False
         if self._unwanted:
             self._socket.close()
 
     def close(self) -> None:
-        """Close the socket. While a worker thread has it: shut it down, so that the thread ends at once, and let `take_back`
-        close it. A descriptor that a thread waits on must not be closed, and perhaps reused for another file."""
+        """Close the socket. While a worker thread has it, shut it down only, so that the thread ends at once, and
+        `take_back` closes it: a descriptor that is closed while a thread waits on it may be reused for another file."""
         self._unwanted = True
         if self._handed_over:
-            try:
-                socket.socket.shutdown(
-                    self._socket, socket.SHUT_RDWR
-                )  # not TLS's, which would touch its state
-            except OSError:
-                pass
+            with suppress(OSError):  # not with TLS's shutdown, which would change its state
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
         else:
             self._socket.close()
 
     def _lost(self, exc: OSError, *, trusted: bool = True) -> PeerFailed:
         if isinstance(exc, ssl.SSLError) and not trusted and not isinstance(exc, ssl.SSLEOFError):
-            # Also while waiting for a head: in TLS 1.3 a server judges our certificate after the handshake.
+            # This also happens while waiting for a head: in TLS 1.3 a server checks our certificate after the handshake.
             return PeerFailed("refused", f"{self.address}: TLS: {exc.reason or exc}")
         return PeerFailed("reset", f"{self.address}: {exc.strerror or exc}")
 
@@ -306,7 +305,7 @@ class Delivery:
         self._closed = False
 
     def write(self, block: Checked) -> bool:
-        """False when the transfer should stop."""
+        """Write a block to the sink. False if the transfer should stop."""
         self._writing = True
         self._since = since = time.monotonic()
         try:
@@ -324,7 +323,7 @@ class Delivery:
         return True
 
     def in_sink_s(self) -> float:
-        """Seconds spent in the sink so far: they are not the peer's."""
+        """Seconds spent in the sink so far. They do not count as the peer's time."""
         since = self._since
         return self._wrote_s + (time.monotonic() - since if since is not None else 0.0)
 
@@ -337,7 +336,7 @@ class Delivery:
 
 
 class _Body(NamedTuple):
-    """The blocks of one reply, where they come from and go to."""
+    """The blocks of one reply: their connection, their request and its MACs, and where they go."""
 
     connection: Connection
     request: BlockRequest
@@ -346,7 +345,7 @@ class _Body(NamedTuple):
 
 
 class Receiver:
-    """Buffers and threads, bounded, for all requests of one client."""
+    """Receives the blocks of all requests of one client, with a bounded number of threads and spare buffers."""
 
     def __init__(self) -> None:
         self._threads = trio.CapacityLimiter(THREADS)
@@ -374,11 +373,11 @@ class Receiver:
         if request.stop - request.start > LITTLE:
             await self._in_thread(body, silence_s, pace)
         else:
-            await self._here(body, silence_s, sink_waits, pace)
+            await self._on_trio_thread(body, silence_s, sink_waits, pace)
         if delivery.error is not None:
             raise delivery.error
 
-    async def _here(self, body: _Body, silence_s: float, sink_waits: bool, pace: Pace) -> None:
+    async def _on_trio_thread(self, body: _Body, silence_s: float, sink_waits: bool, pace: Pace) -> None:
         connection, request, macs, delivery = body
         left_s = min(pace.allowed_s(request.stop - request.start), pace.patience_s)
         buffer = _buffer(self._little, LITTLE + CHECKSUM.size + MAC_BYTES)
@@ -425,7 +424,8 @@ class Receiver:
                 slow = pace.too_slow(size, received, elapsed_s, elapsed_s - complete_s)
             scope.cancel()
 
-        claim = [connection]  # popped by the thread when it begins, or below when it never did
+        # The thread pops it when it begins. If the thread never began, the code below does.
+        claim = [connection]
 
         def receive() -> None:
             try:
@@ -476,7 +476,7 @@ def _buffer(spare: deque[bytearray], size: int) -> bytearray:
 
 
 def _check_bytes(macs: Macs | None) -> int:
-    """Bytes that follow each block."""
+    """How many bytes follow each block."""
     return CHECKSUM.size + (MAC_BYTES if macs is not None else 0)
 
 
@@ -494,8 +494,8 @@ def checked(connection: Connection, block: int, received: memoryview, macs: Macs
 
 
 async def small_body(connection: Connection, head: Reply, macs: Macs | None, deadline_s: float) -> bytes:
-    """The body of a reply that is not blocks, its MAC checked. A refusal may come without a MAC: a server cannot sign for a
-    request that it does not accept."""
+    """The body of a reply that is not blocks. Checks its MAC. A refusal may come without one: a server cannot sign the reply
+    to a request that it does not accept."""
     if head.length > MAX_SMALL_BODY:
         raise PeerFailed("corrupt", f"{connection.address}: a reply of {head.length} bytes")
     body = bytearray(head.length)
@@ -534,25 +534,47 @@ async def ready(connection: Connection, step: int) -> None:
         await trio.lowlevel.wait_writable(connection.fileno())
 
 
+RESOLVERS = 4
+"""Threads of one `Resolver`, all of which may hang. They are not taken from the daemon's other threads."""
+
+
+class Resolver:
+    """The system's resolver, in worker threads. A thread that hangs is abandoned; when `RESOLVERS` of them hang, further
+    calls wait until one has returned."""
+
+    def __init__(self, getaddrinfo: Callable[..., list[Any]] = socket.getaddrinfo) -> None:
+        self._getaddrinfo = getaddrinfo
+        self.threads = trio.CapacityLimiter(RESOLVERS)
+
+    async def __call__(self, name: str, port: int) -> list[str]:
+        """The IP addresses of a name, the preferred one first. Raises OSError, also for a name that cannot be one. The
+        caller sets a deadline."""
+        resolve = partial(self._getaddrinfo, name, port, type=socket.SOCK_STREAM)
+        try:
+            found = await trio.to_thread.run_sync(resolve, limiter=self.threads, abandon_on_cancel=True)
+        except ValueError as exc:
+            raise OSError(f"not a host name: {name}") from exc
+        return list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in found))
+
+
 Receive: TypeAlias = Callable[[Connection, Reply, Macs | None], Awaitable[T]]
 
 CONNECT_S = 0.25
-"""Borrowed: within a cluster a handshake takes a millisecond; a lost SYN is sent again after a second, which is too late."""
+"""For a connection. Within a cluster it takes a millisecond. The kernel sends a lost SYN again after a second, which is too
+late for a reader."""
 
 TOTAL_S = 60.0
-"""For a whole request, without the time that its bytes may take: as long as a slow origin may need for the first of them."""
+"""For a whole request, in addition to the time that its bytes may take: a slow origin may need so long for the first
+byte."""
 
 SILENCE_S = 3.0
-"""After the first sign of life. Derived: three times `wire.WORKING_EVERY_S`."""
+"""The longest silence after the first sign of life. Derived: three times `wire.WORKING_EVERY_S`."""
 
 CONNECTIONS_PER_PEER = 16
-"""Requests to one peer at once: with an extent each they fill a 100 Gbit/s link."""
+"""Requests to one peer at once: with one extent each, they fill a 100 Gbit/s link."""
 
 IDLE_S = 30.0
 """How long a connection is kept unused. Derived: half of what a server allows (`Limits.idle_s`)."""
-
-RESOLVERS = 4
-"""Threads that may hang in a resolver, apart from the daemon's others; a request that gets none in time fails."""
 
 ANY_PACE = Pace()
 """For a caller that does not know its origin."""
@@ -562,7 +584,8 @@ MAX_IDLE = 256
 
 
 class Deadlines(NamedTuple):
-    """In seconds: for the first sign of life, for the head of the reply while more of them come, for everything."""
+    """Deadlines of one request, in seconds since it began: for the first sign of life; for the head of the reply, if signs
+    of life go on; and for everything."""
 
     first_s: float
     working_s: float
@@ -578,11 +601,11 @@ class _Peer:
 
     def __init__(self) -> None:
         self.room = trio.Semaphore(CONNECTIONS_PER_PEER)
-        self.where: list[str] = []  # its IP addresses; none before the lookup, and after a failure
+        self.ips: list[str] = []  # its IP addresses; none before the lookup, and after a failure
         self.idle: deque[tuple[float, Connection]] = deque()  # by time of last use
 
     async def enter(self) -> None:
-        """Wait for room; if there is some, without a checkpoint."""
+        """Wait until another request may begin. If one may begin now, there is no checkpoint."""
         try:
             self.room.acquire_nowait()
         except trio.WouldBlock:
@@ -592,7 +615,7 @@ class _Peer:
         return bool(self.idle) or self.room.value < CONNECTIONS_PER_PEER
 
     def take(self, now: float) -> Connection | None:
-        """The connection used last, if it is still usable."""
+        """The usable connection that was used last."""
         while self.idle:
             since, connection = self.idle.pop()
             if now - since < IDLE_S and connection.quiet():
@@ -606,7 +629,7 @@ class _Peer:
 
 
 class Client:
-    """Connections to any number of peers. All methods raise only `PeerFailed`, and what a sink raised."""
+    """Connections to any number of peers. All methods raise only `PeerFailed`, and whatever a sink raised."""
 
     def __init__(
         self,
@@ -619,8 +642,7 @@ class Client:
     ) -> None:
         self._signer = signer
         self._tls = tls
-        self._getaddrinfo = getaddrinfo
-        self._resolvers = trio.CapacityLimiter(RESOLVERS)
+        self._resolve = Resolver(getaddrinfo)
         self._stats = stats or PeerTable()
         self._metrics = metrics or Metrics()
         self._peers: dict[Address, _Peer] = {}
@@ -678,42 +700,31 @@ class Client:
     ) -> float:
         """Have the peer fetch the blocks of `request`, for which it may take `working_s`. Returns the seconds to the first
         sign of life."""
-
-        async def receive(connection: Connection, head: Reply, macs: Macs | None) -> None:
-            await small_body(connection, head, macs, deadline_s)
-
         deadlines = Deadlines(deadline_s, working_s, working_s + 2 * deadline_s)
-        head_s, _ = await self._ask(address, BRING, request, receive, deadlines)
-        return head_s
+        first_s, _ = await self._ask_small(address, BRING, request, bytes, deadlines)
+        return first_s
 
     async def handshake(self, address: Address, *, deadline_s: float = 2.0) -> Handshake:
         """The handshake of the node at this address."""
-
-        async def receive(connection: Connection, head: Reply, macs: Macs | None) -> Handshake:
-            return Handshake.parse(await small_body(connection, head, macs, deadline_s))
-
         deadlines = Deadlines(deadline_s, 0.0, 2 * deadline_s)
-        _, said = await self._ask(address, HANDSHAKE, None, receive, deadlines)
-        return said
+        _, found = await self._ask_small(address, HANDSHAKE, None, Handshake.parse, deadlines)
+        return found
 
     async def have(self, address: Address, request: BlockRequest, *, deadline_s: float = 2.0) -> list[bool]:
-        """For each block of the request (at most `wire.MAX_HAVE_BLOCKS`, over any extents), whether the peer holds it."""
-
-        async def receive(connection: Connection, head: Reply, macs: Macs | None) -> list[bool]:
-            body = await small_body(connection, head, macs, deadline_s)
-            return parse_bitmap(body, request.stop_block - request.start_block)
-
+        """For each block of the request, True if the peer has it. The request may span extents, and has at most
+        `wire.MAX_HAVE_BLOCKS` blocks."""
+        parse = partial(parse_bitmap, count=request.stop_block - request.start_block)
         deadlines = Deadlines(deadline_s, 0.0, 2 * deadline_s)
-        _, held = await self._ask(address, HAVE, request, receive, deadlines)
-        return held
+        _, cached = await self._ask_small(address, HAVE, request, parse, deadlines)
+        return cached
 
     def host_of(self, address: Address) -> str:
-        """The IP address behind it, as last resolved; its name before that."""
+        """The IP address of a peer, as last resolved; its name if it was not resolved yet."""
         peer = self._peers.get(address)
-        return peer.where[0] if peer is not None and peer.where else address.host
+        return peer.ips[0] if peer is not None and peer.ips else address.host
 
     def forget(self, address: Address) -> None:
-        """A member left: close its connections, drop its counters."""
+        """A member left: close its connections, and drop its counters."""
         peer = self._peers.pop(address, None)
         if peer is not None:
             peer.drop_idle()
@@ -726,6 +737,21 @@ class Client:
         for peer in self._peers.values():
             peer.drop_idle()
         self._peers.clear()
+
+    async def _ask_small(
+        self,
+        address: Address,
+        path: str,
+        request: BlockRequest | None,
+        parse: Callable[[bytes], T],
+        deadlines: Deadlines,
+    ) -> tuple[float, T]:
+        """As `_ask`; the result is what `parse` makes of the body. `parse` may raise `Malformed`."""
+
+        async def receive(connection: Connection, head: Reply, macs: Macs | None) -> T:
+            return parse(await small_body(connection, head, macs, deadlines.first_s))
+
+        return await self._ask(address, path, request, receive, deadlines)
 
     async def _ask(
         self,
@@ -777,7 +803,7 @@ class Client:
         receive: Receive[T],
         deadlines: Deadlines,
     ) -> tuple[float, T]:
-        """Takes over the connection: it is kept when the reply was received to its end, and closed otherwise."""
+        """As `_ask`, on this connection. It is kept if the reply was received to its end, and closed otherwise."""
         address = connection.address
         signed = self._signer.sign("GET", target, str(address)) if self._signer else None
         macs = signed.macs if signed else None
@@ -812,10 +838,10 @@ class Client:
     async def _connect(self, address: Address, peer: _Peer, deadline_s: float) -> Connection:
         try:
             with trio.fail_after(CONNECT_S):
-                peer.where = peer.where or await self._resolve(address.host)
+                peer.ips = peer.ips or await self._addresses_of(address)
                 sock = await self._reach(address, peer)
-        except (OSError, UnicodeError, trio.TooSlowError) as exc:
-            peer.where = []  # the name may have another address now
+        except (OSError, trio.TooSlowError) as exc:
+            peer.ips = []  # the name may have another address now
             said = (
                 "no answer" if isinstance(exc, trio.TooSlowError) else getattr(exc, "strerror", None) or exc
             )
@@ -830,18 +856,16 @@ class Client:
             raise
         return connection
 
-    async def _resolve(self, host: str) -> list[str]:
+    async def _addresses_of(self, address: Address) -> list[str]:
         try:
-            return [str(ipaddress.ip_address(host))]
+            return [str(ipaddress.ip_address(address.host))]
         except ValueError:
-            ask = partial(self._getaddrinfo, host, None, type=socket.SOCK_STREAM)
-        found = await trio.to_thread.run_sync(ask, limiter=self._resolvers, abandon_on_cancel=True)
-        return list(dict.fromkeys(str(where[0]) for *_, where in found))
+            return await self._resolve(*address)
 
     async def _reach(self, address: Address, peer: _Peer) -> trio.socket.SocketType:
-        """A connection to the first of its IP addresses that accepts one; later requests use that address alone."""
+        """A connection to the first of the peer's IP addresses that accepts one. Later requests use that address alone."""
         failure = OSError("it has no address")
-        for ip in peer.where:
+        for ip in peer.ips:
             if self._signer is None and self._tls is None and not is_loopback(ip):
                 raise PeerFailed(
                     "refused", f"{address}: without a key or certificates, only this machine is trusted"
@@ -857,7 +881,7 @@ class Client:
                 sock.close()
                 raise
             else:
-                peer.where = [ip]
+                peer.ips = [ip]
                 return sock
         raise failure
 

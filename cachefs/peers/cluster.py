@@ -1,13 +1,15 @@
 """Which members to ask for an extent, and what their answers say about them.
 
 The members of an extent, in the ring's order, are its owner, then (with replicas) those that keep a copy of what they read,
-then its successors. A node that misses a block walks that order: where it meets itself it fetches from the origin, since it
-is the owner, or all before it are dead. It passes over members that may not be tried now. It asks at most `ASKED` members,
-then the origin. The request carries the member's place in this order (its rank), so a node fetches for others only what it
-owns in its own view, or what it is the successor of in the client's. So when an owner dies, the origin serves its extents
-once more, and not once for each reader; where views differ, the worst is one more request.
+then its successors. A node that misses a block goes through that order. Where it meets itself it fetches from the origin: it
+is the owner, or all members before it are dead. It skips members that may not be tried now. It asks at most `ASKED` members,
+then the origin.
 
-A node never sends a request to another one in order to answer: one hop, and no circles.
+The request carries the member's place in this order (its rank). A node fetches for a client only what it owns in its own
+view, or what it is the successor of in the client's view. So when an owner dies, the origin serves its extents once more,
+and not once for each reader. Where the views of two nodes differ, the worst result is one more request.
+
+A node sends no request to a third node in order to answer one, so a request takes one hop and cannot go in circles.
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ASKED = 2
-"""Members asked for one range before the origin: when two fail, more than one node is wrong."""
+"""Members asked for one range before the origin. When two fail, the fault is not one node's."""
 
 HASTE = ASKED + 1
-"""A peer that sends signs of life may take this part of a reader's time, so that the rest suffices for the origin: the peer
-may be cut off from the origin, and this node is not."""
+"""A peer that sends signs of life may take one part in so many of a reader's time. The rest must suffice for the origin,
+because the peer may be cut off from the origin when this node is not."""
 
 SUCCESSORS = 2
 """Members behind the replicas that stand in for dead ones. Derived from `ASKED`: the owner and its successor may both be
@@ -46,10 +48,10 @@ PROBES_AT_ONCE = 64
 """Handshakes in flight."""
 
 ANSWERS: Collection[Kind] = ("not_here", "busy", "changed")
-"""From a peer that is well."""
+"""Failures of a request to a healthy peer."""
 
 TELLING: Collection[Kind] = ("refused", "corrupt")
-"""What needs a person: another key or clock, a broken memory."""
+"""Failures that the user must mend: another key or clock, or broken memory. They are logged as warnings."""
 
 
 class Asked(NamedTuple):
@@ -95,10 +97,11 @@ class Cluster:
     # -- ownership -------------------------------------------------------------------------------
 
     def candidates(self, digest: bytes, extent: int) -> Iterator[Asked]:
-        """The members to ask, one after the other; after them the origin. The caller asks each that it takes: for a member
-        that failed this is the one trial."""
+        """The members to ask, one after the other; after them the origin. The caller must ask each member that it takes: for
+        one that failed, this is its one trial."""
         asked = 0
-        members, own = self.membership.members, self.membership.own  # of now, though they change meanwhile
+        # Of one moment: both may be replaced meanwhile.
+        members, own = self.membership.members, self.membership.own
         for rank, name in enumerate(self._owners(digest, extent)):
             if name in own or asked == ASKED:
                 return
@@ -135,7 +138,7 @@ class Cluster:
 
     def keepers(self, digest: bytes, extent: int) -> Iterator[Asked]:
         """The replicas of the extent in the ring's order, and behind them its successors: this node, and of the others those
-        that may be tried. As with `candidates`, the caller asks each that it takes."""
+        that may be tried. As with `candidates`, the caller must ask each that it takes."""
         members, own = self.membership.members, self.membership.own
         for rank, name in enumerate(self._owners(digest, extent)):
             if name in own or self._of(name).may_try(self._now()):
@@ -176,7 +179,7 @@ class Cluster:
         )
 
     def lied(self, member: Member) -> None:
-        """Send it no more requests until it or this node restarts; its successors stand in."""
+        """Send this member no more requests until it or this node restarts. Its successors stand in."""
         self._of(member.name).lying = True
 
     def failed_since(self, asked: Asked, moment: float) -> bool:
@@ -192,13 +195,13 @@ class Cluster:
         )
 
     async def have(self, member: Member, version: ObjectId, start: int, stop: int) -> list[bool]:
-        """Which blocks of [start, stop) (in bytes) the member holds. Raises `PeerFailed`."""
+        """For each block of [start, stop) (in bytes), True if the member has it. Raises `PeerFailed`."""
         request = self._request(version, start, stop, 0)
         return await self._reach(member, lambda address: self._client.have(address, request))
 
     async def probe(self) -> list[str]:
-        """Request a handshake of all other members. Those that do not answer are dead when this returns, so their successors
-        stand in. Returns their addresses, and listed addresses that have never answered."""
+        """Request a handshake of all other members. Those that do not answer are dead when this returns, and their
+        successors stand in. Returns the addresses of these, and the listed addresses that have never answered."""
         unknown = (UNKNOWN.state, REFUSED)
         silent = [
             str(where) for where, found in self.membership.incompatible.items() if found.state in unknown
@@ -236,7 +239,7 @@ class Cluster:
         health.succeeded(first_s)
 
     async def _reach(self, member: Member, ask: Callable[[Address], Awaitable[T]]) -> T:
-        """Try its addresses in turn until one answers, first the one that answered last."""
+        """Try the member's addresses one after the other until one answers, beginning with the one that answered last."""
         usual = self._reached.get(member.name)
         *others, last = sorted(member.addresses, key=lambda address: address != usual)
         for address in others:
@@ -264,12 +267,12 @@ class Cluster:
 
     def _judge(self, member: Member, health: Health, exc: PeerFailed, sent_at: float) -> None:
         now, before = self._now(), health.state
-        late = now - sent_at > LONGEST_DEADLINE_S
-        if exc.kind == "timeout" or (late and exc.kind in ANSWERS):
-            health.slow(sent_at, now)  # also a refusal that takes so long: it may have lost the origin
+        took_long = now - sent_at > LONGEST_DEADLINE_S
+        if exc.kind == "timeout" or (took_long and exc.kind in ANSWERS):
+            health.slow(sent_at, now)  # also an answer that takes so long: the peer may have lost the origin
         elif exc.kind in ANSWERS:
             health.succeeded(now - sent_at)
-        elif not (exc.kind == "reset" and exc.delivered):  # that may be a pause
+        elif not (exc.kind == "reset" and exc.delivered):  # a peer whose origin pauses breaks its reply off
             health.failed(sent_at, now)
         if health.state == "dead" != before:
             level = logging.WARNING if exc.kind in TELLING else logging.INFO

@@ -3,10 +3,10 @@
 A node's key is `prefix/group/host:port` and holds its handshake. Where two keys carry one node id (the node is back under
 another address, and its old lease still runs), the key written last counts. The key hangs on a lease of 10 s: the key of a
 node that died is deleted ten seconds later, a node that stops revokes its lease. At every poll a node renews its lease and
-asks for the number of keys and the newest revision among them; only when these have changed does it read the keys.
+asks for the number of keys and the newest revision among them. It reads the keys only when these have changed.
 
-Without etcd, members stay as they are, and peers' health decides. A lost lease is noticed at its renewal, and a deleted or
-overwritten key at the next poll: the node registers again.
+While etcd does not answer, members stay as they are, and their health decides whether they get requests. A node notices a
+lost lease at its renewal, and a deleted or overwritten key at the next poll. Then it registers again.
 
 Four calls are needed, and the gateway answers them without gRPC, protobuf or a client library (the maintained ones for
 Python bring asyncio or threads). In its JSON, bytes are base64, 64-bit numbers are strings, and zeros are left out.
@@ -21,7 +21,7 @@ import socket
 import ssl
 from base64 import b64decode, b64encode
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import h11
 import trio
@@ -47,10 +47,13 @@ RECEIVE_BYTES = 64 << 10
 
 UNAUTHENTICATED = 16
 NOT_FOUND = 5
-_ELSEWHERE = {4, 14}
+_OTHER_ENDPOINT_MAY_ANSWER = {4, 14}
 """gRPC codes that another endpoint may not answer with: deadline exceeded, unavailable (which includes "no leader")."""
 
 Message = Mapping[str, Any]
+
+State: TypeAlias = tuple[int, int]
+"""(number of keys, newest revision among them) of a range."""
 
 
 class EtcdUnavailable(Transient):
@@ -68,8 +71,8 @@ BROKEN = (OSError, trio.BrokenResourceError, trio.TooSlowError, h11.ProtocolErro
 
 
 def advertised(listen: Address, toward: Address) -> Address:
-    """Where other nodes reach a node that listens at `listen`: for a wildcard, the source address of packets to `toward`
-    (none is sent). Blocks for the resolver; raises OSError when there is no route."""
+    """The address at which other nodes reach a node that listens at `listen`. For a wildcard it is the source address of
+    packets to `toward`; none is sent. Blocks for the resolver. Raises OSError when there is no route."""
     if listen.host not in ("", "0.0.0.0", "::"):
         return listen
     for family, *_, sockaddr in socket.getaddrinfo(*toward, type=socket.SOCK_DGRAM):
@@ -91,8 +94,8 @@ class Registry:
         self._listen = listen if handshake.weight > 0 else None
         self._entries: dict[Address, Handshake] | None = None
         """In the order in which they were written; None before the first reading."""
-        self._state = (0, 0)
-        """Of the keys when they were read: how many, and their newest revision."""
+        self._state: State = (0, 0)
+        """Of the keys when they were read."""
         self._failures = 0
         self._address: Address | None = None
         self._lease = ""
@@ -120,7 +123,7 @@ class Registry:
             return None
         return [Sighting(address, handshake) for address, handshake in self._entries.items()]
 
-    def heard(self, host: str) -> bool:
+    def handshake_requested(self, host: str) -> bool:
         return False  # a new node registers
 
     async def leave(self) -> None:
@@ -169,7 +172,7 @@ class Registry:
         return entry == self._handshake
 
     async def _read(self) -> None:
-        """Bring the entries up to date."""
+        """Update the entries, if the keys have changed."""
         # The slash plus one is the first key behind all of the directory.
         everything = {
             "key": _coded(self._directory.encode()),
@@ -193,8 +196,7 @@ class Registry:
         self._entries, self._state = entries, _state(page)
 
 
-def _state(page: Message) -> tuple[int, int]:
-    """(number of keys, newest revision among them) of a range."""
+def _state(page: Message) -> State:
     return _number(page, "count"), max(
         (_number(pair, "mod_revision") for pair in _parts(page, "kvs")), default=0
     )
@@ -232,21 +234,19 @@ class Gateway:
         if self._user and not self._token:
             await self._authenticate()
         try:
-            return await self._somewhere(path, body)
+            return await self._call_any(path, body)
         except EtcdRefused as exc:
             if not self._user or exc.code != UNAUTHENTICATED:
                 raise
         await self._authenticate()  # a token expires after minutes
-        return await self._somewhere(path, body)
+        return await self._call_any(path, body)
 
     async def _authenticate(self) -> None:
         self._token = ""
-        said = await self._somewhere(
-            "/v3/auth/authenticate", {"name": self._user, "password": self._password}
-        )
+        said = await self._call_any("/v3/auth/authenticate", {"name": self._user, "password": self._password})
         self._token = str(said.get("token", ""))
 
-    async def _somewhere(self, path: str, body: Message) -> Message:
+    async def _call_any(self, path: str, body: Message) -> Message:
         reasons = []
         for _ in self._endpoints:
             endpoint = self._endpoints[0]
@@ -254,7 +254,7 @@ class Gateway:
                 with trio.fail_after(ATTEMPT_S):
                     return await self._ask(endpoint, path, body)
             except EtcdRefused as exc:
-                if exc.code not in _ELSEWHERE:
+                if exc.code not in _OTHER_ENDPOINT_MAY_ANSWER:
                     raise
                 reasons.append(f"{endpoint}: {exc}")
             except BROKEN as exc:

@@ -1,15 +1,15 @@
-"""What this node knows of each peer: whether to send it requests, how long to wait for it, and its counters.
+"""The health of each peer as this node sees it: may it get requests, how long to wait for it, and its counters.
 
-A failure makes a peer *suspect*, several in a row make it *dead*. Both get no requests for a pause that doubles with each
-further failure; then one request tries the peer. Any success makes it healthy at once. The two states differ only in the
-status: a suspect will mostly answer the next request. No member is removed here: the ring is made of members, and a reader
-passes over an owner that may not be tried.
+A failure makes a peer *suspect*, several in a row make it *dead*. It then gets no requests for a pause, which doubles with
+each further failure; after the pause one request tries the peer. Any success makes it healthy at once. A suspect peer will
+probably answer the next request. A dead one will not: its successors fetch what it owns. No member is removed here: the ring
+is made of members, and a reader skips an owner that may not be tried.
 
-Deadlines come from the peer's own answers. The time to the first byte is kept in a histogram of logarithmic buckets that
-forgets by halving: a peer that was always quick is given up early, one behind a slow link is given its time.
+Deadlines come from the peer's own answers. The time to the first byte is kept in a histogram of logarithmic buckets, whose
+counts are halved now and then. So a peer that always answered quickly is given up early, and one behind a slow link is not.
 
-A peer is there to be faster than the origin. A peer that sends a byte a second is never silent, so `Pace` compares a
-transfer with the origin's rate: slower by `TIMES` is too slow, unless the range would be complete within `FLOOR_S`.
+A peer should be faster than the origin. A peer that sends a byte a second is never silent, so `Pace` compares a transfer
+with the origin's rate: slower by `TIMES` is too slow, unless the range would be complete within `FLOOR_S`.
 
 Pure: the clock (any steady one, in seconds) and the random numbers are passed in.
 """
@@ -37,33 +37,34 @@ pause of an event loop or a disk is no failure."""
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
-"""The usual pair: soon enough for a daemon that restarts, seldom enough for a host that is gone."""
+"""Pauses after a failure: the first is short enough for a daemon that restarts, the longest long enough for a lost host."""
 
 SHORTEST_DEADLINE_S = 0.25
 LONGEST_DEADLINE_S = 2.0
-"""For the first byte. A read pays the upper bound when its peer hangs, before it goes to the origin; the lower bound covers
-a busy event loop. Measured: with 50 ms, four daemons on two processors gave each other up once in 300 requests, and each
-time the origin served the block twice."""
+"""Bounds of the deadline for the first byte. When a peer hangs, a read waits up to the upper bound before it goes to the
+origin. The lower bound covers a busy event loop. Measured: with 50 ms, four daemons on two processors gave each other up
+once in 300 requests, and each time the origin served the block twice."""
 
 MARGIN = 2.0
-"""Deadline over the 99th percentile: one request in a hundred takes longer than that, and must not be given up."""
+"""The deadline is so many times the 99th percentile: one request in a hundred takes longer than that, and must not be given
+up."""
 
 FEWEST = 20
 """Answers before the histogram sets the deadline. Derived: below that its 95th percentile is the maximum."""
 
 TIMES = 4.0
-"""How many times as long as the origin a peer may take. The rate of a transfer varies by two around its mean, on both sides;
-a transfer that is given up costs the origin a request."""
+"""A peer may take so many times as long as the origin. The rates of both vary by a factor of two around their means, and a
+transfer that is given up costs the origin a request."""
 
 FLOOR_S = 5.0
-"""Any range may take so long. Derived: longer than `client.SILENCE_S`, so that silence is reported as such; two peers that
-are too slow are given up within the usual `--timeout`."""
+"""Any range may take so long. Derived: longer than `client.SILENCE_S`, so that silence is reported as such; and short enough
+to give up two slow peers within the usual `--timeout`."""
 
 ASSUMED_RATE = 4 << 20
 """Bytes a second of an origin that was not read yet; low, so that a slow link is not taken for a slow peer."""
 
 LOOK_EVERY_S = 0.25
-"""Between two looks at a transfer. Derived: a twentieth of `FLOOR_S`."""
+"""How often the pace of a transfer is checked. Derived: a twentieth of `FLOOR_S`."""
 
 MAX_PEERS = 2048
 """Rows of counters; the one used least recently is dropped for a further peer. Bounds memory, not members: twice the nodes
@@ -103,7 +104,7 @@ class Latencies:
 
 
 class Health:
-    """The state of one peer. `now` and `sent_at` are times of one steady clock."""
+    """The state of one peer. `now`, `sent_at` and `moment` are times of one steady clock."""
 
     def __init__(self, rng: random.Random) -> None:
         self.latencies = Latencies()
@@ -158,8 +159,8 @@ class Health:
         self._next_trial = now + ceiling * self._rng.uniform(0.5, 1.0)
 
     def slow(self, sent_at: float, now: float) -> None:
-        """No byte came within the deadline. This counts as an answer that took at least so long, so the deadline of a peer
-        that has become slower grows to what it needs."""
+        """No byte came within the deadline. This counts as an answer that took so long, so the deadline grows for a peer
+        that has become slower."""
         self.latencies.add(now - sent_at)
         if sent_at >= self._slow_at:
             self._slow += 1
@@ -176,9 +177,9 @@ class Health:
 
 @dataclass(frozen=True)
 class Pace:
-    """What one transfer is compared with: `origin_rate` is the recent rate of one transfer from the origin, in bytes a
-    second (0: not known). `others` transfers from other peers share this node's link. The next block may take `patience_s`:
-    a reader can wait so long for it, and still read from the origin in time."""
+    """What one transfer is compared with. `origin_rate` is the recent rate of one transfer from the origin, in bytes a
+    second (0: not known). `others` is how many transfers from other peers share this node's link. The next block may take
+    `patience_s`: a reader can wait so long for it, and still read from the origin in time."""
 
     origin_rate: float = 0.0
     others: int = 0
@@ -242,7 +243,7 @@ class PeerTable:
         return row
 
     def forget(self, peer: str) -> None:
-        """A member left."""
+        """Drop the counters of a member that left."""
         self._rows.pop(peer, None)
 
     def as_dict(self) -> dict[str, dict[str, Any]]:

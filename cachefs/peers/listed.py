@@ -1,9 +1,9 @@
 """Members from a list of addresses: the one on the command line, or the addresses of a DNS name.
 
-A list names addresses, and the ring needs node ids. So `Listed.present` asks each address for its handshake: unknown
-addresses at every poll, known ones once a minute, because a daemon may return with another weight or other sources. The
-node's own address is recognised without a request. A node that answered once stays a member while it is silent: `health`
-decides whether it is asked for blocks.
+A list has addresses, and the ring needs node ids. So `Listed.present` asks each address for its handshake: unknown addresses
+at every poll, known ones once a minute, because a daemon may return with another weight or other sources. The node's own
+address is recognised without a request. A node that answered once stays a member while it is silent: its `health` decides
+whether it gets requests for blocks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import socket
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import trio
 
@@ -27,7 +25,7 @@ from cachefs.peers.wire import Address, Handshake, PeerFailed
 
 log = logging.getLogger(__name__)
 
-INTRODUCED_FOR_S = 60.0
+HANDSHAKE_TTL_S = 60.0
 """How long a handshake is cached. Derived: a thousand nodes then receive 17 handshakes a second each."""
 
 ASKED_AT_ONCE = 256
@@ -36,42 +34,21 @@ ASKED_AT_ONCE = 256
 IDENTIFY_S = 1.0
 """Deadline of one handshake. Derived: with `POLL_S`, a join is seen within 3 s although another address hangs."""
 
-RESOLVERS = 4
-"""Threads that may hang in a resolver. They have a limiter of their own, so that the daemon's other threads never wait for
-a name."""
-
 LOOK_DEADLINE_S = 10.0
 """For a resolver: twice its usual timeout of 5 s, so that a second name server can answer."""
 
 MISSES = 8
-"""Successive answers without an address before it has left: 15 s of polls. Some servers return a part of many addresses,
-others leave out a pod that is not ready for a moment."""
+"""An address has left after so many successive answers without it, which are 15 s of polls. Some servers return a part of
+many addresses, others leave out a pod that is not ready for a moment."""
 
-Identify = Callable[[str, int], Awaitable[Handshake]]
-"""(host, port) → the handshake of the node that listens there. Raises OSError or `CachefsError`."""
+Identify = Callable[[Address], Awaitable[Handshake]]
+"""The handshake of the node that listens at an address. Raises OSError or `CachefsError`."""
 
 Resolve = Callable[[str, int], Awaitable[Collection[str]]]
 """(name, port) → IP addresses. Raises OSError, also for a name that cannot be one. The caller sets a deadline."""
 
 Look = Callable[[], Awaitable[Collection[Address]]]
 """The addresses that are listed now."""
-
-
-class Resolver:
-    """The system's resolver, in worker threads. A thread that hangs is abandoned; when `RESOLVERS` of them hang, further
-    calls wait until one has returned."""
-
-    def __init__(self, getaddrinfo: Callable[..., list[Any]] = socket.getaddrinfo) -> None:
-        self._getaddrinfo = getaddrinfo
-        self.threads = trio.CapacityLimiter(RESOLVERS)
-
-    async def __call__(self, name: str, port: int) -> list[str]:
-        ask = partial(self._getaddrinfo, name, port, type=socket.SOCK_STREAM)
-        try:
-            found = await trio.to_thread.run_sync(ask, limiter=self.threads, abandon_on_cancel=True)
-        except ValueError as exc:
-            raise OSError(f"not a host name: {name}") from exc
-        return sorted({str(sockaddr[0]) for *_, sockaddr in found})
 
 
 def is_local(address: str) -> bool:
@@ -154,7 +131,8 @@ def _family(listen: Address | None) -> int | None:
 
 @dataclass(slots=True)
 class _Listed:
-    """One address: its last handshake, since when it has said that, and when it was last asked successfully."""
+    """One address: its last handshake, and since when it has been the same; why the node there refused us, else ""; and when
+    it last answered. Times are trio's."""
 
     handshake: Handshake | None = None
     refusal: str = ""
@@ -186,13 +164,13 @@ class Listed:
         self._listed = {address: self._listed.get(address) or _Listed() for address in addresses}
         async with trio.open_nursery() as nursery:
             for address in self._due(trio.current_time()):
-                contained(nursery, f"peer {address}", self._introduce, address, self._listed[address])
+                contained(nursery, f"peer {address}", self._ask_for_handshake, address, self._listed[address])
         in_order = sorted(self._listed.items(), key=lambda item: (item[1].since, item[0]))
         return [Sighting(address, found.handshake, found.refusal) for address, found in in_order]
 
-    def heard(self, host: str) -> bool:
-        """Ask the node at this host at the next poll, unless it was asked during the last two: two nodes would otherwise
-        ask each other for ever. True if it may be one that has not answered yet; a list may have it by name."""
+    def handshake_requested(self, host: str) -> bool:
+        """Ask the node at this host at the next poll, unless it was asked during the last two: two nodes would otherwise ask
+        each other for ever. True if it may be a node that has not answered yet: the list may have that one by name."""
         there = [found for address, found in self._listed.items() if address.host == host]
         for found in there:
             if trio.current_time() - found.asked_at >= 2 * POLL_S:
@@ -211,12 +189,12 @@ class Listed:
             address
             for address, found in self._listed.items()
             if found.handshake is None
-            or now - found.asked_at >= INTRODUCED_FOR_S
-            # Two daemons with one id: one of them is gone, or will take another id.
+            or now - found.asked_at >= HANDSHAKE_TTL_S
+            # Two daemons have one id: one of them is gone, or will take another id.
             or len(lives[found.handshake.node]) > 1
         ]
 
-    async def _introduce(self, address: Address, listed: _Listed) -> None:
+    async def _ask_for_handshake(self, address: Address, listed: _Listed) -> None:
         try:
             async with self._at_once:
                 with trio.fail_after(IDENTIFY_S):
@@ -235,4 +213,4 @@ class Listed:
     async def _ask(self, address: Address) -> Handshake:
         if self._listen is not None and await is_own(address, self._listen, self._resolve):
             return self._handshake
-        return await self._identify(*address)
+        return await self._identify(address)

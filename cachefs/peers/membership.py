@@ -1,9 +1,9 @@
 """Which nodes are members of this node's ring.
 
 Every `POLL_S`, `Membership` asks its *source* (a list, a DNS name, etcd) for the addresses that are present now, with the
-handshake of the node at each as far as it is known, and compares them with the members of before. A member has this node's
+handshake of the node at each as far as it is known, and compares them with the present members. A member has this node's
 cache group, sources and block size, and a share of the ring. Nodes may see different members for a while, and nothing waits
-for them to agree: an extent then has two owners, or a node is asked for an extent that it does not own, and in the worst
+until they agree. Meanwhile an extent has two owners, or a node is asked for an extent that it does not own; in the worst
 case the origin serves it once more.
 
 A member's *name* in the ring is its id (`node.node_id`), which belongs to the files in its cache directory; several
@@ -21,6 +21,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from heapq import nlargest
 from typing import NamedTuple, Protocol
 
@@ -30,7 +31,7 @@ from xxhash import xxh3_64_intdigest, xxh64_intdigest
 from cachefs.peers.wire import MAX_HANDSHAKE_TEXT, Address, Handshake
 
 REMEMBERED = 4096
-"""Answers kept, since a reader asks for each block of its extent: those of 64 GiB."""
+"""Extents whose owners are remembered, 64 GiB of them: a reader asks for the owners once for each block."""
 
 _WHOLE = 2.0**64
 
@@ -47,14 +48,15 @@ class Ring:
     and the longest part that one GET fetches. With a smaller unit two owners would send the origin requests for pieces
     of one range; with a larger one big files would spread over few nodes.
 
-    The weighted form is a race: with `u` the hash as a number in (0, 1], member m arrives at -ln(u) / w, which is the
+    With weights it is a race: with `u` the hash as a number in (0, 1], member m arrives at -ln(u) / w, which is the
     exponential distribution of rate w, and the first of several such is m with probability w / total. Without the
     division that is the usual score -w / ln(h). Among members of one weight the largest hash wins the race, so the
     logarithm is taken once per distinct weight. Cost, measured: 50 µs at 1,000 members and 6 µs at 100, nearly all in
     the members' hashes; a node asks once per extent or small file that it does not hold. A table of slots would answer
     faster, but be rebuilt at each join and leave, or balance worse.
 
-    Members and their weights (1 is usual; 0 or less: owns nothing). Immutable. A member must have one name on all nodes."""
+    `members` maps names to weights: 1 is usual, and 0 or less owns nothing. A member must have one name on all nodes.
+    Immutable."""
 
     def __init__(self, members: Mapping[str, float]) -> None:
         self.members = {name: weight for name, weight in sorted(members.items()) if weight > 0}
@@ -64,44 +66,36 @@ class Ring:
             names.append(name)
             # Another function than below: a seed is then never the hash of an extent.
             seeds.append(xxh64_intdigest(name.encode("utf-8", "surrogatepass")))
-        self._classes = [(weight, names, seeds) for weight, (names, seeds) in classes.items()]
-        self._remembered: dict[tuple[bytes, int, int], tuple[str, ...]] = {}
+        self._race = lru_cache(REMEMBERED)(partial(_race, classes))
 
     def owners(self, digest: bytes, extent: int, count: int = 1) -> tuple[str, ...]:
         """The `count` best members for this extent of the object version with this digest, best first; fewer if there are
         not so many. Without the first member, the second is first."""
-        asked = (digest, extent, count)
-        found = self._remembered.get(asked)
-        if found is None:
-            found = self._race(digest, extent, count)
-            if len(self._remembered) >= REMEMBERED:
-                del self._remembered[next(iter(self._remembered))]
-            self._remembered[asked] = found
-        return found
+        return self._race(digest, extent, count)
 
-    def _race(self, digest: bytes, extent: int, count: int) -> tuple[str, ...]:
-        key = digest + extent.to_bytes(8, "little")
-        arrivals: list[tuple[float, str]] = []
-        for weight, names, seeds in self._classes:
-            hashes = [xxh3_64_intdigest(key, seed) for seed in seeds]
-            if count == 1:
-                best = max(hashes)
-                first = [(best, names[hashes.index(best)])]
-            else:
-                first = nlargest(count, zip(hashes, names, strict=True))
-            arrivals += [(-math.log((number + 1) / _WHOLE) / weight, name) for number, name in first]
-        arrivals.sort()
-        return tuple(name for _, name in arrivals[:count])
+
+def _race(
+    classes: Mapping[float, tuple[list[str], list[int]]], digest: bytes, extent: int, count: int
+) -> tuple[str, ...]:
+    """`classes` has the names of the members of one weight, and their seeds, by weight."""
+    key = digest + extent.to_bytes(8, "little")
+    arrivals: list[tuple[float, str]] = []
+    for weight, (names, seeds) in classes.items():
+        hashes = (xxh3_64_intdigest(key, seed) for seed in seeds)
+        first = nlargest(count, zip(hashes, names, strict=True))
+        arrivals += [(-math.log((number + 1) / _WHOLE) / weight, name) for number, name in first]
+    arrivals.sort()
+    return tuple(name for _, name in arrivals[:count])
 
 
 log = logging.getLogger(__name__)
 
 POLL_S = 2.0
-"""From the begin of one poll to the next, at most; a fifth less at random, so that nodes spread. Given: what a source knows
-of joins and leaves is seen within 3 s."""
+"""From the beginning of one poll to that of the next, at most. A random part of up to a fifth is left out, so that the polls
+of nodes spread. Given: joins and leaves that a source knows of are seen within 3 s."""
 
 SOON_S = 0.02
-"""Before an early poll, so that one poll serves the handshakes of many nodes that start together."""
+"""Wait before an early poll: many nodes may start together, and one poll then serves the handshakes of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +119,8 @@ class Member:
 
 
 class Sighting(NamedTuple):
-    """An address in the list, and the handshake of the node there, if known. `refusal` is why there is none, where one of
-    the two nodes does not trust the other."""
+    """An address in the list, and the handshake of the node there, if it is known. Where one of the two nodes does not trust
+    the other, there is no handshake, and `refusal` says why."""
 
     address: Address
     handshake: Handshake | None
@@ -134,8 +128,8 @@ class Sighting(NamedTuple):
 
 
 class Incompatible(NamedTuple):
-    """Why the node at a listed address is no member: `state` for a table, `why` for a sentence after the address. `wrong`
-    marks what is surely a mistake in the configuration."""
+    """Why the node at a listed address is no member: `state` for a table, `why` for a sentence after the address. `wrong` is
+    True for what must be a mistake in the configuration."""
 
     state: str
     why: str
@@ -155,10 +149,10 @@ class Source(Protocol):
         """Why the last poll failed, for people; else empty."""
 
     async def present(self) -> Iterable[Sighting] | None:
-        """All addresses that are listed now; while the list cannot be read, those of before; None before it was read. Of two
-        sightings of one node, the later in the order was heard last. Raises nothing of its own."""
+        """All addresses that are listed now; while the list cannot be read, those of the last reading; None before the first
+        one. Of two sightings of one node, the later in the order is the newer. Raises nothing of its own."""
 
-    def heard(self, host: str) -> bool:
+    def handshake_requested(self, host: str) -> bool:
         """A node at this IP address has requested our handshake: it runs, and may be new. True if `present` may know more
         now."""
 
@@ -167,13 +161,13 @@ class Source(Protocol):
 
 
 def fingerprint(sources: Collection[str], block_size: int) -> str:
-    """Of what two nodes must have in common to share extents: the names of their origins (`ObjectId.source`), in any order,
-    and the block size. 32 hexadecimal digits."""
+    """A digest, 32 hexadecimal digits, of what two nodes must have in common to share extents: the names of their origins
+    (`ObjectId.source`), in any order, and the block size."""
     text = json.dumps([sorted(sources), block_size])
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-def spelled(sources: Collection[str]) -> str:
+def sources_for_people(sources: Collection[str]) -> str:
     """The names of origins as a handshake carries them for people: shortened."""
     text = ", ".join(sorted(sources)).encode("utf-8", "replace").decode()
     return text if len(text) <= MAX_HANDSHAKE_TEXT else text[: MAX_HANDSHAKE_TEXT - 1] + "…"
@@ -195,8 +189,6 @@ class Membership:
         self.own_addresses: frozenset[Address] = frozenset()
         self.incompatible: Mapping[Address, Incompatible] = {}
         """Listed addresses without a member."""
-        self.version = 0
-        """Grows with each change."""
         self.on_change = on_change
         self.source = source
         self._handshake = handshake
@@ -217,14 +209,14 @@ class Membership:
         finally:
             await self.source.leave()
 
-    def heard(self, host: str) -> None:
+    def handshake_requested(self, host: str) -> None:
         """A node at this IP address has requested our handshake: poll early if it may be new. So nodes that start together
         know each other as soon as the last of them listens."""
-        if self.source.heard(host):
+        if self.source.handshake_requested(host):
             self._wake.set()
 
-    def become(self, source: Source, handshake: Handshake) -> None:
-        """Take another id, while `run` does not run. The other members stay until the next report."""
+    def take_id(self, source: Source, handshake: Handshake) -> None:
+        """Use another id from now on. Called while `run` does not run. The other members stay until the next report."""
         self.source, self._handshake = source, handshake
 
     def _report(self, sightings: Iterable[Sighting]) -> None:
@@ -264,7 +256,6 @@ class Membership:
             self.ring = Ring({name: member.weight for name, member in members.items()})
         self.members, self.own, self.incompatible = members, own, incompatible
         self.own_addresses = frozenset(address for name in own for address in members[name].addresses)
-        self.version += 1
         self.on_change()
 
     def _log_changes(

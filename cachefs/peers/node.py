@@ -1,12 +1,12 @@
 """This node among its peers: its id, its server, its membership and its client.
 
-It is opened before the mount, so that a port in use is reported in one line; it serves once there is something to serve; and
-it leaves before the mount goes: it unregisters, refuses new requests, and finishes the replies in progress.
+It is opened before the mount, so that a port in use is reported in one line. It serves once there is something to serve. It
+leaves before the mount goes: it unregisters, refuses new requests, and finishes the replies in progress.
 
 The node's id is a random word in the cache directory. The ring is made of ids, and a node's cached files are found by its
-place in the ring. So the id is created once with the cache, survives restarts and changes of address, and goes when the
-cache is removed. Two nodes with one id, because a cache directory was copied, see each other's handshake: the one whose
-daemon drew the higher `life` takes a fresh id, and with it another share.
+place in the ring. So the id is created with the cache, survives restarts and changes of address, and goes when the cache is
+removed. When a cache directory was copied, two nodes have one id, and each sees the other's handshake. The one whose daemon
+drew the higher `life` then takes a fresh id, and with it another share.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.tasks import contained
 from cachefs.config.config import Config
 from cachefs.peers.auth import Signer, Verifier, check_listen
-from cachefs.peers.client import Client
+from cachefs.peers.client import Client, Resolver
 from cachefs.peers.cluster import Cluster
 from cachefs.peers.etcd import Gateway, Registry
 from cachefs.peers.health import PeerTable
-from cachefs.peers.listed import Dns, Identify, Listed, Resolver, is_local
-from cachefs.peers.membership import COPIED, Membership, Source, fingerprint, spelled
+from cachefs.peers.listed import Dns, Identify, Listed, is_local
+from cachefs.peers.membership import COPIED, Membership, Source, fingerprint, sources_for_people
 from cachefs.peers.server import Server
 from cachefs.peers.settings import DnsPeers, EtcdPeers, Peers, Settings, StaticPeers, settings
 from cachefs.peers.wire import VERSION, Address, Handshake, PeerFailed, Shares
 
 log = logging.getLogger(__name__)
 
-INTRODUCED_S = 2.0
-"""How long a mount waits until this node knows which member it is; before that, it would send requests to itself. A list is
-known at once, etcd after its first replies."""
+MEMBERSHIP_DEADLINE_S = 2.0
+"""How long a mount waits until this node knows which member it is: before that, it would send requests to itself. With a
+list it knows at once, with etcd after the first replies."""
 
 DRAIN_S = 1.0
-"""For replies in progress at a stop; a client whose reply is broken off goes to the next member."""
+"""For replies in progress at a stop. A client whose reply is broken off asks the next member."""
 
 RESOLVE_S = 10.0
 
@@ -70,9 +70,9 @@ class PeerNode:
         self._metrics = metrics
         self._listeners: list[trio.SocketListener] = []
         self._server: Server | None = None
-        self._introduced = trio.Event()
+        self._is_member = trio.Event()
         self._membership_scope, self._server_scope = trio.CancelScope(), trio.CancelScope()
-        self._doubted = trio.Event()
+        self._id_contested = trio.Event()
         rng = self._rng = random.Random()
         self._handshake = Handshake(
             # A node that serves no blocks has no share to come back to.
@@ -83,7 +83,7 @@ class PeerNode:
             weight=config.group_weight if listen is not None else 0.0,
             life=uuid.uuid4().hex,
             block_size=config.block_size,
-            shows=spelled(sources),
+            shows=sources_for_people(sources),
         )
         stats = self._stats = PeerTable()
         signer = Signer(chosen.key) if chosen.key is not None else None
@@ -102,14 +102,11 @@ class PeerNode:
         self._membership.on_change = self._changed
 
     def _source(self) -> Source:
-        async def identify(host: str, port: int) -> Handshake:
-            return await self._client.handshake(Address(host, port))
-
         return open_source(
             self._chosen.peers,
             self._handshake,
             self._listen,
-            identify,
+            self._client.handshake,
             self._rng,
             tls=self._chosen.etcd_tls,
             user=os.environ.get("CACHEFS_ETCD_USER", ""),
@@ -129,7 +126,7 @@ class PeerNode:
             log.warning("%s", chosen.warning)
         listen = chosen.listen
         if listen is None and config.sharing and isinstance(chosen.peers, StaticPeers):
-            listen = await _found(chosen.peers)
+            listen = await _own_address(chosen.peers)
             check_listen(listen.host, chosen.key, chosen.server_tls)
         node = cls(config, chosen, listen, sources, metrics, state_dir)
         if listen is not None:
@@ -145,7 +142,7 @@ class PeerNode:
         return node
 
     async def start(self, shares: Shares, nursery: trio.Nursery) -> None:
-        """Serve, and follow the membership. Return when this node is a member, or after `INTRODUCED_S`."""
+        """Serve, and follow the membership. Return when this node is a member, or after `MEMBERSHIP_DEADLINE_S`."""
         chosen = self._chosen
         self._server = Server(
             shares,
@@ -155,13 +152,13 @@ class PeerNode:
             tls=chosen.server_tls,
             stats=self._stats,
             metrics=self._metrics,
-            on_handshake=lambda host: self._membership.heard(host),
+            on_handshake=self._membership.handshake_requested,
         )
         contained(nursery, "serving peers", self._serve, self._server)
         contained(nursery, "following the list of peers", self._follow)
-        with trio.move_on_after(INTRODUCED_S) as scope:
+        with trio.move_on_after(MEMBERSHIP_DEADLINE_S) as scope:
             if self._listeners:
-                await self._introduced.wait()
+                await self._is_member.wait()
         if scope.cancelled_caught:
             log.warning(
                 "this node is not among its peers (yet): it reads from them, and they do not read from it"
@@ -178,17 +175,17 @@ class PeerNode:
             while True:
                 async with trio.open_nursery() as following:
                     following.start_soon(self._membership.run)
-                    await self._copied()
+                    await self._id_lost()
                     following.cancel_scope.cancel()
                 self._handshake = replace(self._handshake, node=fresh_id(self._state_dir))
-                self._membership.become(self._source(), self._handshake)
+                self._membership.take_id(self._source(), self._handshake)
 
-    async def _copied(self) -> None:
+    async def _id_lost(self) -> None:
         """Return when another node has our id, and the right to keep it. Checks with a handshake of its own, because etcd
-        may still hold our key of before."""
+        may still have an earlier key of this node."""
         while True:
-            await self._doubted.wait()
-            self._doubted = trio.Event()
+            await self._id_contested.wait()
+            self._id_contested = trio.Event()
             for address in [
                 address for address, why in self._membership.incompatible.items() if why == COPIED
             ]:
@@ -210,15 +207,15 @@ class PeerNode:
     def _changed(self) -> None:
         self.cluster.changed()
         if self._membership.own:
-            self._introduced.set()
+            self._is_member.set()
         if COPIED in self._membership.incompatible.values():
-            self._doubted.set()
+            self._id_contested.set()
         if self._server is not None:
             self._server.names = {str(address) for address in self._membership.own_addresses}
 
     @property
     def warnings(self) -> list[str]:
-        """For the status: what is wrong now with this node's certificate, and with the source of members."""
+        """For the status: what is wrong with this node's certificate, and with the source of members."""
         return [line for line in (self._chosen.warning, self._membership.source.trouble) if line]
 
     async def leave(self) -> None:
@@ -250,7 +247,7 @@ class PeerNode:
         }
 
 
-async def _found(peers: StaticPeers) -> Address:
+async def _own_address(peers: StaticPeers) -> Address:
     """The address of the list that is this machine's."""
     resolver, found = Resolver(), []
     for address in peers.addresses:
@@ -268,22 +265,22 @@ async def _found(peers: StaticPeers) -> Address:
     )
 
 
-FILE = "node"
+ID_FILE = "node"
 
 
 def node_id(directory: Path) -> str:
     """The id in the cache directory; a new one if there is none that can be read."""
     try:
-        return uuid.UUID((directory / FILE).read_text().strip()).hex
+        return uuid.UUID((directory / ID_FILE).read_text().strip()).hex
     except (OSError, ValueError):
         return fresh_id(directory)
 
 
 def fresh_id(directory: Path) -> str:
-    """Another id, written to the cache directory before it is used. If that fails, it holds for this daemon's life."""
+    """Another id, written to the cache directory before it is used. If that fails, the id is this daemon's only."""
     made = uuid.uuid4().hex
     try:
-        durable.write(directory / FILE, f"{made}\n")
+        durable.write(directory / ID_FILE, f"{made}\n")
     except OSError as exc:
         log.warning(
             "this node's id cannot be kept in %s, so a restart finds another share: %s",

@@ -1,15 +1,15 @@
 """The server of blocks for the other nodes.
 
-One task a connection, one request at a time. `Shares` decides whether and from where bytes are served; this module bounds
-what any client can use: connections and requests are bounded in all and for each host, a head has a size and a deadline,
-requests have no bodies, and a reply that the client does not take is broken off. With a key, nothing is looked up before the
-request's MAC was checked.
+Each connection has a task, which answers one request at a time. `Shares` decides which bytes are served, and from where.
+This module bounds what any client can use: connections and requests are bounded in all and for each host, a head has a size
+and a deadline, requests have no bodies, and a reply that the client does not take is broken off. With a key, nothing is
+looked up before the request's MAC was checked.
 
 Without TLS a file's bytes never come into this process: `sendfile` moves them from the page cache to the socket. A worker
-thread sends a long run, because it may have to wait for a disk, and because at gigabytes a second the event loop would only
-be woken for the next part. The trio task waits for a client that takes nothing, so such clients hold no thread. TLS has to
-read the bytes; a little block in memory is read, too, so that head, block and check are one call (measured: a tenth less of
-the processors for 100 KB).
+thread sends a long run, because it may have to wait for a disk, and because at gigabytes a second the event loop would do
+nothing else. While a client takes nothing, the trio task waits for it, so such clients occupy no thread. TLS must read the
+bytes. A small block in memory is read, too, so that head, block and check go in one call (measured: a tenth less processor
+time for 100 KB).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -61,14 +62,14 @@ SLICE = 1 << 20
 """Bytes of one `sendfile`. Derived: about 0.2 ms of copying."""
 
 LITTLE = 128 << 10
-"""Bytes of a block in memory that are read, and sent together with what follows. Derived: 10 µs of copying, as long as the
-calls that it saves."""
+"""A block in memory of up to so many bytes is read, and sent together with what follows. Derived: copying takes 10 µs, as
+long as the calls that it saves."""
 
 PATIENCE_S = 0.02
 """How long a thread waits for a client to take more: several round trips within a cluster."""
 
-TURN_S = 0.1
-"""How long a thread sends before the deadlines are looked at again: a fraction of `Limits.stall_s`."""
+SEND_S = 0.1
+"""How long a thread sends before the task checks the deadlines again: a fraction of `Limits.stall_s`."""
 
 TLS_SLICE = 256 << 10
 """Read and encrypted at a time: about 0.2 ms."""
@@ -81,7 +82,7 @@ class Gone(Exception):
 
 
 class Threads(NamedTuple):
-    """Threads for bytes in memory, and for bytes on a disk, which may hang."""
+    """Separate threads for bytes in memory and for bytes on a disk, which may hang."""
 
     memory: trio.CapacityLimiter
     disk: trio.CapacityLimiter
@@ -100,10 +101,10 @@ class Wire(Protocol):
         """Some bytes; b"" when the client has closed its side."""
 
     async def send(self, data: bytes, *, more: bool) -> None:
-        """Send all of `data`. With `more`, a run follows at once and may go with it."""
+        """Send all of `data`. With `more`, a run follows at once, and both may be sent together."""
 
     async def send_run(self, run: Sequence[Piece | bytes], progressed: Callable[[], None]) -> None:
-        """Send all of these pieces and bytes. Calls `progressed` when the client has taken some, if it has to wait."""
+        """Send all of these pieces and bytes. Calls `progressed` whenever it must wait and the client has taken some."""
 
     async def hung_up(self) -> None:
         """Return when the client closes the connection; never if it sends something instead."""
@@ -121,8 +122,8 @@ class _Range:
 
 
 class PlainWire:
-    """Over a non-blocking socket, which it takes over. Calls that succeed at once have no checkpoint (trio's own sockets
-    have one in every call, which doubles what a small reply costs); waiting for the next request is checkpoint enough."""
+    """`Wire` on a non-blocking socket, which it takes over. Calls that succeed at once have no checkpoint: trio's own
+    sockets have one in every call, which doubles what a small reply costs. Waiting for the next request is a checkpoint."""
 
     def __init__(self, sock: socket.socket, threads: Threads) -> None:
         self.file_bytes = 0
@@ -186,9 +187,9 @@ class PlainWire:
             await trio.lowlevel.wait_writable(self._socket)
 
     def _push(self, patience_s: float) -> int:
-        """Send until everything is sent, the client has taken nothing for `patience_s`, or `TURN_S` have passed. In any
+        """Send until everything is sent, the client has taken nothing for `patience_s`, or `SEND_S` have passed. In any
         thread. Returns how many bytes the client has taken."""
-        sent, until = 0, time.monotonic() + TURN_S
+        sent, until = 0, time.monotonic() + SEND_S
         while self._out:
             try:
                 sent += self._push_some(self._out[0])
@@ -213,13 +214,13 @@ class PlainWire:
             if not first.left:
                 out.popleft()
             return sent
-        held: list[bytes] = []
+        parts: list[bytes] = []
         for item in out:
             if isinstance(item, _Range):
                 break
-            held.append(item)
-        left = sent = self._socket.sendmsg(held, (), socket.MSG_MORE if len(held) < len(out) else 0)
-        for data in held:
+            parts.append(item)
+        left = sent = self._socket.sendmsg(parts, (), socket.MSG_MORE if len(parts) < len(out) else 0)
+        for data in parts:
             if left < len(data):
                 out[0] = data[left:]
                 break
@@ -239,6 +240,14 @@ class PlainWire:
         self._socket.close()
 
 
+@contextmanager
+def _lost_is_gone() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, trio.BrokenResourceError) as exc:  # an `ssl.SSLError` is an OSError
+        raise Gone from exc
+
+
 class TlsWire:
     """`Wire` with TLS."""
 
@@ -250,22 +259,16 @@ class TlsWire:
         self._threads = threads
 
     async def begin(self) -> None:
-        try:
+        with _lost_is_gone():
             await self._stream.do_handshake()
-        except (trio.BrokenResourceError, ssl.SSLError) as exc:
-            raise Gone from exc
 
     async def receive(self) -> bytes:
-        try:
+        with _lost_is_gone():
             return bytes(await self._stream.receive_some(READ_BYTES))
-        except (trio.BrokenResourceError, ssl.SSLError) as exc:
-            raise Gone from exc
 
     async def send(self, data: bytes, *, more: bool) -> None:
-        try:
+        with _lost_is_gone():
             await self._stream.send_all(data)
-        except (trio.BrokenResourceError, ssl.SSLError) as exc:
-            raise Gone from exc
 
     async def send_run(self, run: Sequence[Piece | bytes], progressed: Callable[[], None]) -> None:
         for item in run:
@@ -277,16 +280,12 @@ class TlsWire:
     async def _send_file(self, piece: Piece, progressed: Callable[[], None]) -> None:
         fd, offset, left, in_ram, _ = piece
         while left:
-            count = min(left, TLS_SLICE)
-            try:
+            count, disk = min(left, TLS_SLICE), self._threads.disk
+            with _lost_is_gone():
                 if in_ram:
                     data = os.pread(fd, count, offset)
                 else:
-                    data = await trio.to_thread.run_sync(
-                        os.pread, fd, count, offset, limiter=self._threads.disk
-                    )
-            except OSError as exc:
-                raise Gone from exc
+                    data = await trio.to_thread.run_sync(os.pread, fd, count, offset, limiter=disk)
             if not data:
                 raise Gone("the file is shorter than it should be")
             await self.send(data, more=True)
@@ -303,7 +302,7 @@ class TlsWire:
 
 
 def _nothing() -> None:
-    """For a reply that has one deadline."""
+    """Of a reply that has one deadline."""
 
 
 async def _closed_by_peer(sock: socket.socket) -> None:
@@ -314,7 +313,7 @@ async def _closed_by_peer(sock: socket.socket) -> None:
         return await _closed_by_peer(sock)
     except OSError:
         return
-    if said:  # the next request, ahead of its time: whether the client is there shows when it is read
+    if said:  # an early request: reading it will show whether the client is still there
         await trio.sleep_forever()
 
 
@@ -323,7 +322,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the server allows, in seconds and counts: far more than a node needs."""
+    """What the server allows, in seconds and counts. A node needs far less."""
 
     connections: int = 1024
     connections_per_host: int = 128
@@ -337,11 +336,11 @@ class Limits:
     idle_s: float = 60.0
     """For a connection between requests; our clients close theirs sooner (`client.IDLE_S`)."""
     stall_s: float = 10.0
-    """For a client to take more of a reply."""
+    """The longest pause of a client in taking a reply."""
     reply_s: float = 120.0
-    """For all of a reply: a client that takes it byte by byte must not pin an extent for ever."""
+    """For a whole reply: a client that takes it byte by byte must not pin an extent for ever."""
     threads: int = 8
-    """That send bytes in memory, and as many that send bytes on a disk."""
+    """For bytes in memory, and as many for bytes on a disk."""
 
 
 class _Refusal(Exception):
@@ -353,9 +352,9 @@ class _Refusal(Exception):
 
 
 class Server:
-    """Serves on listening sockets. `handshake` is called for each handshake request. `names` are the Host values under which
-    this node is known: a request signed for another one is refused (empty: not known yet, any is accepted). `on_handshake`
-    is called with the host of each client that requests a handshake."""
+    """Serves on listening sockets. `handshake` is called for each handshake request. `names` are the Host values of this
+    node: a request that is signed for another one is refused. While they are empty, they are not known yet, and any is
+    accepted. `on_handshake` is called with the host of each client that requests a handshake."""
 
     def __init__(
         self,
@@ -462,8 +461,8 @@ class _Admitted:
 
 
 class _Conversation:
-    """Requests and replies on one connection. Every wait has a deadline, and each deadline ends the conversation. So one
-    scope has them, one after the other: another scope for each request is a tenth of what a small request costs."""
+    """Requests and replies on one connection. Every wait has a deadline, and each deadline ends the conversation. One scope
+    has them all, one after the other: a scope for each request would add a tenth to the cost of a small request."""
 
     def __init__(self, server: Server, wire: Wire, host: str) -> None:
         self._server = server
@@ -495,7 +494,7 @@ class _Conversation:
             raise Gone("it is not done in time, or the client does not take it")
 
     def _within(self, seconds: float) -> None:
-        """Set the deadline of what is waited for from now on."""
+        """Set the deadline of the waits that follow."""
         self._scope.deadline = trio.current_time() + seconds
 
     async def _next_request(self) -> Request | None:
@@ -574,8 +573,8 @@ class _Conversation:
         if wanted.stop_block - wanted.start_block > MAX_HAVE_BLOCKS:
             raise _Refusal(400, "too many blocks in one request")
         self._within(self._server._limits.reply_s)
-        held = await self._server._shares.have(wanted, self._host)
-        await self._reply(200, pack_bitmap(held))
+        cached = await self._server._shares.have(wanted, self._host)
+        await self._reply(200, pack_bitmap(cached))
 
     async def _blocks(self, wanted: BlockRequest, *, bring: bool) -> None:
         if not wanted.within_extent():
@@ -598,7 +597,7 @@ class _Conversation:
             left -= piece.length
 
     async def _stream(self, wanted: BlockRequest, served: Served) -> None:
-        """Send head and body. What `served` raises before the first piece becomes a status; later it breaks the reply
+        """Send head and body. An exception of `served` becomes a status before the first piece; later it breaks the reply
         off."""
         wire, limits = self._wire, self._server._limits
         stats, metrics = self._server._stats.of(self._host), self._server._metrics
@@ -638,7 +637,7 @@ class _Conversation:
                 try:
                     piece = await self._arrived(served, working=False)
                 except (NotShared, ObjectChanged, Busy) as exc:
-                    raise Gone(f"the rest cannot be had: {exc}") from exc
+                    raise Gone(f"the rest cannot be read: {exc}") from exc
                 progressed()
         finally:
             sent = wire.file_bytes - before
@@ -649,8 +648,8 @@ class _Conversation:
         metrics.peer_served += 1
 
     async def _arrived(self, served: Served, *, working: bool) -> Piece:
-        """The next piece, once it is there. Raises `Gone` when the client closes the connection. Before the head (`working`)
-        the client gets signs of life; within the body, a pause of `WORKING_EVERY_S` breaks the reply off."""
+        """Wait for the next piece. Raises `Gone` when the client closes the connection. Before the head (`working`) the
+        client gets signs of life. Within the body, a pause of `WORKING_EVERY_S` breaks the reply off."""
 
         async def watch() -> None:
             await self._wire.hung_up()
@@ -669,7 +668,7 @@ class _Conversation:
                     piece = served.take()
                     if piece is None and pause.cancelled_caught and not working:
                         failure = Gone()  # the client requests the rest again, and gets signs of life
-            except (CachefsError, Gone) as exc:  # out of here without the nursery's wrapping
+            except (CachefsError, Gone) as exc:  # raised below, without the nursery's exception group
                 failure = exc
             watched.cancel_scope.cancel()
         if piece is None:

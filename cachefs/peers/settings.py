@@ -1,8 +1,8 @@
 """The options about peers, checked before anything is mounted.
 
-`--peers` says where the other nodes are found:
+`--peers` says where to find the other nodes:
 
-    static:h1:7070,h2:7070                   these addresses, always
+    static:h1:7070,h2:7070                   these addresses
     dns:cachefs.training.svc:7070            every address of that name
     etcd:http://e1:2379,http://e2:2379/name  the nodes that register there, below that prefix
 
@@ -19,7 +19,15 @@ from urllib.parse import urlsplit
 
 from cachefs.base.errors import ConfigError
 from cachefs.config.config import ROWS, Config
-from cachefs.peers.auth import Key, check_fresh, check_listen, client_tls, distrust, read_key, server_tls
+from cachefs.peers.auth import (
+    Key,
+    check_listen,
+    check_server,
+    client_tls,
+    read_key,
+    server_tls,
+    why_untrusted,
+)
 from cachefs.peers.wire import MAX_RANK, Address
 
 READABLE_BY_ALL = 0o004
@@ -115,14 +123,14 @@ def settings(config: Config) -> Settings | None:
     if not config.sharing and not isinstance(peers, EtcdPeers):
         asked = [peers.name] if isinstance(peers, DnsPeers) else [address.host for address in peers.addresses]
         for host in asked:
-            check_fresh(host, key, client)
+            check_server(host, key, client)
     etcd_tls = None
     if config.etcd_ca is not None:
         if not isinstance(peers, EtcdPeers):
             raise ConfigError("--etcd-ca is for --peers etcd:https://…")
         etcd_tls = _etcd_tls(config.etcd_ca)
     warning = ""
-    if server is not None and client is not None and (why := distrust(server, client)):
+    if server is not None and client is not None and (why := why_untrusted(server, client)):
         warning = f"other nodes will not trust the certificate {config.peer_cert}: {why}"
     return Settings(peers, listen, key, server, client, etcd_tls, warning)
 
@@ -191,7 +199,7 @@ def parse_peers(text: str) -> Peers:
         raise ValueError(f"not a place to find peers: {EXAMPLES}")
     match kind:
         case "static":
-            # Each once, as the order says nothing.
+            # Each once, sorted: their order has no meaning.
             return StaticPeers(tuple(sorted({parse_address(part) for part in rest.split(",")})))
         case "dns":
             return DnsPeers(*parse_address(rest))

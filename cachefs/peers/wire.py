@@ -1,24 +1,24 @@
 """The protocol between nodes: HTTP/1.1, four requests, and replies whose every block can be checked.
 
     GET /v1/blocks?…     blocks [start, stop) of one object version, all within one extent
-    GET /v1/bring?…      fetch and keep them; the reply is empty, and comes when they are there
-    GET /v1/have?…       which of them this node holds, as a bitmap
+    GET /v1/bring?…      fetch and cache them; the reply is empty, and comes when they are cached
+    GET /v1/have?…       which of them this node has cached, as a bitmap
     GET /v1/hello        this node's handshake
 
-The query names the object version with all that a node needs to fetch it itself; no part of it is used as a path. The fields
-have one order and none is optional, so a request has one spelling and can be signed as it is.
+The query has all that a node needs to fetch the object version itself. No part of it is used as a path. The fields have one
+order and none is optional, so each request is written in one way, and can be signed as it is.
 
 The body of a blocks reply is, for each block, its bytes and then its *check*: the xxh3_64 of the bytes (8 bytes,
 big-endian), followed by a MAC of 16 bytes when the nodes share a key (`auth`). The check follows the bytes because the owner
-sends a block while it still arrives from the origin. Content-Length is known from the request alone, so a broken reply is a
-short one. Either side cancels by closing the connection.
+sends a block while it still arrives from the origin. Content-Length follows from the request alone, so a reply that was
+broken off is shorter. Either side cancels by closing the connection.
 
-A node that has to fetch the first block says so at once and then every second (`102 Processing`), so a client's deadline
-detects a dead peer and not a slow origin. Within a body no such sign is possible: a server that would have to pause for
-longer breaks the reply off, and the client requests the rest again. A 102 carries no MAC: it can renew a deadline, up to a
-total, and nothing else.
+A node that must fetch the first block sends `102 Processing` at once and then every second, so a client's deadline detects a
+dead peer and not a slow origin. Within a body no such sign is possible: a server that would have to pause for longer breaks
+the reply off, and the client requests the rest again. A 102 carries no MAC: all it can do is renew a deadline, up to a
+total.
 
-This module also has what the exchange needs of the rooms around it: `Shares` gives bytes, `Sink` takes them.
+This module also has the protocols of the rooms around the exchange: `Shares` gives bytes, `Sink` takes them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WORKING = spell_reply(102, {})
 """The sign of life before a reply."""
 
 WORKING_EVERY_S = 1.0
-"""Between two signs of life, and the longest pause within a body. Derived: half of what a client waits at most."""
+"""Between two signs of life, and the longest pause within a body. Derived: half of the longest that a client waits."""
 
 MAX_RANK = 15
 """Replicas and successors of one extent together."""
@@ -56,7 +56,7 @@ MAX_TARGET_BYTES = 14 << 10
 """Leaves room for the other header lines within `http1.MAX_HEAD_BYTES`."""
 
 MAX_SMALL_BODY = 16 << 10
-"""Of every reply that is not blocks: the bitmap of `MAX_HAVE_BLOCKS` is the longest, 8 KiB."""
+"""Of every reply that is not blocks. The longest is the bitmap of `MAX_HAVE_BLOCKS`, 8 KiB."""
 
 MAX_HAVE_BLOCKS = 1 << 16
 """64 GiB of an object in one request, at the default block size."""
@@ -68,12 +68,12 @@ CHECKSUM = struct.Struct(">Q")
 MAC_BYTES = 16
 
 Kind = Literal["connect", "timeout", "slow", "reset", "not_here", "busy", "changed", "corrupt", "refused"]
-"""What went wrong with a peer; the caller decides what to do next:
+"""Why a request to a peer failed. The caller decides what to do next.
 
 - connect: no connection; timeout: silence, or not done in time; reset: the connection broke off.
 - slow: bytes come, but much more slowly than the origin sends them (`health.Pace`).
-- not_here: it is not the owner, does not share that origin, or the object is gone; busy: it serves no more requests for
-  now; changed: the origin has another version now.
+- not_here: the peer is not the owner, does not share that origin, or the object is gone; busy: it serves no more requests
+  for now; changed: the origin has another version now.
 - corrupt: received bytes fail their check; refused: one of the two nodes does not trust or understand the other.
 """
 
@@ -82,7 +82,7 @@ KIND_OF: Mapping[int, Kind] = {404: "not_here", 412: "changed", 503: "busy"}
 
 
 class Malformed(CachefsError):
-    """Bytes of a peer that are not this protocol."""
+    """A peer sent bytes that do not follow this protocol."""
 
 
 class Address(NamedTuple):
@@ -252,20 +252,20 @@ class Handshake:
 
 
 VERSION = 2
-"""Of this protocol and of all by which two nodes find the same owner (`Handshake.version`)."""
+"""Of this protocol, and of the rules by which two nodes find the same owner (`Handshake.version`)."""
 
 
 class NotShared(CachefsError):
-    """This node does not give these blocks: it is not the owner, does not share that origin, or the object is gone."""
+    """This node does not serve these blocks: it is not the owner, does not share that origin, or the object is gone."""
 
 
 class Busy(CachefsError):
-    """This node cannot serve more for now."""
+    """This node serves no more requests for now."""
 
 
 class PeerFailed(CachefsError):
-    """A peer did not deliver. `delivered` bytes of the request went to the sink, all of them whole and checked blocks: the
-    caller fetches the rest elsewhere."""
+    """A request to a peer failed. `delivered` bytes of it went to the sink before, as whole and checked blocks: the caller
+    fetches the rest elsewhere."""
 
     def __init__(self, kind: Kind, text: str) -> None:
         super().__init__(text)
@@ -290,29 +290,29 @@ class Served(Protocol):
     """A reply in progress. Pieces from `take` stay valid until `close`."""
 
     def take(self) -> Piece | None:
-        """The next piece, in order, none across blocks; None when it has not arrived yet. Not called after the last."""
+        """The next piece, in order; None if it has not arrived yet. No piece spans two blocks. Not called after the last."""
 
     async def wait(self) -> None:
-        """Return when `take` may have a piece; may be cancelled and called again. Raises what `Shares.open` raises: before
+        """Return when `take` may have a piece. May be cancelled, and called again. Raises what `Shares.open` raises: before
         the first piece the server replies with a status, later it breaks the reply off."""
 
     def close(self) -> None:
-        """The reply is over, sent or not. Called exactly once."""
+        """Called exactly once, when the reply has ended or was given up."""
 
 
 class Shares(Protocol):
-    """Decides what this node gives to others. The server checks only the form of a request."""
+    """Decides which blocks this node serves to others. The server checks only the form of a request."""
 
     async def open(self, request: BlockRequest, peer: str, *, background: bool = False) -> Served:
         """Raises `NotShared`, `cachefs.base.errors.ObjectChanged` or `Busy`. `peer` is the client's IP address. With
         `background` the bytes are to be cached, and no client waits for them."""
 
     async def have(self, request: BlockRequest, peer: str) -> list[bool]:
-        """For each block of the request, whether this node holds it now. Raises `NotShared`."""
+        """For each block of the request, True if this node has it cached now. Raises `NotShared`."""
 
 
 class Sink(Protocol):
-    """Takes the bytes of one request: called from worker threads, in order, never concurrently."""
+    """Takes the bytes of one request. Called from worker threads, in order, never concurrently."""
 
     def write_block(self, data: memoryview, checksum: int) -> None:
         """Take the next block, whose xxh3_64 is `checksum`. May raise to stop the transfer."""

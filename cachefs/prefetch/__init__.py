@@ -1,12 +1,14 @@
-"""Prefetch beyond the file that is being read: by directory, by shard, by the plan that a job announced.
+"""Prefetch beyond the file that is being read: by directory, by shard, or by the plan that a job sent.
 
-Three pure policies watch which files are opened (`directories`, `shards`, `plans`), and one executor (`prefetcher`) fetches
-what they predict, in the background, within bounds of transfers and of bytes fetched and not used.
+Three pure policies watch which files are opened (`directories`, `shards`, `plans`). One executor (`prefetcher`) fetches what
+they predict, in the background. It bounds the transfers in flight and the bytes that were fetched and not used yet.
 
-A wrong prediction costs requests and a bounded number of bytes, never a wrong byte nor an error to a reader; no reader waits
-for anything here; and a prefetched block displaces none that is worth more (the store refuses, and prefetch pauses).
+A wrong prediction costs requests and a bounded number of bytes. It never causes a wrong byte or an error, and no reader
+waits for prefetch. A prefetched block displaces no block that is worth more: the cache store refuses it, and prefetch
+pauses.
 """
 
 from cachefs.prefetch.prefetcher import Prefetcher
+from cachefs.prefetch.sources import Paths
 
-__all__ = ["Prefetcher"]
+__all__ = ["Paths", "Prefetcher"]

@@ -1,25 +1,25 @@
 """How many files of a directory to prefetch. Pure.
 
-Small files of one directory are opened, none of them cached, in any order. The order does not tell whether all of them will
-be read or a few: a random twentieth of a directory looks like the begin of a shuffled epoch. So the number of files that are
-fetched and not used yet may be a share of the directory that grows with the share that was demanded. It is small until a
-twentieth was demanded, and steep from there on.
+A job opens small files of one directory, none of them cached, in any order. The order does not tell whether it will read all
+of them or a few: a random twentieth of a directory looks like the beginning of a shuffled epoch. So a share of the directory
+may be fetched and not used yet, and that share grows with the share that was demanded: slowly until a twentieth was
+demanded, and steeply from there on.
 
 With N files of which D were demanded, d = D/N, the share is
 
     u(d) = 1.5 d                    up to d = 0.05
     u(d) = 0.075 + 12 (d - 0.05)    beyond, at most 1
 
-Derived: when a twentieth is wanted, at most a thirteenth of the directory is fetched for nothing; when all of 4,000 files of
-100 kB are wanted by four workers at 20 ms a request and 100 MB/s, the epoch reaches 0.85 of what 64 requests in flight
-would (`tests/prefetch/test_directories.py` has the model). Steeper gains little, for the first part is what takes time.
+Derived: when a job reads a twentieth, at most a thirteenth of the directory is fetched for nothing. When four workers read
+all of 4,000 files of 100 kB, at 20 ms a request and 100 MB/s, the epoch reaches 0.85 of the rate of 64 requests in flight
+(`tests/prefetch/test_directories.py` has the model). A steeper rise gains little, because the first part takes the time.
 
-If the demanded part is not spread evenly (one class, one day), fewer of the prefetched files are used than their share of
+If the demanded files are not spread evenly (one class, one day), fewer of the prefetched files are used than their share of
 the remaining ones. Then nothing more is fetched until the ratio recovers.
 
 All counts are of one epoch of the data set, as the store detects it (`store/eviction.py`). A file that was read in this
-epoch is neither counted nor prefetched: in a directory larger than the cache it may be gone, and will not be read again
-soon."""
+epoch is neither counted nor prefetched: in a directory larger than the cache it may have been evicted, and the job will not
+read it again soon."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ GENTLE_UNTIL = 0.05
 GENTLE = 1.5
 STEEP = 12.0
 
-EXPECTED_ENOUGH = 8.0
-"""Hits expected by chance before their lack counts: that none came then has a chance of e^-8."""
+ENOUGH_EXPECTED = 8.0
+"""The lack of hits counts once so many were expected by chance. The chance that none comes is then e^-8."""
 
-DISAPPOINTING = 0.25
+RARELY = 0.25
 """The share of those hits below which nothing more is fetched. Derived: with 8 expected, two come by chance in 1 of 70."""
 
 PASS_SHARE = 32
-"""A listing is passed again when one file in so many was demanded since, and not cached."""
+"""The listing is passed through again when one file in so many was demanded since, and was not cached."""
 
 
-def share(asked: float) -> float:
-    """The part of a directory that may be fetched and unused when the part `asked` was demanded."""
-    gentle = GENTLE * min(asked, GENTLE_UNTIL)
-    return min(1.0, gentle + STEEP * max(0.0, asked - GENTLE_UNTIL))
+def share(demanded: float) -> float:
+    """The part of a directory that may be fetched and unused, between 0 and 1, when the part `demanded` was demanded."""
+    gentle = GENTLE * min(demanded, GENTLE_UNTIL)
+    return min(1.0, gentle + STEEP * max(0.0, demanded - GENTLE_UNTIL))
 
 
 class Directory:
@@ -62,14 +62,14 @@ class Directory:
     def missed(self, now: float) -> None:
         """A file was opened for the first time in this epoch, and none of it was cached."""
         self._missed += 1
-        self._ask(now)
+        self._demand(now)
 
     def hit(self, now: float) -> None:
         """A prefetched file was opened for the first time."""
-        self._ask(now)
+        self._demand(now)
         self.used += 1
 
-    def _ask(self, now: float) -> None:
+    def _demand(self, now: float) -> None:
         self.last = now
         if self.files is not None:
             left = max(self.files - self.demanded, self.unused, 1)
@@ -77,7 +77,7 @@ class Directory:
         self.demanded += 1
 
     def in_epoch(self, epoch: int) -> None:
-        """Begin again when the epoch is another than before."""
+        """Start the counts again if this is another epoch than before."""
         before, self.epoch = self.epoch, epoch
         if before in (0, epoch):
             return
@@ -99,21 +99,22 @@ class Directory:
         return self.fetched - self.used
 
     @property
-    def disappoints(self) -> bool:
-        return self._expected >= EXPECTED_ENOUGH and self.used < DISAPPOINTING * self._expected
+    def rarely_used(self) -> bool:
+        """True if clearly fewer of the prefetched files were used than by chance."""
+        return self._expected >= ENOUGH_EXPECTED and self.used < RARELY * self._expected
 
-    def wish(self) -> int:
+    def more_files(self) -> int:
         """How many more files to prefetch now."""
-        if self.demanded < START or self.disappoints:
+        if self.demanded < START or self.rarely_used:
             return 0
         if self.files is None:
-            # As at the gentle slope of any directory: of what is fetched, less than two thirds is for nothing.
+            # As on the gentle slope of any directory. Less than two thirds of what is fetched is for nothing.
             return max(0, int(GENTLE * self.demanded) - self.unused)
         allowed = int(share(self.demanded / max(self.files, 1)) * self.files)
         return max(0, min(allowed, self.files - self.demanded) - self.unused)
 
     def begin_pass(self) -> bool:
-        """True if the listing should be passed (again); a pass is too long for every miss."""
+        """True if a pass through the listing should begin. One at every miss would take too long."""
         if self._missed < max(START, (self.files or 0) // PASS_SHARE):
             return False
         self._missed = 0

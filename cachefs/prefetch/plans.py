@@ -1,11 +1,11 @@
-"""What a job announced that it will read: lists of files in order, one *plan* for each of its ranks. Pure.
+"""Access plans: the files that a job will read, in order, one *plan* for each of its ranks. Pure.
 
-A plan has a list of files, and the orders of this epoch and of the next as numbers into it; the two are one sequence, the
-next behind this one. The job's opens tell where it is: the *position* is behind the furthest of the recently opened files
-that lie together in the order, if at least half of them do. So files that come late or are skipped are not waited for; a job
-that begins again, or elsewhere, is followed forward and back; and another job on the same files, whose opens are scattered
-over this order, does not move it. Opens that fit nowhere cost only the prefetch. When the position enters the next order,
-that becomes the current one.
+A plan has a list of files, and the orders of this epoch and of the next as numbers into it. The two orders are one sequence,
+the next one behind the current one. The job's opens show where it is. The *position* is the place behind the furthest of the
+recently opened files that lie together in the order, if at least half of them do. So the plan does not wait for files that
+are opened out of order or skipped; it follows a job that starts again, or elsewhere, forward and back; and another job on
+the same files, whose opens are scattered over this order, does not move it. Opens that fit nowhere cost only the prefetch.
+When the position enters the next order, that becomes the current one.
 
 Memory, measured for 1.2 M paths of 50 bytes: 65 bytes a file for the list, which plans with the same files share, and 8
 bytes a file for each order."""
@@ -22,7 +22,7 @@ import sys
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,39 +35,39 @@ RECENT = 64
 """Opens that tell where the job is (of a short order, a quarter): a few of each worker."""
 
 NEAR_MOST, NEAR_LEAST, NEAR_PART = 8192, 4, 8
-"""How far around their middle these lie together: an eighth of the order, within bounds. Workers times batches times their
-look-ahead are a few thousand files out of order."""
+"""Recent opens lie together if they are within an eighth of the order around their median, within bounds. Workers with their
+batches and their look-ahead open a few thousand files out of order."""
 
-SETTLE_EVERY = 8
-"""Opens between two looks at them: a look takes 15 µs (measured)."""
+FIND_EVERY = 8
+"""Opens after which the position is computed again, which takes 15 µs (measured)."""
 
 BEGUN = 6
-"""So many last opens must be at the begin of the next order, when this one is nearly done, for it to have begun. Derived: by
-chance other files are there once in 8^6, and this order is nearly done for a thousand looks."""
+"""When the current order is nearly done, the next one has begun if so many last opens are at its beginning. Derived: by
+chance other files are there once in 8^6, and the position is computed a thousand times while an order is nearly done."""
 
 LOOKAHEAD = 16_384
-"""Files behind the position that are looked at; cached ones cost a look each, the others are bounded by their bytes."""
+"""Files behind the position that are candidates. A cached one costs a lookup; the others are bounded by their bytes."""
 
 SOON_MOST, SOON_LEAST, SOON_PART = 512, 16, 8
-"""Files behind the position that are looked at again (in a short order an eighth), since a file that was cached at the first
-look may be gone: a tenth of a second of the fastest readers, several round trips."""
+"""Files behind the position that are candidates again (in a short order an eighth): one that was cached at its first lookup
+may have been evicted since. The fastest readers need a tenth of a second for so many, which is several round trips."""
 
 DROP_AFTER_S = 86_400.0
 """A plan without a use for a day belongs to a job that is over. Given."""
 
 QUIET_S = 600.0
-"""After so long without a use nothing more is fetched for a plan, until its files are opened again: most such jobs are dead.
-A job's start or evaluation takes less."""
+"""After so long without a use nothing more is fetched for a plan until its files are opened again. Most such jobs are dead;
+the start or the evaluation of a job takes less."""
 
 FOLLOWED_S = 7200.0
-"""So long after its last use a plan hears of every open: beyond an evaluation, and beyond `announced.TOUCH_EVERY_S`."""
+"""Until so long after its last use a plan is told of every open: longer than an evaluation, and than `TOUCH_EVERY_S`."""
 
 MOST_PLANS = 256
 """Plans at a time: the ranks of several jobs on a node."""
 
 
 class Order:
-    """One epoch: numbers of files in the order of their use. `total` of them, added in order."""
+    """The order of one epoch: `total` numbers of files, in the order of their use. They are added in that order."""
 
     def __init__(self, epoch: int, total: int, files: int) -> None:
         self.epoch = epoch
@@ -81,7 +81,7 @@ class Order:
     def extend(self, numbers: array[int]) -> None:
         """Raises ValueError for too many numbers, or one beyond the list of files."""
         if len(self.numbers) + len(numbers) > self.total:
-            raise ValueError("more of the order than was announced")
+            raise ValueError("more numbers than the order has")
         if len(numbers) and max(numbers) >= len(self._places):
             raise ValueError(f"the order names file {max(numbers)} of {len(self._places)}")
         places = self._places
@@ -95,6 +95,7 @@ class Order:
         return len(self.numbers) == self.total
 
     def place(self, number: int) -> int | None:
+        """The first place of a file in the order."""
         found = self._places[number]
         return found - 1 if found else None
 
@@ -108,13 +109,13 @@ class Item(NamedTuple):
     path: bytes
 
     @property
-    def passed(self) -> bool:
-        """True if the furthest of the job's workers is past it."""
+    def is_behind(self) -> bool:
+        """True if it lies before the position: the furthest of the job's workers has passed it."""
         return self.epoch == self.plan.epoch and self.place < self.plan.position
 
 
 class Plan:
-    """One plan. Places are counted from the beginning of the current order, through the next one."""
+    """One plan. Places are counted from the beginning of the current order on, and go on through the next one."""
 
     def __init__(self, name: str, files: Files, now: float) -> None:
         self.name = name
@@ -122,9 +123,9 @@ class Plan:
         self.used_at = now
         self.orders: list[Order] = []  # the current one and the next
         self.position = 0
-        self.ahead = 0  # the first place that was not looked at yet
-        self.soon = 0  # the first that was not looked at again
-        self.jumped = False  # the position moved far at once; cleared by the reader
+        self.ahead = 0  # the first place that was no candidate yet
+        self.soon = 0  # the first that was no candidate a second time
+        self.jumped = False  # the position moved far at once; the caller clears it
         self._recent: deque[int] = deque(maxlen=RECENT)
         self._opens = 0
 
@@ -137,27 +138,27 @@ class Plan:
         return sum(map(len, self.orders))
 
     def put(self, order: Order) -> None:
-        """An order was announced. It replaces the one of its epoch; an earlier epoch restarts the plan; a later one becomes
-        the next, and the next one the current."""
+        """Take an order. It replaces the one of its epoch. An earlier epoch restarts the plan. A later one becomes the next
+        order, and the next one the current."""
         known = {old.epoch: i for i, old in enumerate(self.orders)}
         if (at := known.get(order.epoch)) is not None:
             if self.orders[at].numbers == order.numbers:
                 return
             self.orders[at] = order
             if at == 0:
-                self._begin()
+                self._restart()
             else:
                 self.ahead = min(self.ahead, len(self.orders[0]))
                 self.soon = min(self.soon, self.ahead)
         elif self.orders and order.epoch < self.orders[-1].epoch:
             self.orders = [order]
-            self._begin()
+            self._restart()
         else:
             if len(self.orders) == 2:
                 self._advance()
             self.orders.append(order)
 
-    def _begin(self) -> None:
+    def _restart(self) -> None:
         self.position = self.ahead = self.soon = 0
         self._recent.clear()
 
@@ -169,11 +170,11 @@ class Plan:
         self.used_at = now
         self._recent.append(number)
         self._opens += 1
-        if self._opens % SETTLE_EVERY == 0 or self._opens < RECENT:
-            self._settle()
+        if self._opens % FIND_EVERY == 0 or self._opens < RECENT:
+            self._find_position()
         return True
 
-    def _settle(self) -> None:
+    def _find_position(self) -> None:
         """Find the position from the recent opens."""
         current, following = self.orders[0], self.orders[1] if len(self.orders) == 2 else None
         if following is not None and self.position >= len(current) - _near(current):
@@ -181,7 +182,7 @@ class Plan:
             begun = [place for place in last if place is not None and place < max(BEGUN, _near(following))]
             if len(begun) == BEGUN:
                 self._advance()
-                self._be_at(max(begun) + 1)
+                self._move_to(max(begun) + 1)
                 return
         for order in self.orders:
             recent = list(self._recent)[-max(BEGUN, len(order) // 4) :]
@@ -193,15 +194,15 @@ class Plan:
             if 2 * len(together) >= len(recent):
                 if order is following:
                     self._advance()
-                self._be_at(together[-1] + 1)
+                self._move_to(together[-1] + 1)
                 return
 
-    def _be_at(self, position: int) -> None:
+    def _move_to(self, position: int) -> None:
         if abs(position - self.position) > 2 * _near(self.orders[0]):
             self.jumped = True
-            self.ahead = self.soon = position  # what it reads again may be gone
+            self.ahead = self.soon = position  # files that it reads again may have been evicted
         self.position = position
-        # The job's workers are batches apart: the others may still read what the furthest has passed.
+        # The job's workers are batches apart: the others may still read files that the furthest has passed.
         self.ahead = max(self.ahead, position - _near(self.orders[0]))
         self.soon = max(self.soon, position)
 
@@ -217,8 +218,8 @@ class Plan:
         """True if it was not used for so long."""
         return now - self.used_at > seconds
 
-    def passed(self, epoch: int, place: int) -> bool:
-        """True if the job is so far past that place that its file will not be opened late."""
+    def is_past(self, epoch: int, place: int) -> bool:
+        """True if the job is so far past that place that no worker will open its file."""
         if not self.orders:
             return True
         near, current = _near(self.orders[0]), self.orders[0].epoch
@@ -227,14 +228,14 @@ class Plan:
         )
 
     def take(self) -> Item | None:
-        """The next file to look at: each when it comes within the look-ahead, and again when it is needed soon."""
+        """The next candidate. Each file is one when it comes within the look-ahead, and again when it is needed soon."""
         soon = self.position + _soon(self.orders[0]) if self.orders else 0
         if self.soon < min(self.ahead, soon):
             self.soon += 1
             return self._item(self.soon - 1)
         if self.ahead < min(len(self), self.position + LOOKAHEAD):
             if self.soon == self.ahead < soon:
-                self.soon += 1  # one look is enough
+                self.soon += 1  # once is enough
             self.ahead += 1
             return self._item(self.ahead - 1)
         return None
@@ -245,8 +246,8 @@ class Plan:
             place, order = place - len(order), self.orders[1]
         return Item(self, order.epoch, place, self.files[order.numbers[place]])
 
-    def give_back(self, item: Item) -> None:
-        """It could not be fetched now: look at it and at what follows again."""
+    def put_back(self, item: Item) -> None:
+        """It could not be fetched now: make it and the files behind it candidates again."""
         start = 0
         for order in self.orders:
             if order.epoch == item.epoch:
@@ -270,30 +271,30 @@ class Plans:
     def __init__(self) -> None:
         self.by_name: dict[str, Plan] = {}
         self.jumped = False  # any of them
-        self._turn: deque[Plan] = deque()
+        self._round_robin: deque[Plan] = deque()
 
     def __len__(self) -> int:
         return len(self.by_name)
 
     def put(self, plan: Plan) -> Plan | None:
-        """Add or replace. Returns the plan that was dropped for it, the one unused for longest."""
+        """Add or replace a plan. Returns the plan that was dropped for it: the one unused for longest."""
         self.drop(plan.name)
         gone = None
         if len(self.by_name) >= MOST_PLANS:
             gone = min(self.by_name.values(), key=lambda p: p.used_at)
             self.drop(gone.name)
         self.by_name[plan.name] = plan
-        self._turn.append(plan)
+        self._round_robin.append(plan)
         return gone
 
     def drop(self, name: str) -> Plan | None:
         plan = self.by_name.pop(name, None)
         if plan is not None:
-            self._turn.remove(plan)
+            self._round_robin.remove(plan)
         return plan
 
-    def unused(self, now: float) -> list[str]:
-        """Plans that are over."""
+    def expired(self, now: float) -> list[str]:
+        """The names of plans whose jobs are over."""
         return [name for name, plan in self.by_name.items() if now - plan.used_at > DROP_AFTER_S]
 
     def opened(self, path: bytes, now: float) -> bool:
@@ -307,9 +308,9 @@ class Plans:
 
     def take(self, now: float = 0.0) -> Item | None:
         """The next file of the next plan that has one and is not quiet."""
-        for _ in range(len(self._turn)):
-            self._turn.rotate(-1)
-            plan = self._turn[-1]
+        for _ in range(len(self._round_robin)):
+            self._round_robin.rotate(-1)
+            plan = self._round_robin[-1]
             if not plan.quiet(now) and (item := plan.take()) is not None:
                 return item
         return None
@@ -321,12 +322,12 @@ class Plans:
 
 # A compact list of paths: a plan may have over a million, the same for each rank of a job. Pure.
 #
-# The paths lie in one buffer, one behind the other. An open-addressed hash table of their numbers finds them; it is built
-# when the list is complete, so that until then a list takes no more than its text. Measured: 1.2 M paths of 50 bytes take
-# 65 bytes each, a third of a dict of strings.
+# The paths lie in one buffer, one behind the other. An open-addressed hash table of their numbers finds them. It is built
+# when the list is complete; until then a list takes no more than its text. Measured: 1.2 M paths of 50 bytes take 65 bytes
+# each, a third of a dict of strings.
 
 MOST_FILES = 1 << 26
-"""Files of one list: with paths of 60 bytes, the four gigabytes that the offsets reach. Derived."""
+"""Files of one list. Derived: with paths of 60 bytes they fill the four gigabytes that the offsets can address."""
 
 
 class Files:
@@ -374,7 +375,7 @@ class Files:
             number = len(self._ends)
             end = len(self._text) + len(path)
             if number >= self.total or end > 0xFFFFFFFF:
-                raise ConfigError("more paths than were announced, or four gigabytes of them")
+                raise ConfigError("more paths than the list has, or four gigabytes of them")
             if b"\0" in path:
                 raise ConfigError("a path with a NUL in it")
             self._text += path
@@ -441,8 +442,7 @@ class Snapshot(NamedTuple):
 
 
 class PlanStore:
-    """All methods block, and one runs at a time. None raises for a database that cannot be used: that is a line in the
-    log."""
+    """All methods block, and one runs at a time. A database that cannot be used is logged, and raises nothing."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -474,6 +474,7 @@ class PlanStore:
             log.warning("plan %s may come back with a restart: %s", name, exc)
 
     def load(self) -> list[Plan]:
+        """The plans of an earlier daemon."""
         plans: list[Plan] = []
         if not self._directory.exists():
             return plans
@@ -520,19 +521,23 @@ def _key(name: str) -> bytes:
 LONGEST_NAME = 256
 
 UNFINISHED_S = 600.0
-"""An incomplete list or order of which no part came for so long is dropped; a job sends its parts at once."""
+"""An incomplete list or order is dropped when no part of it came for so long. A job sends its parts one after the other."""
 
 TOUCH_EVERY_S = 3600.0
-"""How often the time of last use of a plan is saved. Derived: a small part of `plans.DROP_AFTER_S`."""
+"""How often the time of last use of a plan is saved. Derived: a small part of `DROP_AFTER_S`."""
 
 
-class Announced:
-    """`on_change` is called when plans were added, changed or dropped."""
+class Hints:
+    """Receives plans. `on_change` is called when plans were added, changed or dropped."""
 
     def __init__(
-        self, plans: Plans, plan_store: PlanStore | None, clock: Callable[[], float] = time.time
+        self,
+        plans: Plans,
+        plan_store: PlanStore | None,
+        on_change: Callable[[], None],
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        self.on_change: Callable[[], None] = lambda: None
+        self._on_change = on_change
         self._plans = plans
         self._plan_store = plan_store
         self._clock = clock
@@ -541,6 +546,10 @@ class Announced:
         self._unfinished: dict[str, float] = {}  # plan → time of the last part of an incomplete list or order
         self._writing = trio.Lock()
         self._swept_at = clock()
+
+    def verbs(self) -> dict[str, Callable[..., Awaitable[int]]]:
+        """For the control socket."""
+        return {"hint_files": self.files, "hint_order": self.order, "hint_drop": self.drop}
 
     async def load(self) -> None:
         """Load the plans of an earlier daemon."""
@@ -552,10 +561,11 @@ class Announced:
             if plan.name not in self._plans.by_name:
                 self._plans.put(plan)
         await self.drop_unused()
-        self.on_change()
+        self._on_change()
 
     async def files(self, plan: str, paths: list[str], at: int, total: int) -> int:
-        """A part of a plan's list, from its `at`th path on. Returns how many are known. Raises `ConfigError`."""
+        """A part of a plan's list of `total` paths, relative to the mount, from the `at`th on. Returns how many are known.
+        Raises `ConfigError`."""
         _check_types(plan, at=at, total=total)
         if not isinstance(paths, list) or not all(type(path) is str and "\0" not in path for path in paths):
             raise ConfigError(f"plan {plan}: paths are strings without a NUL")
@@ -586,15 +596,15 @@ class Announced:
     async def order(
         self, plan: str, epoch: int, indices_b64: str, at: int, total: int, files: str = ""
     ) -> int:
-        """A part of the order of an epoch, little-endian 32-bit numbers of files, from its `at`th on. Returns how many are
-        known. Raises `ConfigError`, also when `files` is not the digest of the plan's list: the numbers would name other
-        files."""
+        """A part of the order of an epoch, which has `total` numbers: those from the `at`th on, as little-endian 32-bit
+        numbers in base64. Each is a place in the plan's list of files. Returns how many are known. Raises `ConfigError`,
+        also when `files` is not the digest of the plan's list: the numbers would name other files."""
         _check_types(plan, epoch=epoch, at=at, total=total)
         known = self._plans.by_name.get(plan)
         if known is None:
-            raise ConfigError(f"plan {plan}: its files were not announced")
+            raise ConfigError(f"plan {plan}: its files are not known")
         if files and files != known.files.digest.hex():
-            raise ConfigError(f"plan {plan}: it has another list of files, which another job announced")
+            raise ConfigError(f"plan {plan}: it has another list of files, which another job sent")
         if at == 0:
             if not 0 <= total <= 64 * max(len(known.files), 1):
                 raise ConfigError(f"plan {plan}: an order of {total} for {len(known.files)} files")
@@ -614,7 +624,7 @@ class Announced:
             del self._orders[plan]
             known.put(order)
             known.used_at = self._clock()
-            self.on_change()
+            self._on_change()
             await self._save(known)
         return len(order.numbers)
 
@@ -622,7 +632,7 @@ class Announced:
         """Forget a plan; True if there was one."""
         self._forget_unfinished(plan)
         found = self._plans.drop(plan) is not None
-        self.on_change()
+        self._on_change()
         if self._plan_store is not None and found:
             async with self._writing:
                 await trio.to_thread.run_sync(self._plan_store.drop, plan)
@@ -633,7 +643,7 @@ class Announced:
         now = self._clock()
         for name in [name for name, at in self._unfinished.items() if now - at > UNFINISHED_S]:
             self._forget_unfinished(name)
-        for name in self._plans.unused(now):
+        for name in self._plans.expired(now):
             await self.drop(name)
         if now - self._swept_at > TOUCH_EVERY_S:
             for plan in list(self._plans.by_name.values()):
@@ -656,7 +666,7 @@ class Announced:
         gone = self._plans.put(plan)
         if gone is not None:
             self._orders.pop(gone.name, None)
-        self.on_change()
+        self._on_change()
         if gone is not None and self._plan_store is not None:
             async with self._writing:
                 await trio.to_thread.run_sync(self._plan_store.drop, gone.name)

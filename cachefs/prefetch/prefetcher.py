@@ -1,13 +1,13 @@
 """The executor of prefetch: one task that takes candidates, the most certain first, and a task for each transfer.
 
-Announced plans come first, then the next shards, then the rest of a directory. Two bounds hold for all of them together:
-transfers in flight, which leave the origin's last slots to readers, and bytes that were fetched and not used yet, which are
-a share of the cache. A prefetched file is *awaited* until it is opened; then it is *used*. A predicted shard is used
-when it was read (`shards.READ_SHARE`): its reader may only look at its footer.
+Plans come first, then the next shards, then the rest of a directory. Two bounds hold for all of them together: transfers in
+flight, which leave the origin's last slots to readers, and bytes that were fetched and not used yet (`UNUSED_SHARE`). A
+prefetched file is *awaited* until it is opened; then it is *used*. A predicted shard is used when it was read
+(`shards.READ_SHARE`), since a process may open it for its footer only.
 
-The store refuses what would displace blocks that are worth more. Then prefetch pauses, until a file was used or a second has
-passed. It pauses as long after a failure, so that only readers send requests to an origin that is down. An error here costs
-the prefetch alone.
+The cache store refuses a block that would displace blocks worth more. Then prefetch pauses until a file was used or a second
+has passed. It pauses as long after a failure, so that only readers send requests to an origin that is down. An error here
+costs only the prefetch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.tasks import contained
 from cachefs.fetch import Fetcher
 from cachefs.fs import LARGE, FileSystem, Volume
-from cachefs.prefetch.plans import FOLLOWED_S, Announced, Plan, PlanStore
+from cachefs.prefetch.plans import FOLLOWED_S, Hints, Plan, PlanStore
 from cachefs.prefetch.sources import Candidate, FromDirectories, FromPlans, FromShards, Paths
 
 if TYPE_CHECKING:
@@ -37,10 +38,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PART_BYTES, PARTS = 8 << 20, 8
-"""How `Fetcher.bring` fetches a large file: it counts as so many transfers."""
+"""`Fetcher.bring` fetches a large file in parts of `PART_BYTES`, `PARTS` at a time. It counts as so many transfers."""
 
 AT_ONCE = 4
 """Transfers that are begun before the daemon's other tasks have their turn. Derived: about 0.3 ms."""
+
+UNUSED_SHARE = 2
+"""Files that were prefetched and not opened yet may take half of the cache. Given: as much is left to files that are read
+again."""
 
 LARGEST_SHARE = 4
 """A file takes at most a quarter of the bytes that may lie unused; of a larger one the begin is fetched."""
@@ -52,67 +57,66 @@ PAUSE_S = 1.0
 """How long prefetch pauses when it is refused or fails. Given."""
 
 SWEEP_EVERY_S = 60.0
-"""Between two looks through the awaited files."""
+"""Between two passes through the awaited files."""
 
 UNREAD_S = 60.0
-"""A predicted shard that was opened and not read for so long will not be read."""
+"""A predicted shard that was opened, and not read for so long, counts as not wanted."""
 
 AWAITED_S = 600.0
-"""A file that was not opened for so long is not awaited any more, unless a plan in use names it."""
+"""A file that was not opened for so long is no longer awaited, unless a plan in use names it."""
 
 SHOWN = 4
 """Directories in the status."""
 
 
-class _Ahead:
-    """A prefetched file, `size` bytes of it, of which `fetched` came with the prefetch: known when it is `done`."""
+@dataclass(slots=True, eq=False)
+class _Prefetched:
+    """A prefetched file: `size` bytes of it. `fetched` of these came with the prefetch, which is known when it is `done`."""
 
-    __slots__ = ("candidate", "done", "fetched", "object", "since", "size", "used")
-
-    def __init__(self, candidate: Candidate, obj: ObjectId, size: int, since: float) -> None:
-        self.candidate = candidate
-        self.object = obj
-        self.size = size
-        self.since = since
-        self.done = self.used = False
-        self.fetched = 0
+    candidate: Candidate
+    object: ObjectId
+    size: int
+    since: float
+    done: bool = False
+    used: bool = False
+    fetched: int = 0
 
 
 class Awaited:
-    """The files whose opens prefetch must hear of, by digest (see `FileSystem.watch_opens`). `unread` are predicted shards
-    that were opened, and not read yet. `bytes` lie unused in both."""
+    """The files whose opens prefetch must be told of, by digest (see `FileSystem.watch_opens`). `unread` are predicted
+    shards that were opened and not read yet. `bytes` is the size of both together, which lies unused."""
 
     __slots__ = ("bytes", "everything", "files", "unread")
 
     def __init__(self) -> None:
         self.everything = False  # plans follow every open
-        self.files: OrderedDict[bytes, _Ahead] = OrderedDict()
-        self.unread: dict[bytes, _Ahead] = {}
+        self.files: OrderedDict[bytes, _Prefetched] = OrderedDict()
+        self.unread: dict[bytes, _Prefetched] = {}
         self.bytes = 0
 
     def __contains__(self, digest: object) -> bool:
         return self.everything or digest in self.files
 
-    def put(self, ahead: _Ahead) -> None:
+    def put(self, ahead: _Prefetched) -> None:
         self.files[ahead.object.digest] = ahead
         self.bytes += ahead.size
 
-    def opened(self, digest: bytes) -> _Ahead | None:
+    def opened(self, digest: bytes) -> _Prefetched | None:
         ahead = self.files.pop(digest, None)
         if ahead is not None:
             self.end(digest)
             self.unread[digest] = ahead
         return ahead
 
-    def end(self, digest: bytes) -> _Ahead | None:
-        """An opened file is used, or will not be."""
+    def end(self, digest: bytes) -> _Prefetched | None:
+        """An opened file was used, or counts as not wanted."""
         ahead = self.unread.pop(digest, None)
         if ahead is not None:
             self.bytes -= ahead.size
         return ahead
 
-    def drop(self, ahead: _Ahead) -> bool:
-        """Forget it; False if it was opened meanwhile."""
+    def drop(self, ahead: _Prefetched) -> bool:
+        """Forget a file; False if it was opened meanwhile."""
         digest = ahead.object.digest
         if self.files.get(digest) is ahead:
             del self.files[digest]
@@ -124,7 +128,7 @@ class Awaited:
 
 
 class _Watched:
-    """Digests of large files whose reads must be seen: they are opened without passthrough."""
+    """Digests of large files whose reads the daemon must see: they are opened without passthrough."""
 
     def __init__(self, awaited: Awaited, shards: FromShards) -> None:
         self._files = awaited.files
@@ -133,11 +137,12 @@ class _Watched:
     def __contains__(self, digest: object) -> bool:
         ahead = self._files.get(digest)  # type: ignore[call-overload]
         stream = None if ahead is None else ahead.candidate.stream
-        return stream is not None and self._shards.doubts(*stream)
+        return stream is not None and self._shards.must_see_reads(*stream)
 
 
 class Prefetcher:
-    """`slots` are transfers at a time, `budget` returns the bytes that may lie unused now. Plans are kept in `directory`."""
+    """`slots` are transfers at a time, `capacity` returns the bytes that the cache may hold now. Plans are kept in
+    `directory`."""
 
     def __init__(
         self,
@@ -147,7 +152,7 @@ class Prefetcher:
         metrics: Metrics,
         *,
         slots: int,
-        budget: Callable[[], int],
+        capacity: Callable[[], int],
         directory: Path | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -155,14 +160,14 @@ class Prefetcher:
         self._fetcher = fetcher
         self._metrics = metrics
         self._slots = max(1, slots)
-        self._budget = budget
+        self._capacity = capacity
         self._clock = clock
         self._paths = Paths(volumes)
         self._plans = FromPlans(fs, self._wanted, self._still_wanted, clock)
         self._shards = FromShards(fs, self._paths, self._still_wanted)
         self._directories = FromDirectories(fs, self._paths, self._still_wanted, fetcher.look_soon)
-        self._announced = Announced(self._plans.plans, PlanStore(directory) if directory else None, clock)
-        self._announced.on_change = self._plans_changed
+        plan_store = PlanStore(directory) if directory else None
+        self.hints = Hints(self._plans.plans, plan_store, self._plans_changed, clock)
         self.awaited = Awaited()
         self._nursery: trio.Nursery | None = None
         self._in_flight = 0  # transfers
@@ -234,21 +239,6 @@ class Prefetcher:
         await self._directories.count(walk)
         self._wake()
 
-    async def hint_files(self, plan: str, paths: list[str], at: int, total: int) -> int:
-        """Files of a plan, relative to the mount, from the `at`th of `total` on. Returns how many are known."""
-        return await self._announced.files(plan, paths, at, total)
-
-    async def hint_order(
-        self, plan: str, epoch: int, indices_b64: str, at: int, total: int, files: str = ""
-    ) -> int:
-        """The order of an epoch of a plan: places in its list of files, little-endian 32-bit numbers in base64, from the
-        `at`th of `total` on. `files` is the digest of the list that they index. Returns how many are known."""
-        return await self._announced.order(plan, epoch, indices_b64, at, total, files)
-
-    async def hint_drop(self, plan: str) -> bool:
-        """Forget a plan; True if there was one."""
-        return await self._announced.drop(plan)
-
     def _plans_changed(self) -> None:
         self._follow()
         self._wake()
@@ -262,7 +252,7 @@ class Prefetcher:
     async def run(self) -> None:
         """Prefetch until cancelled."""
         self._fetcher.watch_reads(self.read, _Watched(self.awaited, self._shards))
-        await self._announced.load()
+        await self.hints.load()
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._sweep_now_and_then)
@@ -277,7 +267,7 @@ class Prefetcher:
                             await self._news.wait()
             finally:
                 self._nursery = None
-                await self._announced.aclose()
+                await self.hints.aclose()
 
     def _wake(self) -> None:
         self._stirred = True
@@ -298,6 +288,10 @@ class Prefetcher:
             self._start(nursery, candidate, budget)
         return True
 
+    def _budget(self) -> int:
+        """Bytes that may lie unused now."""
+        return self._capacity() // UNUSED_SHARE
+
     def _enough(self, budget: int) -> bool:
         return self.awaited.bytes >= budget or len(self.awaited.files) >= MOST_AWAITED
 
@@ -308,7 +302,7 @@ class Prefetcher:
         return bool(obj.size) and obj.digest not in self.awaited.files and not self._fetcher.whole(obj)
 
     def _still_wanted(self, obj: ObjectId) -> bool:
-        """For predictions: a file that was read in this epoch may be gone, and will not be read again soon."""
+        """For predictions: a file that was read in this epoch may have been evicted, and is not read again soon."""
         return self._wanted(obj) and not self._fetcher.course.had(obj)
 
     def _start(self, nursery: trio.Nursery, candidate: Candidate, budget: int) -> None:
@@ -320,20 +314,20 @@ class Prefetcher:
         size = min(obj.size, budget // LARGEST_SHARE)
         if obj.digest in self.awaited.files:
             return  # of two plans, or prefetched during the lookup
-        ahead = _Ahead(candidate, obj, size, trio.current_time())
+        ahead = _Prefetched(candidate, obj, size, trio.current_time())
         self.awaited.put(ahead)
         transfers = max(1, min(PARTS, size // PART_BYTES))
         self._in_flight += transfers
         try:
-            if size == obj.size and self._fetcher.bring_small(origin, obj, partial(self._brought, ahead, 1)):
+            if size == obj.size and self._fetcher.bring_small(origin, obj, partial(self._ended, ahead, 1)):
                 return
         except NoRoom as exc:
-            self._brought(ahead, 1, 0, exc)
+            self._ended(ahead, 1, 0, exc)
             return
         contained(nursery, "prefetch", self._bring, origin, ahead, transfers)
 
     async def _look_up(self, nursery: trio.Nursery, candidate: Candidate) -> None:
-        """Look up a path of which no listing tells, then fetch it."""
+        """Look up a path that no listing has, then fetch it."""
         assert candidate.item is not None
         try:
             candidate.found = await self._fs.tree_queries.resolve(
@@ -350,7 +344,7 @@ class Prefetcher:
         elif self._wanted(candidate.found[1]):
             self._start(nursery, candidate, self._budget())
 
-    async def _bring(self, origin: Origin, ahead: _Ahead, transfers: int) -> None:
+    async def _bring(self, origin: Origin, ahead: _Prefetched, transfers: int) -> None:
         fetched = 0
         failure: BaseException | None = None
         try:
@@ -360,10 +354,10 @@ class Prefetcher:
             if not isinstance(exc, CachefsError):
                 raise
         finally:
-            self._brought(ahead, transfers, fetched, failure)
+            self._ended(ahead, transfers, fetched, failure)
 
-    def _brought(self, ahead: _Ahead, transfers: int, fetched: int, failure: BaseException | None) -> None:
-        """A transfer is over, or was not begun."""
+    def _ended(self, ahead: _Prefetched, transfers: int, fetched: int, failure: BaseException | None) -> None:
+        """A transfer has ended, or could not begin."""
         self._in_flight -= transfers
         if failure is None:
             ahead.fetched, ahead.done = fetched, True
@@ -380,7 +374,7 @@ class Prefetcher:
     def _failed(self, exc: CachefsError, candidate: Candidate) -> None:
         if isinstance(exc, NoRoom):
             self._rest("no room")
-            candidate.give_back()
+            candidate.put_back()
             return
         self._metrics.prefetch_errors += 1
         log.debug("prefetch: %s", exc)
@@ -401,12 +395,12 @@ class Prefetcher:
             self._sweep_soon = trio.Event()
             self._plans.plans.jumped = False
             await self._sweep()
-            await self._announced.drop_unused()
+            await self.hints.drop_unused()
             self._follow()
             self._wake()
 
     async def _sweep(self) -> None:
-        """Do not await files any more that have left the cache or will not be opened."""
+        """Stop awaiting files that were evicted or are not wanted any more."""
         for number, ahead in enumerate(list(self.awaited.files.values())):
             if number % 64 == 0:
                 await trio.lowlevel.checkpoint()
@@ -416,10 +410,10 @@ class Prefetcher:
             if ahead.done and ahead.since < trio.current_time() - UNREAD_S:
                 self.awaited.end(digest)
 
-    def _given_up(self, ahead: _Ahead) -> bool:
+    def _given_up(self, ahead: _Prefetched) -> bool:
         item = ahead.candidate.item
         if item is not None and self._plans.plans.by_name.get(item.plan.name) is item.plan:
-            if item.plan.passed(item.epoch, item.place):
+            if item.plan.is_past(item.epoch, item.place):
                 return True
             if not item.plan.quiet(self._clock()):
                 return False

@@ -1,80 +1,76 @@
 """Which large file comes next. Pure.
 
-Large files (tar, parquet, record files) are read whole, one after the other, in an order that their names or their places in
-the listing give away: a process reads every shard, a worker w of W every W-th, and workers that share a queue take the next
-ones of the directory between them. Their contents do not matter.
+Large files (tar, parquet, record files) are read whole, one after the other. Their names or their places in the listing show
+the order: one process reads every shard, worker w of W reads every W-th, and workers that share a queue take turns on the
+directory's next shards. Their contents do not matter.
 
 A *step* leads from one shard to another: either one number in the name changes, or the second stands a few places behind the
 first in the listing. A *stream* is the sequence of shards that one process opens in one directory; all processes together
 are one more stream. After a near step the next shard is predicted, after a second equal step the next two. At the end of the
 directory nothing is predicted: a reader that begins again finds its shards cached.
 
-A process that opens shards in order may only look at them: at their footers, for a schema or a count of rows, or at one
-column. So nothing is predicted before a shard of the stream was *read* (`READ_SHARE`), nor after `MOST_UNREAD` more were
-opened without one that was. Reads of a passthrough file never reach the daemon: so when half of these are opened, the next
-prefetched shard should be opened without passthrough.
+A process that opens shards in order may read little of each: the footer, for a schema or a count of rows, or one column. So
+nothing is predicted before a shard of the stream was *read* (`READ_SHARE`), nor after `MOST_UNREAD` more were opened and
+none of them was read. Reads of a passthrough file never reach the daemon. So after half of those opens, the next prefetched
+shard should be opened without passthrough.
 """
 
 from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeAlias
 
 PLACES = 64
-"""How far apart in the listing two shards of one stream may be: as many as a node has workers."""
+"""The longest step in places of the listing: as many as a node has workers."""
 
 NEAR = 64
-"""A single step between numbers up to this predicts, a longer one when it comes twice: in a shuffled order of shards most
-steps are long, and a wrong prediction costs a shard."""
+"""A single step up to this predicts the next shard. A longer one predicts when it comes twice: in a shuffled order of shards
+most steps are long, and a wrong prediction costs a shard."""
 
 FARTHEST = 1024
 """The longest step between numbers: workers of a whole cluster."""
 
 AHEAD = 2
-"""Shards predicted in one stream: one that is read next, and one that arrives meanwhile."""
+"""Shards predicted in one stream: one to read next, and one that arrives meanwhile."""
 
 READ_SHARE = 4
-"""A shard counts as read when a quarter of it was. Tables are read by the column, records from begin to end: both are
-further away from it than what the kernel reads ahead."""
+"""A shard counts as read when one part in so many of it was. The kernel's readahead is far less than that. One column of a
+table is usually less, too, and all records of a file are more."""
 
 MOST_UNREAD = 4
-"""Shards that a stream may open without one that is seen to be read: so many, and `AHEAD`, are fetched for nothing when it
-turns to looking. One in three is opened without passthrough for it."""
+"""Shards that a stream may open before the daemon must see one read. When a process begins to read footers only, so many and
+`AHEAD` more are fetched for nothing. For this check one shard in three is opened without passthrough."""
 
 STREAMS = 1024
 """Streams remembered, about 300 bytes each."""
 
-_NUMBER = re.compile(rb"([0-9]+)")
-
 ANY_PROCESS = -1
 """In place of a pid: the stream of all processes together."""
 
+StreamKey: TypeAlias = tuple[str, int]
+"""(path of the directory, pid)."""
+
+_NUMBER = re.compile(rb"([0-9]+)")
+
 
 class Listing(Protocol):
-    """What is known of a directory's large files."""
+    """The large files of a directory, as far as they are listed."""
 
     def holds(self, name: bytes) -> bool: ...
 
     def behind(self, name: bytes, count: int) -> list[bytes]:
-        """At most `count` names that follow, in order; fewer when the listing ends."""
+        """The `count` names that follow `name`, in order; fewer where the listing ends."""
         ...
 
 
-class Step:
-    """The way from one shard to another: `by` a number in the name, the `field`th, or places in the listing (None)."""
+class Step(NamedTuple):
+    """The difference between two shards: the `field`th part of the name, a number, grows by `by`; or the second stands `by`
+    places behind the first in the listing (`field` is None)."""
 
-    __slots__ = ("by", "field")
-
-    def __init__(self, by: int, field: int | None) -> None:
-        self.by = by
-        self.field = field
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Step) and (self.by, self.field) == (other.by, other.field)
-
-    def __hash__(self) -> int:
-        return hash((self.by, self.field))
+    by: int
+    field: int | None
 
     def take(self, name: bytes, listing: Listing, times: int) -> bytes | None:
         """The file `times` such steps from `name`, if there is one."""
@@ -106,18 +102,16 @@ def step(first: bytes, second: bytes, listing: Listing) -> Step | None:
     return Step(follow.index(second) + 1, None) if second in follow else None
 
 
+@dataclass(slots=True)
 class _Stream:
-    __slots__ = ("count", "doubted", "last", "left", "step")
-
-    def __init__(self) -> None:
-        self.last = b""
-        self.step: Step | None = None
-        self.count = 0  # steps that are predicted to follow
-        self.doubted = False  # a prediction was wrong: the next step has to come twice
-        self.left = 0  # opens until one has to be seen read
+    last: bytes = b""
+    step: Step | None = None
+    count: int = 0  # steps that are predicted to follow
+    doubted: bool = False  # a prediction was wrong: the next step has to come twice
+    unread_left: int = 0  # opens until the daemon has to see one read
 
     def opened(self, name: bytes, listing: Listing) -> bool:
-        """False if it is the same as before: it may be opened again for its footer, or by a second thread."""
+        """False if it is the same shard as before: it may be opened again for its footer, or by a second thread."""
         if name == self.last:
             return False
         taken = step(self.last, name, listing) if self.last else None
@@ -130,7 +124,7 @@ class _Stream:
     def predicted(self, listing: Listing) -> list[bytes]:
         """The next shards, up to the end of the directory."""
         names: list[bytes] = []
-        if self.step is not None and self.left > 0:
+        if self.step is not None and self.unread_left > 0:
             for times in range(1, self.count + 1):
                 found = self.step.take(self.last, listing, times)
                 if found is None:
@@ -140,10 +134,10 @@ class _Stream:
 
 
 class Shards:
-    """All streams, by (key of the directory, pid)."""
+    """All streams."""
 
     def __init__(self) -> None:
-        self._streams: OrderedDict[tuple[str, int], _Stream] = OrderedDict()
+        self._streams: OrderedDict[StreamKey, _Stream] = OrderedDict()
 
     def __len__(self) -> int:
         return sum(s.step is not None for (_, pid), s in self._streams.items() if pid != ANY_PROCESS)
@@ -151,35 +145,35 @@ class Shards:
     def opened(
         self, directory: str, pid: int, name: bytes, listing: Listing, *, counts: bool = True
     ) -> list[bytes]:
-        """A large file was opened: what to fetch now, soonest first. `counts` is False for a file that was cached before any
-        prefetch: the kernel may have all of it in memory, so its reads tell nothing."""
+        """A large file was opened. Returns what to fetch now, soonest first. `counts` is False for a file that was cached
+        before any prefetch: the kernel may have all of it in memory, so the daemon may see no reads of it."""
         names: list[bytes] = []
-        # The shared stream first: the shards that one process takes of a queue may look like steps, too.
+        # The shared stream first: the shards that one process takes from a queue may look like steps, too.
         for key in ((directory, ANY_PROCESS), (directory, pid)):
             stream = self._streams.pop(key, None) or _Stream()
             self._streams[key] = stream
             if stream.opened(name, listing):
-                stream.left = max(0, stream.left - counts)
+                stream.unread_left = max(0, stream.unread_left - counts)
                 names += stream.predicted(listing)
         while len(self._streams) > STREAMS:
             self._streams.popitem(last=False)
         return list(dict.fromkeys(names))
 
     def was_read(self, directory: str, pid: int, listing: Listing) -> list[bytes]:
-        """A shard that this process has opened was read: what to fetch now."""
+        """A shard that this process has opened was read. Returns what to fetch now."""
         names: list[bytes] = []
         for stream in self._of(directory, pid):
-            stream.left = MOST_UNREAD
+            stream.unread_left = MOST_UNREAD
             names += stream.predicted(listing)
         return list(dict.fromkeys(names))
 
-    def trusts(self, directory: str, pid: int) -> bool:
-        """True while what was predicted is worth fetching."""
-        return any(stream.left > 0 for stream in self._of(directory, pid))
+    def worth_fetching(self, directory: str, pid: int) -> bool:
+        """True while predictions of this stream are worth fetching."""
+        return any(stream.unread_left > 0 for stream in self._of(directory, pid))
 
-    def doubts(self, directory: str, pid: int) -> bool:
-        """True if the reads of the next shard should be seen, so it should be opened without passthrough."""
-        return any(0 < stream.left <= MOST_UNREAD // 2 for stream in self._of(directory, pid))
+    def must_see_reads(self, directory: str, pid: int) -> bool:
+        """True if the daemon should see the reads of the next shard, which is then opened without passthrough."""
+        return any(0 < stream.unread_left <= MOST_UNREAD // 2 for stream in self._of(directory, pid))
 
     def _of(self, directory: str, pid: int) -> list[_Stream]:
         both = (self._streams.get((directory, ANY_PROCESS)), self._streams.get((directory, pid)))

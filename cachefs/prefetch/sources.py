@@ -1,8 +1,8 @@
-"""From policies to candidates, by way of the tree of names.
+"""Candidates for prefetch: the objects of the files that the policies predict.
 
-Each source asks its policy which files to fetch, finds their objects in the cached listings, skips what is cached or in
-flight, and yields one candidate at a time. Only a plan's path of which no listing tells is looked up with requests, by the
-task that fetches it.
+Each source asks its policy which files to fetch, finds their objects in the cached listings, skips those that are cached or
+in flight, and returns one candidate at a time. A plan may name a path that no listing has: the task that fetches it looks it
+up, with requests to the origin.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import trio
 
@@ -20,20 +20,20 @@ from cachefs.fetch import footer_at
 from cachefs.fs import LARGE, FileSystem, Sibling, Volume
 from cachefs.prefetch.directories import START, Directory
 from cachefs.prefetch.plans import Item, Plans
-from cachefs.prefetch.shards import READ_SHARE, Shards
+from cachefs.prefetch.shards import READ_SHARE, Shards, StreamKey
 
 if TYPE_CHECKING:
     from cachefs.base.names import ObjectId
     from cachefs.origin import Origin
 
 SLICE = 64
-"""Names looked at between two checkpoints, about 10 µs each."""
+"""Names examined between two checkpoints, about 10 µs each."""
 
 REMEMBERED = 256
-"""Directories: a data set by class has a thousand, of which a few are read at a time."""
+"""Directories remembered: a data set by class has a thousand, and a job reads a few at a time."""
 
 FORGET_AFTER_S = 600.0
-"""After so long without a demand, a directory's counts begin again: the next reader may be another."""
+"""After so long without a demand, a directory's counts start again: the next reader may be another job."""
 
 SCANS = 8
 """Slices of a listing that are searched for large files among small ones."""
@@ -41,11 +41,14 @@ SCANS = 8
 QUEUES = 64
 """Streams of shards with predictions; the newest comes first."""
 
-LOOKS = 1024
+MOST_PROGRESS = 1024
 """Recently opened large files whose reads are counted, about 500 bytes each."""
 
-READERS = 16
+MOST_PIDS = 16
 """Processes remembered of each."""
+
+Found: TypeAlias = "tuple[Origin, ObjectId]"
+"""A version of a file, and its origin."""
 
 Wanted = Callable[["ObjectId"], bool]
 """True for a version that is neither cached nor in flight and, unless a plan names it, was not read in this epoch."""
@@ -53,33 +56,28 @@ Wanted = Callable[["ObjectId"], bool]
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """A file to fetch. `found` is None for a path of a plan that has to be looked up first. `give_back` makes it a candidate
-    again when it could not be fetched now."""
+    """A file to fetch. `found` is None for a path of a plan that must be looked up first. `put_back` makes it a candidate
+    again, where it cannot be fetched now."""
 
-    found: tuple[Origin, ObjectId] | None
-    give_back: Callable[[], None]
+    found: Found | None
+    put_back: Callable[[], None]
     item: Item | None = None
     directory: Directory | None = None
-    stream: tuple[str, int] | None = None  # (directory, pid) of a shard
+    stream: StreamKey | None = None  # of a shard
 
 
 class Paths:
-    """From an object to its path below the mount."""
+    """The paths of objects, relative to the mount."""
 
     def __init__(self, volumes: list[Volume]) -> None:
-        self._volumes: dict[int, tuple[str, int]] = {}
-        for volume in volumes:
-            prefix = volume.origin.prefix
-            skip = len(prefix) + (1 if prefix and not prefix.endswith("/") else 0)
-            self._volumes[id(volume.origin)] = (f"{volume.name}/" if volume.name else "", skip)
+        self._above = {id(volume.origin): f"{volume.name}/" if volume.name else "" for volume in volumes}
 
     def of(self, origin: Origin, obj: ObjectId) -> str:
-        above, skip = self._volumes[id(origin)]
-        return above + obj.key[skip:]
+        return self._above[id(origin)] + obj.key.removeprefix(origin.prefix)
 
 
 class FromPlans:
-    """Files of announced plans."""
+    """Files of the plans that jobs sent."""
 
     def __init__(
         self, fs: FileSystem, wanted: Wanted, still_wanted: Wanted, clock: Callable[[], float]
@@ -91,23 +89,23 @@ class FromPlans:
         self._still_wanted = still_wanted
 
     async def next(self) -> Candidate | None:
-        looked = 0
+        examined = 0
         while (item := self.plans.take(self._clock())) is not None:
-            looked += 1
-            if looked % SLICE == 0:
+            examined += 1
+            if examined % SLICE == 0:
                 await trio.lowlevel.checkpoint()
             try:
                 found = self._fs.tree_queries.known(_text(item.path))
             except CachefsError:
                 continue
-            wanted = self._still_wanted if item.passed else self._wanted
+            wanted = self._still_wanted if item.is_behind else self._wanted
             if found is None or wanted(found[1]):
-                return Candidate(found, partial(item.plan.give_back, item), item)
+                return Candidate(found, partial(item.plan.put_back, item), item)
         return None
 
 
-class _Look:
-    """How much of a large file its readers have read, without the footer."""
+class _Progress:
+    """How much of a large file its readers have read, and which processes they are. The footer does not count."""
 
     __slots__ = ("footer", "left", "listing", "pids")
 
@@ -126,44 +124,45 @@ class _Look:
 
 
 class FromShards:
-    """The large files that come next."""
+    """The large files that are predicted to come next. `_queues` has those of each (directory, pid), soonest first."""
 
     def __init__(self, fs: FileSystem, paths: Paths, wanted: Wanted) -> None:
         self.shards = Shards()
         self._fs = fs
         self._paths = paths
         self._wanted = wanted
-        self._queues: OrderedDict[tuple[str, int], list[tuple[Origin, ObjectId]]] = OrderedDict()
-        self._looks: OrderedDict[bytes, _Look] = OrderedDict()
+        self._queues: OrderedDict[StreamKey, list[Found]] = OrderedDict()
+        self._progress: OrderedDict[bytes, _Progress] = OrderedDict()
 
     def opened(self, ino: int, pid: int, origin: Origin, obj: ObjectId, *, cold: bool, counts: bool) -> None:
-        """`cold`: none of it was cached, or it was prefetched and not read yet. `counts`: see `Shards.opened`."""
+        """A large file was opened. `cold`: none of it was cached, or it was prefetched and not read yet. For `counts` see
+        `Shards.opened`."""
         above, _, name = self._paths.of(origin, obj).rpartition("/")
         listing = _Large(self._fs, ino, above)
-        look = self._looks.pop(obj.digest, None)
-        if look is None or cold:
-            look = _Look(obj, listing)
-        self._looks[obj.digest] = look
-        look.pids[pid] = None
-        for table, most in ((self._looks, LOOKS), (look.pids, READERS)):
+        progress = self._progress.pop(obj.digest, None)
+        if progress is None or cold:
+            progress = _Progress(obj, listing)
+        self._progress[obj.digest] = progress
+        progress.pids[pid] = None
+        for table, most in ((self._progress, MOST_PROGRESS), (progress.pids, MOST_PIDS)):
             if len(table) > most:
                 table.popitem(last=False)
         key = (above, pid)
         self._queue(key, listing, self.shards.opened(*key, name.encode(), listing, counts=counts))
-        if counts and look.left <= 0:
+        if counts and progress.left <= 0:
             self._queue(key, listing, self.shards.was_read(*key, listing))
 
     def read(self, obj: ObjectId, offset: int, size: int) -> bool:
         """A part of a large file was read. True if that predicts others."""
-        look = self._looks.get(obj.digest)
-        if look is None or not look.read(offset, size):
+        progress = self._progress.get(obj.digest)
+        if progress is None or not progress.read(offset, size):
             return False
-        for pid in look.pids:
-            key = (look.listing.above, pid)
-            self._queue(key, look.listing, self.shards.was_read(*key, look.listing))
+        for pid in progress.pids:
+            key = (progress.listing.above, pid)
+            self._queue(key, progress.listing, self.shards.was_read(*key, progress.listing))
         return True
 
-    def _queue(self, key: tuple[str, int], listing: _Large, names: list[bytes]) -> None:
+    def _queue(self, key: StreamKey, listing: _Large, names: list[bytes]) -> None:
         found = [found for name in names if (found := listing.known(name)) is not None]
         if found:
             self._queues.pop(key, None)
@@ -175,14 +174,14 @@ class FromShards:
         while self._queues:
             await trio.lowlevel.checkpoint()
             key, queue = next(reversed(self._queues.items()))
-            while queue and self.shards.trusts(*key):
+            while queue and self.shards.worth_fetching(*key):
                 found = queue.pop(0)
                 if self._wanted(found[1]):
-                    return Candidate(found, partial(self._give_back, key, found), stream=key)
+                    return Candidate(found, partial(self._put_back, key, found), stream=key)
             del self._queues[key]
         return None
 
-    def _give_back(self, key: tuple[str, int], found: tuple[Origin, ObjectId]) -> None:
+    def _put_back(self, key: StreamKey, found: Found) -> None:
         self._queues.setdefault(key, []).insert(0, found)
 
 
@@ -194,7 +193,7 @@ class _Large:
         self._ino = ino
         self.above = above
 
-    def known(self, name: bytes) -> tuple[Origin, ObjectId] | None:
+    def known(self, name: bytes) -> Found | None:
         found = self._fs.tree_queries.known(f"{self.above}/{_text(name)}")
         return found if found is not None and found[1].size > LARGE else None
 
@@ -215,8 +214,8 @@ class _Large:
 
 
 class _Walk:
-    """A pass through one directory's listing: from the first files that were demanded to its end, and from its begin to
-    them."""
+    """A pass through one directory's listing: from the first of the files that were demanded to the end, then from the
+    beginning to that file."""
 
     def __init__(self, ino: int, mark: bytes, name: str, now: float) -> None:
         self.policy = Directory(now)
@@ -240,7 +239,7 @@ class _Walk:
 
 
 class FromDirectories:
-    """The other small files of a directory. `wanted` will be asked for the versions that `look_soon` was told of."""
+    """The other small files of a directory. `look_soon` is called with versions shortly before `wanted` is."""
 
     def __init__(
         self,
@@ -253,14 +252,13 @@ class FromDirectories:
         self._fs = fs
         self._paths = paths
         self._wanted = wanted
-        self._walks: OrderedDict[str, _Walk] = OrderedDict()  # by directory, the one demanded last comes last
-        self._eager: OrderedDict[str, None] = (
-            OrderedDict()
-        )  # directories that wish for files, in the same order
+        # By the directory's path; the one that was demanded last comes last. `_eager` are those with files to fetch.
+        self._walks: OrderedDict[str, _Walk] = OrderedDict()
+        self._eager: OrderedDict[str, None] = OrderedDict()
 
     def missed(self, ino: int, origin: Origin, obj: ObjectId, epoch: int, now: float) -> _Walk | None:
-        """A small file was opened that was not cached, for the first time in an epoch. Returns the directory's walk if its
-        files should be counted now."""
+        """A small file that was not cached was opened, for the first time in an epoch. Returns the directory's walk if the
+        caller should count its files now."""
         key, _, name = self._paths.of(origin, obj).rpartition("/")
         walk = self._walks.get(key)
         if walk is None or now - walk.policy.last > FORGET_AFTER_S:
@@ -274,7 +272,7 @@ class FromDirectories:
         policy.missed(now)
         if policy.demanded <= START:
             walk.start = min(walk.start, name.encode())
-        if policy.wish():
+        if policy.more_files():
             self._eager[key] = None
             self._eager.move_to_end(key)
         if policy.files is None and policy.demanded >= walk.count_at:
@@ -288,7 +286,7 @@ class FromDirectories:
         policy.hit(now)
         key = self._paths.of(origin, obj).rpartition("/")[0]
         walk = self._walks.get(key)
-        if walk is not None and walk.policy is policy and policy.wish():
+        if walk is not None and walk.policy is policy and policy.more_files():
             self._eager[key] = None
             self._eager.move_to_end(key)
 
@@ -305,21 +303,21 @@ class FromDirectories:
         while self._eager:
             key = next(reversed(self._eager))
             walk = self._walks.get(key)
-            if walk is not None and walk.policy.wish():
+            if walk is not None and walk.policy.more_files():
                 sibling = await self._next_of(walk)
                 if sibling is not None:
                     walk.policy.started()
-                    give_back = partial(self._give_back, key, walk, sibling)
-                    return Candidate((sibling.origin, sibling.object), give_back, directory=walk.policy)
+                    put_back = partial(self._put_back, key, walk, sibling)
+                    return Candidate((sibling.origin, sibling.object), put_back, directory=walk.policy)
             self._eager.pop(key, None)
         return None
 
-    def _give_back(self, key: str, walk: _Walk, sibling: Sibling) -> None:
+    def _put_back(self, key: str, walk: _Walk, sibling: Sibling) -> None:
         walk.buffer.appendleft(sibling)
         self._eager[key] = None
 
     async def _next_of(self, walk: _Walk) -> Sibling | None:
-        """The next file to fetch; None at the end of a pass, or of what is listed so far."""
+        """The next file to fetch; None at the end of a pass, or where the listing ends so far."""
         while True:
             while walk.buffer:
                 sibling = walk.buffer.popleft()
@@ -351,7 +349,7 @@ class FromDirectories:
         for walk in reversed(self._walks.values()):
             policy = walk.policy
             if policy.fetched and len(shown) < most:
-                state = "left alone" if policy.disappoints else "ahead" if policy.wish() else "waiting"
+                state = "left alone" if policy.rarely_used else "ahead" if policy.more_files() else "waiting"
                 shown.append(
                     {
                         "name": walk.name,

@@ -22,7 +22,7 @@ import pytest
 
 import cachefs
 from bench.lab.client import LabStore
-from cachefs.daemon.background import holding
+from cachefs.daemon.background import held_by_holder
 from cachefs.fuse import holder
 from cachefs.fuse.held import FORMAT
 from tests.mount import restarting
@@ -411,7 +411,7 @@ def test_a_failure_in_the_daemon_is_a_death_like_any_other(
     fails.write_text(FAILING)
     mount.env["PYTHONPATH"] = str(mount.place)
     command = [sys.executable, "-m", "cachefs", *mount.arguments(foreground=True)]
-    wrapped = holding(command, "/")
+    wrapped = held_by_holder(command, "/")
     process = subprocess.Popen(wrapped, env=mount.env, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         eventually(lambda: _answers(mount), "the daemon")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cachefs.base.errors import ConfigError
 from cachefs.peers import auth
-from cachefs.peers.auth import Key, Signer, Unauthorized, Verifier, check_fresh, check_listen, read_key
+from cachefs.peers.auth import Key, Signer, Unauthorized, Verifier, check_listen, check_server, read_key
 
 KEY = Key(b"k" * 16)
 ASKED = ("GET", "/v1/hello", "node-1:7000")
@@ -159,12 +159,12 @@ def test_a_key_is_read_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost"])
 def test_on_loopback_no_key_is_needed(host: str) -> None:
     check_listen(host, None, None)
-    check_fresh(host, None, None)
+    check_server(host, None, None)
 
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "[::]", "10.0.0.1", "node-1", "localhost.example.org"])
 def test_elsewhere_strangers_must_be_kept_out(host: str) -> None:
-    for check in (check_listen, check_fresh):
+    for check in (check_listen, check_server):
         with pytest.raises(ConfigError) as caught:
             check(host, None, None)
         assert "\n" not in str(caught.value)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from cachefs.base import durable
-from cachefs.peers.node import FILE, fresh_id, node_id
+from cachefs.peers.node import ID_FILE, fresh_id, node_id
 
 
 def test_an_id_is_made_once_and_kept(tmp_path: Path) -> None:
     made = node_id(tmp_path)
     assert len(made) == 32 and node_id(tmp_path) == made
-    assert os.listdir(tmp_path) == [FILE]
+    assert os.listdir(tmp_path) == [ID_FILE]
     (tmp_path / "other").mkdir()
     assert node_id(tmp_path / "other") != made
 
@@ -27,7 +27,7 @@ def test_a_fresh_one_takes_its_place(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("found", [b"", b"rubbish", b"\xff\xfe", b"0" * 31])
 def test_what_is_no_id_is_replaced(tmp_path: Path, found: bytes) -> None:
-    (tmp_path / FILE).write_bytes(found)
+    (tmp_path / ID_FILE).write_bytes(found)
     made = node_id(tmp_path)
     assert len(made) == 32 and node_id(tmp_path) == made
 

@@ -31,7 +31,7 @@ class Scripted:
     async def present(self) -> Iterable[Sighting] | None:
         return self.reports.pop(0) if self.reports else None
 
-    def heard(self, host: str) -> None: ...
+    def handshake_requested(self, host: str) -> None: ...
 
     async def leave(self) -> None:
         self.left = True
@@ -178,7 +178,7 @@ def test_another_self_is_recognised_from_the_next_report_on() -> None:
     membership = after([Sighting(HERE, ME), Sighting(THERE, replace(ME, life="copy"))])
     assert membership.own_addresses == {HERE} and membership.incompatible[THERE].state == "our id"
     fresh = replace(ME, node="fresh")
-    membership.become(Scripted([Sighting(HERE, fresh), Sighting(THERE, replace(ME, life="copy"))]), fresh)
+    membership.take_id(Scripted([Sighting(HERE, fresh), Sighting(THERE, replace(ME, life="copy"))]), fresh)
     polled(membership)
     assert membership.own == {"fresh"} and membership.own_addresses == {HERE}
     assert set(membership.members) == {"fresh", "me"} and not membership.incompatible

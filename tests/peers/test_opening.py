@@ -19,10 +19,10 @@ ME = Handshake("me", VERSION, "g", "f", 1.0)
 
 @pytest.mark.parametrize("text", ["static:localhost:7070,localhost:7071", "dns:localhost:7070"])
 def test_a_node_finds_itself_and_the_others(text: str) -> None:
-    asked: list[tuple[str, int]] = []
+    asked: list[Address] = []
 
-    async def identify(host: str, port: int) -> Handshake:
-        asked.append((host, port))
+    async def identify(address: Address) -> Handshake:
+        asked.append(address)
         return Handshake("other", VERSION, "g", "f", 2.0)
 
     async def main() -> None:
@@ -36,14 +36,14 @@ def test_a_node_finds_itself_and_the_others(text: str) -> None:
             nursery.cancel_scope.cancel()
         assert all(address.port == 7070 for address in membership.own_addresses)
         if text.startswith("static"):
-            assert asked == [("localhost", 7071)]
+            assert asked == [Address("localhost", 7071)]
             assert membership.ring.members == {"me": 1.0, "other": 2.0}
 
     trio.run(main)
 
 
 def test_etcd_is_a_registry() -> None:
-    async def identify(host: str, port: int) -> Handshake:
+    async def identify(address: Address) -> Handshake:
         raise AssertionError("who registers says who it is")
 
     source = open_source(

@@ -58,7 +58,7 @@ def epoch(
             heapq.heappush(events, (max(now, arrives[file]) + 0.0002, who))
         else:
             end = max(end, now)
-        while flying < slots and policy.wish() and cursor < files:
+        while flying < slots and policy.more_files() and cursor < files:
             if cursor not in arrives:
                 policy.started()
                 ahead.add(cursor)

@@ -20,10 +20,10 @@ def store() -> Store:
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"), [(0, 0), (0.01, 0.015), (0.05, 0.075), (0.1, 0.675), (0.13, 1), (1, 1)]
+    ("demanded", "expected"), [(0, 0), (0.01, 0.015), (0.05, 0.075), (0.1, 0.675), (0.13, 1), (1, 1)]
 )
-def test_the_share_that_may_lie_unused(asked: float, expected: float) -> None:
-    assert share(asked) == pytest.approx(expected)
+def test_the_share_that_may_lie_unused(demanded: float, expected: float) -> None:
+    assert share(demanded) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -59,9 +59,9 @@ def test_a_part_that_is_not_spread_evenly_is_left_alone() -> None:
     policy.files = FILES
     for _ in range(FILES // 8):
         policy.missed(0.0)
-        for _ in range(policy.wish()):
+        for _ in range(policy.more_files()):
             policy.started()
-    assert policy.disappoints and not policy.wish()
+    assert policy.rarely_used and not policy.more_files()
     assert policy.unused < FILES // 4
 
 
@@ -71,21 +71,21 @@ def test_an_epoch_begins_anew_and_what_lies_fetched_goes_over() -> None:
     for number in range(400):
         policy.in_epoch(1 if number else 0)  # nothing was known of the data set at its first file
         policy.missed(0.0)
-    assert policy.demanded == 400 and not policy.wish()
+    assert policy.demanded == 400 and not policy.more_files()
     policy.fetched = 7
     policy.in_epoch(2)
     assert (policy.demanded, policy.unused) == (0, 7)
     for _ in range(30):
         policy.in_epoch(2)
         policy.missed(0.0)
-    assert policy.demanded == 30 and policy.wish() and policy.begin_pass()
+    assert policy.demanded == 30 and policy.more_files() and policy.begin_pass()
 
 
 def test_how_many_there_are_may_not_be_known_yet() -> None:
     policy = Directory()
     for _ in range(10):
         policy.missed(0.0)
-    assert policy.wish() == 15
+    assert policy.more_files() == 15
 
 
 def test_what_failed_may_be_tried_again_and_what_was_lost_is_waste() -> None:
@@ -93,11 +93,11 @@ def test_what_failed_may_be_tried_again_and_what_was_lost_is_waste() -> None:
     policy.files = 100
     for _ in range(3):
         policy.missed(0.0)
-    wish = policy.wish()
+    wish = policy.more_files()
     policy.started()
-    assert policy.wish() == wish - 1
+    assert policy.more_files() == wish - 1
     policy.failed()
-    assert policy.wish() == wish
+    assert policy.more_files() == wish
 
 
 def test_a_long_listing_is_not_gone_through_for_every_file() -> None:
@@ -125,9 +125,9 @@ def test_what_lies_unused_never_passes_the_share(files: int, events: list[bool])
         else:
             policy.missed(0.0)
         before, unused = policy.demanded, policy.unused
-        for _ in range(policy.wish()):
+        for _ in range(policy.more_files()):
             policy.started()
             waiting.append(-len(waiting))
-        assert policy.wish() == 0 and policy.unused == len(waiting)
+        assert policy.more_files() == 0 and policy.unused == len(waiting)
         assert len(waiting) <= max(unused, min(share(before / files) * files, files - before))
     assert policy.used <= policy.demanded

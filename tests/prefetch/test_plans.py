@@ -177,12 +177,12 @@ def test_each_file_is_taken_once_and_across_the_epochs() -> None:
         items.append(item)
     assert [item.path for item in items] == [b"d/%06d" % i for i in [*range(10), *range(5, 10), *range(5)]]
     assert (items[12].epoch, items[12].place) == (1, 2)
-    plan.give_back(items[12])
+    plan.put_back(items[12])
     again = plan.take()
     assert again == items[12]
-    assert not plan.passed(0, 0) and not plan.passed(1, 0)
+    assert not plan.is_past(0, 0) and not plan.is_past(1, 0)
     run(plan, range(10))
-    assert plan.passed(0, 5) and not plan.passed(0, 6) and not plan.passed(1, 0)  # which may come late
+    assert plan.is_past(0, 5) and not plan.is_past(0, 6) and not plan.is_past(1, 0)  # which may come late
 
 
 def test_what_is_needed_soon_is_looked_at_once_more() -> None:
@@ -254,7 +254,7 @@ def test_plans_go_by_time_and_by_number() -> None:
     gone = plans.put(Plan("new", files, 1e9))
     assert gone is not None and gone.name == "0" and len(plans) == MOST_PLANS
     assert plans.drop("new") is not None and plans.drop("new") is None
-    assert plans.unused(100.5 + DROP_AFTER_S) == [str(i) for i in range(1, 101)]
+    assert plans.expired(100.5 + DROP_AFTER_S) == [str(i) for i in range(1, 101)]
 
 
 @given(st.data())
@@ -269,7 +269,7 @@ def test_whatever_is_opened_places_stay_within_the_orders(data: st.DataObject) -
         elif what == "open":
             plan.opened(plan.files[data.draw(st.integers(0, count - 1))], 0.0)
         elif (item := plan.take()) is not None and what == "back":
-            plan.give_back(item)
+            plan.put_back(item)
         assert len(plan.orders) <= 2
         assert min(plan.position, plan.ahead) >= 0
         assert plan.position - NEAR_MOST <= plan.ahead <= max(len(plan), plan.position)

@@ -42,10 +42,10 @@ async def announce(
 ) -> None:
     step = 700
     for at in range(0, len(names), step):
-        await prefetcher.hint_files(plan, list(names[at : at + step]), at, len(names))
+        await prefetcher.hints.files(plan, list(names[at : at + step]), at, len(names))
     for at in range(0, len(order), step):
         text = base64.b64encode(array("I", order[at : at + step]).tobytes()).decode()
-        await prefetcher.hint_order(plan, epoch, text, at, len(order))
+        await prefetcher.hints.order(plan, epoch, text, at, len(order))
 
 
 async def test_a_shuffled_epoch_fetches_each_file_once_and_in_time() -> None:
@@ -289,7 +289,7 @@ async def test_a_plan_survives_the_daemon(tmp_path: Path) -> None:
         await announce(w.prefetcher, names, order)
         await announce(w.prefetcher, names, order[::-1], epoch=1)
         await announce(w.prefetcher, names, range(10), plan="other")
-        await w.prefetcher.hint_drop("other")
+        await w.prefetcher.hints.drop("other")
     shop = Shop(names)
     async with world(shop, budget=50_000, plans=tmp_path) as w:
         await w.quiet()
@@ -326,22 +326,22 @@ async def test_chunks_are_checked() -> None:
     async with world(Shop(paths(3))) as w:
         p = w.prefetcher
         with pytest.raises(ConfigError):
-            await p.hint_order("p", 0, "", 0, 0)
+            await p.hints.order("p", 0, "", 0, 0)
         with pytest.raises(ConfigError):
-            await p.hint_files("p", ["x"], 5, 10)
-        assert await p.hint_files("p", ["a", "b"], 0, 3) == 2
+            await p.hints.files("p", ["x"], 5, 10)
+        assert await p.hints.files("p", ["a", "b"], 0, 3) == 2
         with pytest.raises(ConfigError):
-            await p.hint_files("p", ["c"], 1, 3)
-        assert await p.hint_files("p", ["c"], 2, 3) == 3
+            await p.hints.files("p", ["c"], 1, 3)
+        assert await p.hints.files("p", ["c"], 2, 3) == 3
         for text in ("!", base64.b64encode(b"abc").decode(), base64.b64encode(b"\7\0\0\0").decode()):
             with pytest.raises(ConfigError):
-                await p.hint_order("p", 0, text, 0, 3)
+                await p.hints.order("p", 0, text, 0, 3)
         with pytest.raises(ConfigError):
-            await p.hint_order("p", 0, "", 0, 1 << 40)
+            await p.hints.order("p", 0, "", 0, 1 << 40)
         with pytest.raises(ConfigError):
-            await p.hint_files("", [], 0, 0)
+            await p.hints.files("", [], 0, 0)
         with pytest.raises(ConfigError):
-            await p.hint_files("p", [], 0, 1 << 40)
+            await p.hints.files("p", [], 0, 1 << 40)
 
 
 async def test_an_order_for_another_list_is_refused() -> None:
@@ -350,8 +350,8 @@ async def test_an_order_for_another_list_is_refused() -> None:
         await announce(w.prefetcher, names, range(30), plan="p")
         text = base64.b64encode(array("I", range(30)).tobytes()).decode()
         with pytest.raises(ConfigError, match="another list"):
-            await w.prefetcher.hint_order("p", 1, text, 0, 30, hints.digest(others))
-        assert await w.prefetcher.hint_order("p", 1, text, 0, 30, hints.digest(names)) == 30
+            await w.prefetcher.hints.order("p", 1, text, 0, 30, hints.digest(others))
+        assert await w.prefetcher.hints.order("p", 1, text, 0, 30, hints.digest(names)) == 30
 
 
 async def test_what_is_never_opened_is_given_up() -> None:

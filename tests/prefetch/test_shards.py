@@ -205,7 +205,7 @@ def test_looking_at_shards_predicts_nothing() -> None:
     shards = Shards()
     for number, name in enumerate(PADDED.names):
         assert shards.opened(1, 1 + number % 3, name, PADDED) == []
-    assert not shards.trusts(1, 1)
+    assert not shards.worth_fetching(1, 1)
 
 
 def test_the_next_is_predicted_when_one_has_been_read() -> None:
@@ -223,7 +223,7 @@ def test_a_reader_that_turns_to_looking_costs_a_few(read: int) -> None:
         if number < read:
             predicted |= set(shards.was_read(1, 1, PADDED))
     assert len(predicted - set(PADDED.names[:read])) <= MOST_UNREAD + AHEAD
-    assert shards.opened(1, 1, PADDED.names[200], PADDED) == [] and not shards.trusts(1, 1)
+    assert shards.opened(1, 1, PADDED.names[200], PADDED) == [] and not shards.worth_fetching(1, 1)
     assert shards.was_read(1, 1, PADDED) == PADDED.names[201:203]  # and begins again
 
 
@@ -233,7 +233,7 @@ def test_one_in_three_is_seen_and_no_prediction_is_lost(processes: int) -> None:
     shards, seen, count = Shards(), 0, 60 * processes
     for number, name in enumerate(PADDED.names[:count]):
         pid = number % processes
-        doubts = shards.doubts(1, pid) or number < processes
+        doubts = shards.must_see_reads(1, pid) or number < processes
         predicted = shards.opened(1, pid, name, PADDED)
         if doubts:
             seen += 1
@@ -261,7 +261,7 @@ def test_what_was_here_already_says_nothing() -> None:
     shards.was_read(1, 1, PADDED)
     for name in names[1:50]:  # of an earlier epoch, out of the kernel's memory
         assert shards.opened(1, 1, name, PADDED, counts=False)
-    assert shards.trusts(1, 1)
+    assert shards.worth_fetching(1, 1)
 
 
 def test_streams_are_bounded() -> None:

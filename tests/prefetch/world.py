@@ -148,7 +148,7 @@ async def world(
                 volumes,
                 lab.metrics,
                 slots=slots,
-                budget=lambda: budget,
+                capacity=lambda: 2 * budget,
                 directory=plans,
                 clock=Clock(),
             )

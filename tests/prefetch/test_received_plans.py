@@ -1,5 +1,5 @@
-"""What is announced comes from anybody who may speak to the daemon, and is kept where anything may be written: neither
-stops it, and what is never finished takes no memory for long."""
+"""Plans come from any client of the control socket, and are kept in a directory that other programs may write. Neither stops
+the daemon, and a plan that is never finished takes no memory for long."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from cachefs.base.errors import ConfigError
-from cachefs.prefetch import plans as announced
-from cachefs.prefetch.plans import MOST_FILES, UNFINISHED_S, Announced, Files, Plans, PlanStore, Snapshot
+from cachefs.prefetch import plans
+from cachefs.prefetch.plans import MOST_FILES, UNFINISHED_S, Files, Hints, Plans, PlanStore, Snapshot
 from tests.prefetch.test_plans import plan_of
 
 
@@ -25,7 +25,7 @@ class Told:
     def __init__(self, plan_store: PlanStore | None = None) -> None:
         self.now = 1000.0
         self.plans = Plans()
-        self.announced = Announced(self.plans, plan_store, lambda: self.now)
+        self.hints = Hints(self.plans, plan_store, lambda: None, lambda: self.now)
 
 
 WRONG: list[Any] = [2.0, "2", None, [2], True, float("nan")]
@@ -38,12 +38,12 @@ async def test_numbers_are_whole(name: str, wrong: Any) -> None:
     order: dict[str, Any] = {"epoch": 0, "at": 0, "total": 2}
     if name != "epoch":
         with pytest.raises(ConfigError):
-            await told.announced.files(**{"plan": "p", "paths": ["a", "b"], "at": 0, "total": 2, name: wrong})
-    await told.announced.files("p", ["a", "b"], 0, 2)
+            await told.hints.files(**{"plan": "p", "paths": ["a", "b"], "at": 0, "total": 2, name: wrong})
+    await told.hints.files("p", ["a", "b"], 0, 2)
     with pytest.raises(ConfigError):
-        await told.announced.order(plan="p", indices_b64=numbers(0, 1), **{**order, name: wrong})
+        await told.hints.order(plan="p", indices_b64=numbers(0, 1), **{**order, name: wrong})
     assert told.plans.take() is None
-    await told.announced.order(plan="p", indices_b64=numbers(0, 1), **order)
+    await told.hints.order(plan="p", indices_b64=numbers(0, 1), **order)
     assert told.plans.take() is not None and told.plans.opened(b"a", 0.0)
 
 
@@ -51,12 +51,12 @@ async def test_numbers_are_whole(name: str, wrong: Any) -> None:
 async def test_paths_are_paths(paths: Any) -> None:
     told = Told()
     with pytest.raises(ConfigError):
-        await told.announced.files("p", paths, 0, 1)
+        await told.hints.files("p", paths, 0, 1)
     for name in (1, None, ["p"], "", "p" * 1000):
         with pytest.raises(ConfigError):
-            await told.announced.files(name, ["a"], 0, 1)  # type: ignore[arg-type]
+            await told.hints.files(name, ["a"], 0, 1)  # type: ignore[arg-type]
         with pytest.raises(ConfigError):
-            await told.announced.order(name, 0, "", 0, 0)  # type: ignore[arg-type]
+            await told.hints.order(name, 0, "", 0, 0)  # type: ignore[arg-type]
     assert not told.plans.by_name
 
 
@@ -70,19 +70,19 @@ def test_a_list_takes_memory_as_its_paths_come() -> None:
 
 async def test_what_is_not_finished_is_forgotten() -> None:
     told = Told()
-    await told.announced.files("p", ["a"], 0, 2)
+    await told.hints.files("p", ["a"], 0, 2)
     told.now += UNFINISHED_S - 1
-    await told.announced.drop_unused()
-    assert await told.announced.files("p", ["b"], 1, 2) == 2
-    await told.announced.order("p", 0, numbers(0), 0, 2)
-    await told.announced.files("q", ["a"], 0, 2)
+    await told.hints.drop_unused()
+    assert await told.hints.files("p", ["b"], 1, 2) == 2
+    await told.hints.order("p", 0, numbers(0), 0, 2)
+    await told.hints.files("q", ["a"], 0, 2)
     told.now += UNFINISHED_S - 1
-    await told.announced.order("p", 0, "", 1, 2)
+    await told.hints.order("p", 0, "", 1, 2)
     told.now += 2
-    await told.announced.drop_unused()
+    await told.hints.drop_unused()
     with pytest.raises(ConfigError):
-        await told.announced.files("q", ["b"], 1, 2)
-    assert await told.announced.order("p", 0, numbers(1), 1, 2) == 2
+        await told.hints.files("q", ["b"], 1, 2)
+    assert await told.hints.order("p", 0, numbers(1), 1, 2) == 2
     assert list(told.plans.by_name) == ["p"]
 
 
@@ -91,14 +91,14 @@ async def test_who_has_to_go_leaves_no_part_of_an_order(monkeypatch: pytest.Monk
     told = Told()
     for name in "pqr":
         told.now += 1
-        await told.announced.files(name, ["a", "b"], 0, 2)
-        await told.announced.order(name, 0, numbers(0), 0, 2)
+        await told.hints.files(name, ["a", "b"], 0, 2)
+        await told.hints.order(name, 0, numbers(0), 0, 2)
     assert list(told.plans.by_name) == ["q", "r"]
-    assert list(told.announced._orders) == ["q", "r"]
-    monkeypatch.setattr(announced, "MOST_PLANS", 2)
+    assert list(told.hints._orders) == ["q", "r"]
+    monkeypatch.setattr(plans, "MOST_PLANS", 2)
     for name in "stu":
-        await told.announced.files(name, ["a"], 0, 2)
-    assert list(told.announced._files) == ["t", "u"]
+        await told.hints.files(name, ["a"], 0, 2)
+    assert list(told.hints._files) == ["t", "u"]
 
 
 # -- the plan store -----------------------------------------------------------------------------------------
