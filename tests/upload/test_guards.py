@@ -63,7 +63,7 @@ async def test_after_a_success_nothing_of_the_failures_before_is_left(
             with pytest.raises(OriginFailed):
                 await d.uploads.commit(dirty_file)
             assert dirty_file.trying.told
-            while dirty_file.dirty:  # noqa: ASYNC110 - as above
+            while dirty_file.dirty or dirty_file.attempt:  # noqa: ASYNC110 - as above
                 await trio.sleep(0.1)
         else:
             await d.uploads.commit(dirty_file)
