@@ -357,6 +357,8 @@ class LocalChanges:
             node.dirty_file = None  # a handle that reads the stored version may keep the node
         if node.held or not (node.settled or node.removed) or node.ino in self.nodes:
             return
+        if node.removed and self.named(node):
+            return  # its name goes, or stays: opens wait for that
         if self._places.get((node.directory.ino, node.name)) is node:
             del self._places[node.directory.ino, node.name]
         if node.dirty_file is not None:
@@ -379,6 +381,7 @@ class LocalChanges:
         except BaseException:
             if node.dirty_file is None or not node.dirty_file.discarded:
                 node.removed = False
+                self._forget(node)
             else:  # it is given up already: the store says what is there
                 await self.write(node.directory, node.name, False)
                 self.look_again((node.directory, node.name))
