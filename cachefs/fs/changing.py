@@ -1,7 +1,7 @@
 """Names that come, go and move: at the store first, then here, as the store's answer would be written.
 
 Renaming is, at the store, a copy and a deletion for each object, and here an inode that gets another name. What the store
-does not have yet moves for nothing (`Writer.rename`). What it has is copied before it is deleted, so that at every moment
+does not have yet moves for nothing (`Uploads.rename`). What it has is copied before it is deleted, so that at every moment
 at least one of both names shows it. A directory is all keys below it: all are copied, then all deleted, and a note in the
 journal lets the next start finish what a crash has cut short. A copy that fails undoes the others; a deletion that fails
 leaves both names and says so. For other nodes none of this is atomic.
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from cachefs.fs.lookup import Looker
     from cachefs.fs.overrides import Overrides
     from cachefs.fs.tree import Tree
-    from cachefs.fs.writer import Writer
     from cachefs.origin import Origin
     from cachefs.origin.protocol import ObjectInfo
+    from cachefs.upload import Uploads
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Changing:
         files: OpenFiles,
         local_changes: LocalChanges,
         kept: Overrides,
-        writer: Writer,
+        writer: Uploads,
         shape: Callable[[int, bool, Row], Attributes],
     ) -> None:
         """`shape` gives what is shown under a number, of a directory or not, of what the origin has."""

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -48,10 +48,12 @@ from cachefs.fs.refreshing import Refreshing
 from cachefs.fs.rows import NO_ROW, PINNED, Row
 from cachefs.fs.tree import Directory, Found, Tree, Volume, clock_of
 from cachefs.fs.tree_queries import TreeQueries, object_of
-from cachefs.fs.writer import DirtyFile, Writer
 from cachefs.fs.writing import Writing
 from cachefs.fs.xattrs import NoAttribute
 from cachefs.origin import Origin
+
+if TYPE_CHECKING:
+    from cachefs.upload import DirtyFile, Uploads
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_CREAT | os.O_APPEND
 
@@ -79,7 +81,7 @@ class FileSystem:
         options: Options,
         metrics: Metrics,
         clock: Callable[[], float] | None = None,
-        writer: Writer | None = None,
+        writer: Uploads | None = None,
         times: Times | None = None,
     ) -> None:
         self.on_invalidate: InvalidateHook = _nobody_listens

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from cachefs.fs.freshness import Freshness
     from cachefs.fs.listing import Lister
     from cachefs.fs.overrides import Overrides
-    from cachefs.fs.writer import DirtyFile, Writer
     from cachefs.origin import Origin
+    from cachefs.upload import DirtyFile, Uploads
 
 
 DIRTY_FILE_ETAG = "draft "
@@ -88,7 +88,7 @@ class LocalChanges:
         lister: Lister,
         files: OpenFiles,
         kept: Overrides,
-        writer: Writer,
+        writer: Uploads,
         wall: Callable[[], float],
         times: Times,
     ) -> None:
