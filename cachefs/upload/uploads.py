@@ -643,18 +643,22 @@ class Uploads:
             if made and not replaced and (not dirty_file.conflicts or await self._own(dirty_file)):
                 await dirty_file.origin.delete(dirty_file.key)
 
-    # -- what dirty files ask (Owner) -------------------------------------------------------------------
+    # -- what dirty files ask -----------------------------------------------------------------------
 
     def admits(self, dirty_file: DirtyFile, count: int) -> bool:
+        """Whether as many bytes may be written now."""
         return self._room.admits(dirty_file, count)
 
     async def admit(self, dirty_file: DirtyFile, count: int) -> None:
+        """Return when as many bytes may be written. `NoRoom` when the disk stays full."""
         await self._room.admit(dirty_file, count)
 
     async def more_room(self, dirty_file: DirtyFile, count: int) -> bool:
+        """The disk was full after all: whether it is worth another attempt."""
         return await self._room.more(dirty_file, count)
 
     def wrote(self, dirty_file: DirtyFile) -> None:
+        """Its content has changed."""
         dirty_file.mtime_ns = self._now_ns()
         if self._disk.shared is not None:
             if dirty_file.record.says_clean:
@@ -668,6 +672,7 @@ class Uploads:
             dirty_file.sender.push(self._queue.nursery)
 
     async def renew(self, dirty_file: DirtyFile) -> StagingFile:
+        """A new staging file for it, with its content: the cache has the old one."""
         file = StagingFile(self._disk, uuid4().hex, new=True)
         try:
             await dirty_file.file.copy_to(file, dirty_file.size)
@@ -680,6 +685,7 @@ class Uploads:
         await self._records.keep(dirty_file)
 
     async def orphaned(self, dirty_file: DirtyFile, upload: Upload) -> None:
+        """This upload will not be completed."""
         await self._records.orphaned(dirty_file.origin.source, upload.key, upload.state())
 
     def _hopeful(self, dirty_file: DirtyFile | None) -> bool:
