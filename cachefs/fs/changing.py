@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -70,27 +70,18 @@ Copied = dict[str, tuple["ObjectInfo", "ObjectInfo"]]
 """Original and copy, by the key of the original."""
 
 
+@dataclass(eq=False, repr=False)
 class Changing:
-    def __init__(
-        self,
-        tree: Tree,
-        looker: Looker,
-        lister: Lister,
-        files: OpenFiles,
-        local_changes: LocalChanges,
-        kept: Overrides,
-        writer: Uploads,
-        shape: Callable[[int, bool, Row], Attributes],
-    ) -> None:
-        """`shape` gives what is shown under a number, of a directory or not, of what the origin has."""
-        self._tree = tree
-        self._looker = looker
-        self._lister = lister
-        self._files = files
-        self._local_changes = local_changes
-        self._shape = shape
-        self._kept = kept
-        self._writer = writer
+    """`_shape` gives what is shown under a number, of a directory or not, of what the origin has."""
+
+    _tree: Tree
+    _looker: Looker
+    _lister: Lister
+    _files: OpenFiles
+    _local_changes: LocalChanges
+    _kept: Overrides
+    _writer: Uploads
+    _shape: Callable[[int, bool, Row], Attributes]
 
     # -- directories -------------------------------------------------------------------------------
 
@@ -578,14 +569,15 @@ class Changing:
             raise error
 
 
+@dataclass(eq=False, repr=False)
 class _Copies:
-    """Of objects below one prefix, to where they are to be. `moved` is told that the cache may take one for the other."""
+    """Of objects below one prefix, to where they are to be. `_moved` is told that the cache may take one for the other."""
 
-    def __init__(
-        self, origin: Origin, prefix: str, new: str, moved: Callable[[ObjectId, ObjectId], Awaitable[None]]
-    ) -> None:
-        self._origin, self._prefix, self._new, self._moved = origin, prefix, new, moved
-        self._made: list[tuple[ObjectInfo, ObjectInfo]] = []
+    _origin: Origin
+    _prefix: str
+    _new: str
+    _moved: Callable[[ObjectId, ObjectId], Awaitable[None]]
+    _made: list[tuple[ObjectInfo, ObjectInfo]] = field(default_factory=list)
 
     @property
     def made(self) -> Copied:

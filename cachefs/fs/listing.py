@@ -93,28 +93,23 @@ class Listing:
         turn.end(failure=failure)
 
 
+@dataclass(eq=False, repr=False)
 class Lister:
     """Runs the listings of all directories."""
 
-    def __init__(
-        self,
-        tree: Tree,
-        freshness: Freshness,
-        metrics: Metrics,
-        on_change: ChangeHook,
-    ) -> None:
-        self._tree = tree
-        self._freshness = freshness
-        self._metrics = metrics
-        self._on_change = on_change
-        self._running: dict[Listing, trio.CancelScope] = {}
-        self._all_done = trio.Event()
-        self._closed = False
-        self._disordered: set[str] = set()  # sources caught breaking the order they claim
+    _tree: Tree
+    _freshness: Freshness
+    _metrics: Metrics
+    _on_change: ChangeHook
+    _running: dict[Listing, trio.CancelScope] = field(default_factory=dict)
+    _all_done: trio.Event = field(default_factory=trio.Event)
+    _closed: bool = False
+    _disordered: set[str] = field(default_factory=set)  # sources caught breaking the order they claim
+    _tops: list[Directory] = field(default_factory=list)  # kept: they know that their listings are early
 
     def list_tops(self, absent: Container[Origin]) -> None:
         """See `FileSystem.list_tops`."""
-        self._tops = self._tree.tops()  # kept: they know that their listings are early
+        self._tops = self._tree.tops()
         for top in self._tops:
             origin, now = top.origin, self._tree.clock()
             if origin is None or origin in absent or not origin.can_list or not top.ttls.ttl:

@@ -30,7 +30,7 @@ from cachefs.origin.protocol import ObjectInfo
 if TYPE_CHECKING:
     from cachefs.base.shared_memory import Times
     from cachefs.fs.files import FileHandle, OpenFiles
-    from cachefs.fs.freshness import Freshness
+    from cachefs.fs.freshness import Freshness, HeldNames
     from cachefs.fs.listing import Lister
     from cachefs.fs.overrides import Overrides
     from cachefs.origin import Origin
@@ -80,31 +80,26 @@ class Node:
         return Found(self.ino, False, self.row, now)
 
 
+@dataclass(eq=False, repr=False)
 class LocalChanges:
-    def __init__(
-        self,
-        tree: Tree,
-        freshness: Freshness,
-        lister: Lister,
-        files: OpenFiles,
-        kept: Overrides,
-        writer: Uploads,
-        wall: Callable[[], float],
-        times: Times,
-    ) -> None:
-        self._tree = tree
-        self._freshness = freshness
-        self._lister = lister
-        self._files = files
-        self._kept = kept
-        self._writer = writer
-        self._wall = wall
-        self.nodes: dict[int, Node] = {}  # by number: those that are open
-        self._places: dict[tuple[int, bytes], Node] = {}  # those that have a name, held or open
-        self._by_dirty_file: dict[str, Node] = {}
-        self.times = times  # of directories in which something was changed here
-        self._doomed: list[int] = []  # directories that have lost their names
-        self.held = freshness.held
+    """`times` are of directories in which something was changed here."""
+
+    _tree: Tree
+    _freshness: Freshness
+    _lister: Lister
+    _files: OpenFiles
+    _kept: Overrides
+    _writer: Uploads
+    _wall: Callable[[], float]
+    times: Times
+    nodes: dict[int, Node] = field(default_factory=dict)  # by number: those that are open
+    _places: dict[tuple[int, bytes], Node] = field(default_factory=dict)  # that have a name, held or open
+    _by_dirty_file: dict[str, Node] = field(default_factory=dict)
+    _doomed: list[int] = field(default_factory=list)  # directories that have lost their names
+
+    @property
+    def held(self) -> HeldNames:
+        return self._freshness.held
 
     def at(self, directory: Directory, name: bytes) -> Node | None:
         """The node of a name, held or only open."""
