@@ -273,7 +273,7 @@ class DirtyFile:
                 self.look()
                 before = self.size
             await self._may_change(min(offset, before))
-            await self._owner.admit(self, count)
+            await self._owner.room.admit(self, count)
             try:
                 # What was acknowledged comes back after a crash with all that was written since.
                 appends = offset == before and self.kernel.way is Way.HERE and not self.acknowledged
@@ -296,7 +296,7 @@ class DirtyFile:
             return False
         if attempt is not None and min(offset, self.size) < attempt.frozen:
             return False  # these bytes are being sent
-        if offset + count > self.origin.limits.largest_object or not self._owner.admits(self, count):
+        if offset + count > self.origin.limits.largest_object or not self._owner.room.admits(self, count):
             return False
         if not self.file.write_now(offset, data):
             return False
@@ -323,7 +323,7 @@ class DirtyFile:
             self.within_limits(end)
             self.look()
             await self._may_change(self.size)
-            await self._owner.admit(self, length)
+            await self._owner.room.admit(self, length)
             await self._with_room(length, lambda: self.file.allocate(offset, length))
             if end > self.size:
                 self.parts.resized(end)
@@ -333,7 +333,7 @@ class DirtyFile:
         try:
             await change()
         except NoRoom:
-            if not await self._owner.more_room(self, count):
+            if not await self._owner.room.more(self, count):
                 raise
             await change()
 
