@@ -401,10 +401,7 @@ class DirtyFiles:
             if self._local_changes.of_dirty_file(dirty_file) is not None:
                 continue
             directory, name = await find(dirty_file.origin, dirty_file.key)
-            if ino := dirty_file.ino:
-                self._local_changes.leave_other_place(directory, name, ino)
-            else:
-                ino = self._local_changes.inode_at(directory, name)
+            ino = self._local_changes.inode_of(dirty_file, directory, name)
             node = Node(directory, name, ino, stored=True)
             self._local_changes.give(node, dirty_file)
             await self._local_changes.hold(node)

@@ -84,7 +84,7 @@ class FileSystem:
         writer: Uploads | None = None,
         times: Times | None = None,
     ) -> None:
-        self.on_invalidate: InvalidateHook = _nobody_listens
+        self.on_invalidate: InvalidateHook = lambda ino, parent, name: None
         self.told: Callable[[], Awaitable[None]] = (
             trio.lowlevel.checkpoint
         )  # waits until the kernel was told everything that it had to be told so far
@@ -567,11 +567,7 @@ class FileSystem:
         self, parent: int, name: bytes, mode: int, pid: int, uid: int, gid: int
     ) -> tuple[Attributes, float]:
         """A new, empty file at the store. `NotPermitted` for anything but a regular file."""
-        writing = self._write
-
-        async def make(directory: Directory, name: bytes) -> int:
-            return await writing.mknod(directory, name, mode, pid, uid, gid)
-
+        make = partial(self._write.mknod, mode=mode, pid=pid, uid=uid, gid=gid)
         return await self.getattr(await self._claimed((parent, name), make))
 
     async def write(self, fh: int, offset: int, data: Buffer) -> int:
@@ -637,15 +633,9 @@ class FileSystem:
         self, parent: int, name: bytes, mode: int, uid: int, gid: int
     ) -> tuple[Attributes, float]:
         """A marker at the store, so that all see it. Raises `AlreadyExists`."""
-        writing = self._write
-
-        async def make(directory: Directory, name: bytes) -> tuple[Attributes | None, float]:
-            found = await writing.mkdir(directory, name, mode, uid, gid)
-            return self._answer(found, directory, name)
-
-        attributes, ttl = await self._claimed((parent, name), make)
-        assert attributes is not None
-        return attributes, ttl
+        make = partial(self._write.mkdir, mode=mode, uid=uid, gid=gid)
+        found: Found = await self._claimed((parent, name), make)
+        return self._shape(found.ino, True, found.row), self._seconds_until(found.until)
 
     async def unlink(self, parent: int, name: bytes) -> None:
         """Open handles go on with what was written here, or with what is cached. Raises `NotFound`, `IsADirectory`."""
@@ -754,7 +744,3 @@ class FileSystem:
                 self._files.release(fh)
         await self._lister.aclose()
         self._directories.handles.clear()
-
-
-def _nobody_listens(ino: int, parent: int, name: bytes) -> None:
-    pass

@@ -15,7 +15,7 @@ so that an open never rests on an answer from before it began.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cachefs.fs.keys import name_in
 from cachefs.fs.tree import Directory, Found, Tree
@@ -250,12 +250,9 @@ class Freshness:
         self._absent.clear()
 
 
-def _put(
-    table: dict[object, float] | dict[int, float] | dict[tuple[int, bytes], float], key: object, value: float
-) -> None:
+def _put(table: dict[Any, float], key: object, value: float) -> None:
     """Set, as the newest; the oldest goes when there are too many."""
-    plain: dict[object, float] = table  # type: ignore[assignment]
-    plain.pop(key, None)
-    plain[key] = value
-    if len(plain) > REMEMBERED:
-        del plain[next(iter(plain))]
+    table.pop(key, None)
+    table[key] = value
+    if len(table) > REMEMBERED:
+        del table[next(iter(table))]

@@ -173,18 +173,17 @@ class LocalChanges:
             raise ObjectChanged(f"no name leads to inode {ino}")
         return directory, mark
 
-    def leave_other_place(self, directory: Directory, name: bytes, ino: int) -> None:
-        """The daemon before has died in a rename: the inode is here, whatever its old place says."""
+    def inode_of(self, dirty_file: DirtyFile, directory: Directory, name: bytes) -> int:
+        """The inode of a dirty file that comes back at a name: its own, or the one that is written down there; 0 where there
+        is none."""
+        if not (ino := dirty_file.ino):
+            row = self._tree.row(directory, name)
+            return 0 if row is None else row.ino
         with suppress(ObjectChanged):
-            above, mark = self._tree.locate(ino)
-            row = self._tree.row(above, mark)
-            if (above, mark) != (directory, name) and row is not None and row.ino == ino:
+            above, mark = self.place_of(ino)
+            if (above, mark) != (directory, name):  # the daemon before has died in a rename
                 self._tree.database.write([("names", above.key + mark, None)])
-
-    def inode_at(self, directory: Directory, name: bytes) -> int:
-        """The inode that is written down for the file of this name; 0 where there is none."""
-        row = self._tree.row(directory, name)
-        return 0 if row is None else row.ino
+        return ino
 
     async def leave_to_readers(self, directory: Directory, name: bytes, ino: int) -> None:
         """The readers of an inode keep it, and its name leads to another one with the same content: a process wants to write
@@ -315,9 +314,8 @@ class LocalChanges:
             or dirty_file is None
             or dirty_file.dirty
             or dirty_file.committed is None
+            or node.moving
         ):
-            return
-        if node.moving:
             return
         info = dirty_file.committed
         new = Row(node.directory.listed.generation, info.mtime_ns, info.size, info.etag, node.ino)

@@ -42,8 +42,8 @@ class Passthrough:
         self._relieve = relieve
         self.possible = False  # as long as the backend or the staging directory's file system cannot do this
         self._direct = self._tells = False
-        self._tell: Callable[[BackingFile], None] = _to_nobody
-        self._retire: Callable[[BackingFile], None] = _to_nobody
+        self._tell: Callable[[BackingFile], None] = lambda backing: None
+        self._retire: Callable[[BackingFile], None] = lambda backing: None
         self._writers = 0
         self._begun = trio.Event()
 
@@ -177,7 +177,3 @@ def _let_go(dirty_file: DirtyFile) -> bool:
         if dirty_file.dirty:  # it is sent in any case, when it is let go
             break
     return False
-
-
-def _to_nobody(backing: BackingFile) -> None:
-    pass
