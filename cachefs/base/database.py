@@ -163,6 +163,15 @@ class Database:
     def _data(self) -> Path:
         return self.path / "data.mdb"
 
+    @property
+    def in_place(self) -> bool:
+        """False if its file was removed from outside, though another one may be there by now."""
+        opened = self._opened
+        try:
+            return opened is None or opened.is_at(self._data)
+        except OSError:
+            return False
+
     def _open(self) -> _Environment:
         return _Environment(self._place, self.tables, fsync=self._fsync and self._left is None)
 
@@ -513,6 +522,9 @@ class _Environment:
     def length(self) -> int:
         """Length of the file now, in bytes. Measured: lseek takes a third of fstat's time."""
         return os.lseek(self._fd, 0, os.SEEK_END)
+
+    def is_at(self, path: Path) -> bool:
+        return os.path.samestat(os.stat(path), os.fstat(self._fd))
 
     def close(self) -> None:
         self.env.close()

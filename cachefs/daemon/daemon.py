@@ -520,7 +520,7 @@ class Daemon:
             if self._uploading is not None:
                 uploads = self._uploading.uploads
                 uploads.enable_passthrough(backend.register, backend.retire)
-                for tier in self._store.tiers if not uploads.takes else ():
+                for tier in self._store.tiers if not uploads.passthrough.possible else ():
                     self._store.refuse(tier, "files of the cache directory do not tell who writes them")
         if config.zero_open and backend.name != "native":
             self._warn(f"--zero-open has no effect: {self._backend.why}")

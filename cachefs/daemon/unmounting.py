@@ -79,7 +79,7 @@ def _wait_for_uploads(path: Path, must: bool, show: Show) -> str | None:
         return None
     if must:
         raise MountError(f"{path} is not unmounted: {asking.describe(left)}")
-    if left.get("lost") == left["files"]:
+    if left.get("lost") == left["files"] or not left.get("promised", True):
         return asking.describe(left)
     return f"{asking.describe(left)}; the next mount of this cache that can be written sends it"
 

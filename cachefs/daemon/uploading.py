@@ -129,6 +129,7 @@ class Uploading:
                 log.info("uploading %s (%s)", about_files(len(pending)), about_bytes(_bytes(pending)))
                 with self._hurry:
                     await self.uploads.flush(deadline_s=self._deadline_s, at_the_end=True)
+            promised = not self.uploads.journal.removed
             left = await self.uploads.aclose(0.0)
         for dirty_file in left[:NAMED]:
             log.warning(
@@ -142,10 +143,13 @@ class Uploading:
             log.error("lost: %s, removed from %s from outside", lost, self._staging)
         if there:
             log.warning(
-                "not at the origin: %s (%s) in %s, and the next mount of this cache that can be written sends it",
+                "not at the origin: %s (%s) in %s, %s",
                 about_files(len(there)),
                 about_bytes(_bytes(there)),
                 self._staging,
+                "and the next mount of this cache that can be written sends it"
+                if promised
+                else f"whose journal was removed: cachefs recover {self._staging.parent} copies it",
             )
         return not left
 
@@ -164,6 +168,7 @@ class Uploading:
             "files": len(left) + others["files"],
             "bytes": _bytes(left) + others["bytes"],
             "lost": sum(isinstance(dirty_file.failure, Lost) for dirty_file in failing),
+            "promised": not self.uploads.journal.removed,
             "in_vain": sum(in_vain(d.failure) for d in failing if d.failure is not None) + others["in_vain"],
             "failures": [
                 *(

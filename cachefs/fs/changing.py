@@ -1,7 +1,7 @@
 """Names that come, go and move: at the store first, then here, as the store's answer would be written.
 
 Renaming is, at the store, a copy and a deletion for each object, and here an inode that gets another name. What the store
-does not have yet moves for nothing (`Writer.rename`). What it has is copied before it is deleted, so that at every moment
+does not have yet moves for nothing (`Uploads.rename`). What it has is copied before it is deleted, so that at every moment
 at least one of both names shows it. A directory is all keys below it: all are copied, then all deleted, and a note in the
 journal lets the next start finish what a crash has cut short. A copy that fails undoes the others; a deletion that fails
 leaves both names and says so. For other nodes none of this is atomic.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from cachefs.fs.lookup import Looker
     from cachefs.fs.overrides import Overrides
     from cachefs.fs.tree import Tree
-    from cachefs.fs.writer import Writer
     from cachefs.origin import Origin
     from cachefs.origin.protocol import ObjectInfo
+    from cachefs.upload import DirtyFile, Uploads
 
 log = logging.getLogger(__name__)
 
@@ -70,27 +70,18 @@ Copied = dict[str, tuple["ObjectInfo", "ObjectInfo"]]
 """Original and copy, by the key of the original."""
 
 
+@dataclass(eq=False, repr=False)
 class Changing:
-    def __init__(
-        self,
-        tree: Tree,
-        looker: Looker,
-        lister: Lister,
-        files: OpenFiles,
-        local_changes: LocalChanges,
-        kept: Overrides,
-        writer: Writer,
-        shape: Callable[[int, bool, Row], Attributes],
-    ) -> None:
-        """`shape` gives what is shown under a number, of a directory or not, of what the origin has."""
-        self._tree = tree
-        self._looker = looker
-        self._lister = lister
-        self._files = files
-        self._local_changes = local_changes
-        self._shape = shape
-        self._kept = kept
-        self._writer = writer
+    """`_shape` gives what is shown under a number, of a directory or not, of what the origin has."""
+
+    _tree: Tree
+    _looker: Looker
+    _lister: Lister
+    _files: OpenFiles
+    _local_changes: LocalChanges
+    _kept: Overrides
+    _writer: Uploads
+    _shape: Callable[[int, bool, Row], Attributes]
 
     # -- directories -------------------------------------------------------------------------------
 
@@ -213,21 +204,18 @@ class Changing:
             raise NotADirectory(f"{to.prefix}{newname.decode()} is a file")
         elif there.is_dir and not found.is_dir:
             raise IsADirectory(f"{to.prefix}{newname.decode()} is a directory")
-        if not found.is_dir:
-            if to is not directory:
-                await self._mark_last(origin, directory, name)
-            await self._move_file((directory, name), found, (to, newname), there)
-            return
-        inside = self._tree.directory(found.ino)
-        if inside.is_top:
-            raise NotPermitted(f"{name.decode()} is a source of the mount")
-        if is_below(to, inside):
-            raise Invalid("a directory cannot be moved into itself")
-        if there is not None:
-            await self._must_be_empty(origin, self._tree.directory(there.ino))
+        if found.is_dir:
+            inside = self._tree.directory(found.ino)
+            if inside.is_top:
+                raise NotPermitted(f"{name.decode()} is a source of the mount")
+            if is_below(to, inside):
+                raise Invalid("a directory cannot be moved into itself")
+            if there is not None:
+                await self._must_be_empty(origin, self._tree.directory(there.ino))
         if to is not directory:
             await self._mark_last(origin, directory, name)
-        await self._move_directory((directory, name), found, (to, newname), there)
+        move = self._move_directory if found.is_dir else self._move_file
+        await move((directory, name), found, (to, newname), there)
 
     # -- renaming a file -----------------------------------------------------------------------------
 
@@ -240,10 +228,10 @@ class Changing:
                     await locks.enter_async_context(one.lock)
             found, there = self._now(place, found), there and self._now(to, there)
             base = there.row.etag if there is not None and there.row.known else None
-            if node is None:
+            if node is None or node.dirty_file is None:
                 await self._stored(place, found, to, replaced)
             else:
-                await self._node(node, found, to, base, replaced)
+                await self._node(node, node.dirty_file, found, to, base, replaced)
 
     def _node_of(self, place: Place, found: Found) -> Node | None:
         """The node of what was found there. Another may be left of a file that another client has replaced."""
@@ -281,28 +269,22 @@ class Changing:
     async def _node(
         self,
         node: Node,
+        dirty_file: DirtyFile,
         found: Found,
         to: Place,
         base: str | None,
-        replaced: Node | None = None,
-        *,
-        upload: bool = True,
+        replaced: Node | None,
     ) -> None:
         """A file that a process has open, or that the origin does not have."""
         place = node.directory, node.name
         origin, key = _key(place)
-        if node.dirty_file is None:
-            await self._stored(place, found, to, replaced)
-            return
-        dirty_file, over = node.dirty_file, None if replaced is None else replaced.dirty_file
+        over = None if replaced is None else replaced.dirty_file
         left = False
 
         async def rename() -> None:
             nonlocal base, left
             base = base if over is None else over.base
-            left = await self._writer.rename(
-                dirty_file, *_key(to), base=base, over=over, upload=upload, leaves=leaves
-            )
+            left = await self._writer.rename(dirty_file, *_key(to), base=base, over=over, leaves=leaves)
 
         async def leaves(older: ObjectInfo) -> None:
             """Note for the next start what goes from the old name, if a crash brings the file back under the new one."""
@@ -457,8 +439,9 @@ class Changing:
     async def _send_back(self, inside: Directory, sent: list[tuple[Node, bool]], to: Place) -> None:
         """What has gone to its new key comes back, as far as the store lets it. What cannot is shown where it is."""
         for node, _ in reversed(sent):
-            dirty_file, gone = node.dirty_file, _key_of(node)
+            dirty_file = node.dirty_file
             assert dirty_file is not None
+            gone = dirty_file.key
             try:
                 if await self._writer.rename(dirty_file, node.origin, node.key, base=None, upload=False):
                     await node.origin.delete(gone)
@@ -515,9 +498,11 @@ class Changing:
 
     def _there(self, directory: Directory, inside: Directory, moved: Directory) -> Directory:
         """The directory below `moved` that is what `directory` is below `inside`; while `applying`."""
-        for name in _path(directory, inside):
-            moved = self._local_changes.below_as(moved, name)
-        return moved
+        if directory is inside:
+            return moved
+        assert directory.parent is not None
+        above = self._there(directory.parent, inside, moved)
+        return self._local_changes.below_as(above, name_in(directory.mark))
 
     async def recover(self, origins: Sequence[Origin], find: Find) -> None:
         """Finish the renames that a daemon died in: of directories forward, copies first. No caller is there to be told of
@@ -578,18 +563,15 @@ class Changing:
             raise error
 
 
+@dataclass(eq=False, repr=False)
 class _Copies:
-    """Of objects below one prefix, to where they are to be. `moved` is told that the cache may take one for the other."""
+    """Of objects below one prefix, to where they are to be. `_moved` is told that the cache may take one for the other."""
 
-    def __init__(
-        self, origin: Origin, prefix: str, new: str, moved: Callable[[ObjectId, ObjectId], Awaitable[None]]
-    ) -> None:
-        self._origin, self._prefix, self._new, self._moved = origin, prefix, new, moved
-        self._made: list[tuple[ObjectInfo, ObjectInfo]] = []
-
-    @property
-    def made(self) -> Copied:
-        return {info.key: (info, made) for info, made in self._made}
+    _origin: Origin
+    _prefix: str
+    _new: str
+    _moved: Callable[[ObjectId, ObjectId], Awaitable[None]]
+    made: Copied = field(default_factory=dict)
 
     def to(self, key: str) -> str:
         return self._new + key.removeprefix(self._prefix)
@@ -606,7 +588,7 @@ class _Copies:
             except CachefsError as exc:
                 failed.append(exc)
                 return
-            self._made.append((info, made))
+            self.made[info.key] = info, made
             await self._tell(info, made)
 
         await each(copy, objects, COPIES_AT_ONCE)
@@ -615,7 +597,7 @@ class _Copies:
 
     async def undo(self, objects: Sequence[ObjectInfo], but: set[str]) -> None:
         """Of all these nothing is there, whether we were told of it or not, but what was there before."""
-        for info, made in self._made:
+        for info, made in self.made.values():
             await self._tell(made, info)
         keys = [self.to(info.key) for info in objects]
         for key, error in (await self._origin.delete_many([key for key in keys if key not in but])).items():
@@ -662,26 +644,10 @@ def _of_copy(kept: dict[str, Any], mtime_ns: int, made: ObjectInfo) -> dict[str,
     return kept if mtime_ns == made.mtime_ns else {"atime_ns": mtime_ns, **kept, "mtime_ns": mtime_ns}
 
 
-def _key_of(node: Node) -> str:
-    """Where the dirty file of a node is at the origin, or goes to."""
-    assert node.dirty_file is not None
-    return node.dirty_file.key
-
-
 def _key(place: Place) -> tuple[Origin, str]:
     directory, name = place
     assert directory.origin is not None
     return directory.origin, directory.prefix + name.decode()
-
-
-def _path(directory: Directory, above: Directory) -> list[bytes]:
-    """The names that lead from `above` down to `directory`."""
-    names: list[bytes] = []
-    while directory is not above:
-        names.append(directory.mark[:-1])
-        assert directory.parent is not None
-        directory = directory.parent
-    return names[::-1]
 
 
 def _is_of(origin: Origin, row: dict[str, Any]) -> bool:

@@ -165,7 +165,9 @@ class DirectoryReader:
             return directory.listed.complete
         if directory.origin is None or not directory.origin.can_list:
             raise Unsupported("this origin cannot be listed: open its files by their full names")
-        return self._lister.demand(directory, horizon).generation
+        listing = self._lister.demand(directory, horizon)
+        directory.listed.early = False  # a reader has it now, as it is
+        return listing.generation
 
     async def _fill(self, handle: DirectoryHandle, after: bytes, rest: list[Entry]) -> bool:
         """Read the next chunk behind the mark `after`, and put it behind the `rest` of the last one; only where there is

@@ -3,7 +3,7 @@
 Opening a file for writing costs nothing and begins nothing, unless it is emptied: its dirty file begins with the first
 change, with the content of the version that is open. From then on all its handles on this node read the dirty file, under
 the same inode number, so that the pages the kernel has are right all along. `close` and `fsync` wait for what the upload
-room promises (`Writer.commit`); when no process writes it any more and the origin has it, it is a file like any other."""
+room promises (`Uploads.commit`); when no process writes it any more and the origin has it, it is a file like any other."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from cachefs.fs.files import FileHandle, Former, OpenFiles
     from cachefs.fs.overrides import Overrides
     from cachefs.fs.rows import Row
-    from cachefs.fs.writer import DirtyFile, Writer
     from cachefs.origin import Origin
+    from cachefs.upload import DirtyFile, Uploads
 
 Opened = tuple[int, int]
 
@@ -55,7 +55,7 @@ class DirtyFiles:
         local_changes: LocalChanges,
         kept: Overrides,
         files: OpenFiles,
-        writer: Writer,
+        writer: Uploads,
         locks: NameLocks,
     ) -> None:
         self._locks = locks
@@ -401,10 +401,7 @@ class DirtyFiles:
             if self._local_changes.of_dirty_file(dirty_file) is not None:
                 continue
             directory, name = await find(dirty_file.origin, dirty_file.key)
-            if ino := dirty_file.ino:
-                self._local_changes.leave_other_place(directory, name, ino)
-            else:
-                ino = self._local_changes.inode_at(directory, name)
+            ino = self._local_changes.inode_of(dirty_file, directory, name)
             node = Node(directory, name, ino, stored=True)
             self._local_changes.give(node, dirty_file)
             await self._local_changes.hold(node)

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -48,10 +48,12 @@ from cachefs.fs.refreshing import Refreshing
 from cachefs.fs.rows import NO_ROW, PINNED, Row
 from cachefs.fs.tree import Directory, Found, Tree, Volume, clock_of
 from cachefs.fs.tree_queries import TreeQueries, object_of
-from cachefs.fs.writer import DirtyFile, Writer
 from cachefs.fs.writing import Writing
 from cachefs.fs.xattrs import NoAttribute
 from cachefs.origin import Origin
+
+if TYPE_CHECKING:
+    from cachefs.upload import DirtyFile, Uploads
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_CREAT | os.O_APPEND
 
@@ -79,10 +81,10 @@ class FileSystem:
         options: Options,
         metrics: Metrics,
         clock: Callable[[], float] | None = None,
-        writer: Writer | None = None,
+        writer: Uploads | None = None,
         times: Times | None = None,
     ) -> None:
-        self.on_invalidate: InvalidateHook = _nobody_listens
+        self.on_invalidate: InvalidateHook = lambda ino, parent, name: None
         self.told: Callable[[], Awaitable[None]] = (
             trio.lowlevel.checkpoint
         )  # waits until the kernel was told everything that it had to be told so far
@@ -565,11 +567,7 @@ class FileSystem:
         self, parent: int, name: bytes, mode: int, pid: int, uid: int, gid: int
     ) -> tuple[Attributes, float]:
         """A new, empty file at the store. `NotPermitted` for anything but a regular file."""
-        writing = self._write
-
-        async def make(directory: Directory, name: bytes) -> int:
-            return await writing.mknod(directory, name, mode, pid, uid, gid)
-
+        make = partial(self._write.mknod, mode=mode, pid=pid, uid=uid, gid=gid)
         return await self.getattr(await self._claimed((parent, name), make))
 
     async def write(self, fh: int, offset: int, data: Buffer) -> int:
@@ -635,15 +633,9 @@ class FileSystem:
         self, parent: int, name: bytes, mode: int, uid: int, gid: int
     ) -> tuple[Attributes, float]:
         """A marker at the store, so that all see it. Raises `AlreadyExists`."""
-        writing = self._write
-
-        async def make(directory: Directory, name: bytes) -> tuple[Attributes | None, float]:
-            found = await writing.mkdir(directory, name, mode, uid, gid)
-            return self._answer(found, directory, name)
-
-        attributes, ttl = await self._claimed((parent, name), make)
-        assert attributes is not None
-        return attributes, ttl
+        make = partial(self._write.mkdir, mode=mode, uid=uid, gid=gid)
+        found: Found = await self._claimed((parent, name), make)
+        return self._shape(found.ino, True, found.row), self._seconds_until(found.until)
 
     async def unlink(self, parent: int, name: bytes) -> None:
         """Open handles go on with what was written here, or with what is cached. Raises `NotFound`, `IsADirectory`."""
@@ -752,7 +744,3 @@ class FileSystem:
                 self._files.release(fh)
         await self._lister.aclose()
         self._directories.handles.clear()
-
-
-def _nobody_listens(ino: int, parent: int, name: bytes) -> None:
-    pass

@@ -15,7 +15,7 @@ so that an open never rests on an answer from before it began.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cachefs.fs.keys import name_in
 from cachefs.fs.tree import Directory, Found, Tree
@@ -92,10 +92,10 @@ class Freshness:
         return min(since, now - directory.ttls.ttl)
 
     def coverage(self, directory: Directory, name: bytes) -> tuple[int, float] | None:
-        """(generation, time) of the newest listing that decides `name`."""
+        """(generation, when it was asked for) of the newest listing that decides `name`."""
         listing = directory.listing
         if listing is not None and listing.covers(name) and self.in_force(directory, listing.epoch):
-            return listing.generation, listing.landed_at
+            return listing.generation, listing.asked_at
         return self.whole(directory)
 
     def whole(self, directory: Directory) -> tuple[int, float] | None:
@@ -162,7 +162,7 @@ class Freshness:
         return STALE_S if generation or (directory.ino, name) in self._absent else None
 
     def absent_since(self, directory: Directory, name: bytes) -> float:
-        """When that was asked or listed which says that a name is missing; long ago if nothing does."""
+        """When that was asked for which says that a name is missing; long ago if nothing does."""
         cover = self.coverage(directory, name)
         until = self._absent.get((directory.ino, name), float("-inf"))
         return max(until - directory.ttls.negative_ttl, float("-inf") if cover is None else cover[1])
@@ -176,7 +176,7 @@ class Freshness:
         if self.held and (held := self.held.get((directory.ino, name))) is not None:
             return held.found(now)
         cover = self.coverage(directory, name) if listings else None
-        if cover is not None and cover[1] < now - BURST_S:
+        if directory.listed.came < now - BURST_S:
             cover = None
         as_dir, as_file = self._tree.find(directory, name)
         for row, is_dir in ((as_dir, True), (as_file, False)):
@@ -250,12 +250,9 @@ class Freshness:
         self._absent.clear()
 
 
-def _put(
-    table: dict[object, float] | dict[int, float] | dict[tuple[int, bytes], float], key: object, value: float
-) -> None:
+def _put(table: dict[Any, float], key: object, value: float) -> None:
     """Set, as the newest; the oldest goes when there are too many."""
-    plain: dict[object, float] = table  # type: ignore[assignment]
-    plain.pop(key, None)
-    plain[key] = value
-    if len(plain) > REMEMBERED:
-        del plain[next(iter(plain))]
+    table.pop(key, None)
+    table[key] = value
+    if len(table) > REMEMBERED:
+        del table[next(iter(table))]

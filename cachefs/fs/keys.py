@@ -67,7 +67,7 @@ class Page:
 
     `entries` are (mark, object) in ascending order; the object is None for directories. `hidden` are keys no path can
     name. `marker` is the directory's own marker object. `first` and `last` bound every key of the page, hidden ones
-    too, relative to the directory; None for an empty page. `empty` tells that the page had no key at all."""
+    too, relative to the directory; None for an empty page."""
 
     entries: list[tuple[bytes, ObjectInfo | None]] = field(default_factory=list)
     hidden: list[str] = field(default_factory=list)

@@ -71,7 +71,7 @@ class Listing:
     token: str | None = None
     position: bytes | None = None  # the last key seen, relative to the directory
     ordered: bool = True
-    landed_at: float = 0.0
+    asked_at: float = 0.0  # when its last page was
     pages: int = 0
     allowed: int = 0
     misses: int = 0
@@ -93,28 +93,23 @@ class Listing:
         turn.end(failure=failure)
 
 
+@dataclass(eq=False, repr=False)
 class Lister:
     """Runs the listings of all directories."""
 
-    def __init__(
-        self,
-        tree: Tree,
-        freshness: Freshness,
-        metrics: Metrics,
-        on_change: ChangeHook,
-    ) -> None:
-        self._tree = tree
-        self._freshness = freshness
-        self._metrics = metrics
-        self._on_change = on_change
-        self._running: dict[Listing, trio.CancelScope] = {}
-        self._all_done = trio.Event()
-        self._closed = False
-        self._disordered: set[str] = set()  # sources caught breaking the order they claim
+    _tree: Tree
+    _freshness: Freshness
+    _metrics: Metrics
+    _on_change: ChangeHook
+    _running: dict[Listing, trio.CancelScope] = field(default_factory=dict)
+    _all_done: trio.Event = field(default_factory=trio.Event)
+    _closed: bool = False
+    _disordered: set[str] = field(default_factory=set)  # sources caught breaking the order they claim
+    _tops: list[Directory] = field(default_factory=list)  # kept: they know that their listings are early
 
     def list_tops(self, absent: Container[Origin]) -> None:
         """See `FileSystem.list_tops`."""
-        self._tops = self._tree.tops()  # kept: they know that their listings are early
+        self._tops = self._tree.tops()
         for top in self._tops:
             origin, now = top.origin, self._tree.clock()
             if origin is None or origin in absent or not origin.can_list or not top.ttls.ttl:
@@ -128,13 +123,14 @@ class Lister:
     def demand(self, directory: Directory, horizon: float) -> Listing:
         """The listing that is under way, or rests and is not older than `horizon`, or a new one. Call `allow` next."""
         listing = directory.listing
-        early, directory.listed.early = directory.listed.early, False
         if listing is not None:
+            rests = listing.asked_at >= horizon and not directory.listed.early
             if self._freshness.in_force(directory, listing.epoch) and (
-                listing in self._running or not listing.pages or (listing.landed_at >= horizon and not early)
+                listing in self._running or not listing.pages or rests
             ):
                 return listing
             self.cancel(directory)
+        directory.listed.early = False
         leftovers = bool(self._tree.scan(directory, b"", 1))
         directory.listing = Listing(directory.listed.next(), self._tree.epoch, leftovers)
         return directory.listing
@@ -253,18 +249,18 @@ class Lister:
                 listing.generation,
                 [*extra, directory.state()],
             )
-            now = self._tree.clock()
             self._count_hidden(directory, listing, page, written.conflicts)
             self._freshness.note_page(written.inos, asked_at)
             if page.entries:
                 self._freshness.note_below(directory)
-            listing.token, listing.landed_at = listed.next_token, now
+            listing.token, listing.asked_at = listed.next_token, asked_at
+            directory.listed.came = self._tree.clock()
             listing.pages += 1
             if page.last is not None:
                 listing.position = max(listing.position or b"", page.last)
             current = directory.listing is listing
             if done and current:
-                directory.listed.ended(listing.generation, listing.epoch, now, listing.hidden)
+                directory.listed.ended(listing.generation, listing.epoch, asked_at, listing.hidden)
                 directory.listing = None
                 if listing.position is None and not directory.is_top:
                     self._freshness.doubt(directory.ino)  # nothing is left in it: it may be gone itself

@@ -30,11 +30,11 @@ from cachefs.origin.protocol import ObjectInfo
 if TYPE_CHECKING:
     from cachefs.base.shared_memory import Times
     from cachefs.fs.files import FileHandle, OpenFiles
-    from cachefs.fs.freshness import Freshness
+    from cachefs.fs.freshness import Freshness, HeldNames
     from cachefs.fs.listing import Lister
     from cachefs.fs.overrides import Overrides
-    from cachefs.fs.writer import DirtyFile, Writer
     from cachefs.origin import Origin
+    from cachefs.upload import DirtyFile, Uploads
 
 
 DIRTY_FILE_ETAG = "draft "
@@ -80,31 +80,26 @@ class Node:
         return Found(self.ino, False, self.row, now)
 
 
+@dataclass(eq=False, repr=False)
 class LocalChanges:
-    def __init__(
-        self,
-        tree: Tree,
-        freshness: Freshness,
-        lister: Lister,
-        files: OpenFiles,
-        kept: Overrides,
-        writer: Writer,
-        wall: Callable[[], float],
-        times: Times,
-    ) -> None:
-        self._tree = tree
-        self._freshness = freshness
-        self._lister = lister
-        self._files = files
-        self._kept = kept
-        self._writer = writer
-        self._wall = wall
-        self.nodes: dict[int, Node] = {}  # by number: those that are open
-        self._places: dict[tuple[int, bytes], Node] = {}  # those that have a name, held or open
-        self._by_dirty_file: dict[str, Node] = {}
-        self.times = times  # of directories in which something was changed here
-        self._doomed: list[int] = []  # directories that have lost their names
-        self.held = freshness.held
+    """`times` are of directories in which something was changed here."""
+
+    _tree: Tree
+    _freshness: Freshness
+    _lister: Lister
+    _files: OpenFiles
+    _kept: Overrides
+    _writer: Uploads
+    _wall: Callable[[], float]
+    times: Times
+    nodes: dict[int, Node] = field(default_factory=dict)  # by number: those that are open
+    _places: dict[tuple[int, bytes], Node] = field(default_factory=dict)  # that have a name, held or open
+    _by_dirty_file: dict[str, Node] = field(default_factory=dict)
+    _doomed: list[int] = field(default_factory=list)  # directories that have lost their names
+
+    @property
+    def held(self) -> HeldNames:
+        return self._freshness.held
 
     def at(self, directory: Directory, name: bytes) -> Node | None:
         """The node of a name, held or only open."""
@@ -178,18 +173,17 @@ class LocalChanges:
             raise ObjectChanged(f"no name leads to inode {ino}")
         return directory, mark
 
-    def leave_other_place(self, directory: Directory, name: bytes, ino: int) -> None:
-        """The daemon before has died in a rename: the inode is here, whatever its old place says."""
+    def inode_of(self, dirty_file: DirtyFile, directory: Directory, name: bytes) -> int:
+        """The inode of a dirty file that comes back at a name: its own, or the one that is written down there; 0 where there
+        is none."""
+        if not (ino := dirty_file.ino):
+            row = self._tree.row(directory, name)
+            return 0 if row is None else row.ino
         with suppress(ObjectChanged):
-            above, mark = self._tree.locate(ino)
-            row = self._tree.row(above, mark)
-            if (above, mark) != (directory, name) and row is not None and row.ino == ino:
+            above, mark = self.place_of(ino)
+            if (above, mark) != (directory, name):  # the daemon before has died in a rename
                 self._tree.database.write([("names", above.key + mark, None)])
-
-    def inode_at(self, directory: Directory, name: bytes) -> int:
-        """The inode that is written down for the file of this name; 0 where there is none."""
-        row = self._tree.row(directory, name)
-        return 0 if row is None else row.ino
+        return ino
 
     async def leave_to_readers(self, directory: Directory, name: bytes, ino: int) -> None:
         """The readers of an inode keep it, and its name leads to another one with the same content: a process wants to write
@@ -320,9 +314,8 @@ class LocalChanges:
             or dirty_file is None
             or dirty_file.dirty
             or dirty_file.committed is None
+            or node.moving
         ):
-            return
-        if node.moving:
             return
         info = dirty_file.committed
         new = Row(node.directory.listed.generation, info.mtime_ns, info.size, info.etag, node.ino)
@@ -357,6 +350,8 @@ class LocalChanges:
             node.dirty_file = None  # a handle that reads the stored version may keep the node
         if node.held or not (node.settled or node.removed) or node.ino in self.nodes:
             return
+        if node.removed and self.named(node):
+            return  # its name goes, or stays: opens wait for that
         if self._places.get((node.directory.ino, node.name)) is node:
             del self._places[node.directory.ino, node.name]
         if node.dirty_file is not None:
@@ -379,6 +374,7 @@ class LocalChanges:
         except BaseException:
             if node.dirty_file is None or not node.dirty_file.discarded:
                 node.removed = False
+                self._forget(node)
             else:  # it is given up already: the store says what is there
                 await self.write(node.directory, node.name, False)
                 self.look_again((node.directory, node.name))

@@ -47,21 +47,15 @@ class _Question:
     answer: Outcome[Found | float] = field(default_factory=Outcome)
 
 
+@dataclass(eq=False, repr=False)
 class Looker:
     """Answers about names: a `Found`, or for how many seconds there is none."""
 
-    def __init__(
-        self,
-        tree: Tree,
-        freshness: Freshness,
-        lister: Lister,
-        metrics: Metrics,
-    ) -> None:
-        self._tree = tree
-        self._freshness = freshness
-        self._lister = lister
-        self._metrics = metrics
-        self._questions: dict[tuple[int, bytes], _Question] = {}
+    _tree: Tree
+    _freshness: Freshness
+    _lister: Lister
+    _metrics: Metrics
+    _questions: dict[tuple[int, bytes], _Question] = field(default_factory=dict)
 
     def now(self, directory: Directory, name: bytes) -> Found | float | None:
         """What is fresh; None when `look` has to be awaited. Raises `NameTooLong`."""

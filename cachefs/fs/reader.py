@@ -29,7 +29,7 @@ class Backing(Protocol):
 class Reader(Protocol):
     """Bytes of object versions. Offsets and sizes lie inside the object: the filesystem clips them. `passthrough` says that
     files are opened in passthrough, and worth making ready for it, `written` that what is opened may be changed here
-    (`Writer.take`)."""
+    (`Uploads.take`)."""
 
     passthrough: bool
     written: bool

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cachefs.base.errors import CachefsError, NameTooLong, NotFound
@@ -29,26 +30,18 @@ MOST_ABSENT = 65_536
 Guessed: more than a program tries on its way to what it imports."""
 
 
+@dataclass(eq=False, repr=False)
 class Refreshing:
-    """`forget` drops what is known of open files; `tell` has the kernel look at a name (directory, ino, name) again, and
-    `told` waits until it does. 0 is no inode."""
+    """`_forget` drops what is known of open files; `_tell` has the kernel look at a name (directory, ino, name) again, and
+    `_told` waits until it does. 0 is no inode."""
 
-    def __init__(
-        self,
-        tree: Tree,
-        freshness: Freshness,
-        lister: Lister,
-        forget: Callable[[], None],
-        tell: Callable[[Directory, int, bytes], None],
-        told: Callable[[], Awaitable[None]],
-    ) -> None:
-        self._tree = tree
-        self._freshness = freshness
-        self._lister = lister
-        self._forget = forget
-        self._tell = tell
-        self._told = told
-        self._absent: dict[tuple[int, bytes], float] = {}  # until when the kernel has it
+    _tree: Tree
+    _freshness: Freshness
+    _lister: Lister
+    _forget: Callable[[], None]
+    _tell: Callable[[Directory, int, bytes], None]
+    _told: Callable[[], Awaitable[None]]
+    _absent: dict[tuple[int, bytes], float] = field(default_factory=dict)  # until when the kernel has it
 
     def absent(self, directory: Directory, name: bytes, seconds: float) -> float:
         """For how many seconds, of so many, the kernel may keep that there is no such name."""

@@ -100,10 +100,11 @@ _versions = count(1)
 
 @dataclass(slots=True)
 class Listed:
-    """What the listings of a directory came to. `generation` is the last one given to a listing, `complete` that of the last
-    listing that reached its end (0: none did): it began in `epoch`, ended `at` that time, and met so many `hidden` keys.
-    `refreshed` is the epoch in which a refresh of everything below was requested. `early`: the listing was begun before a
-    reader came. It shows what is there, but not what is missing: that may have come since."""
+    """What the listings of a directory came to. `generation` is the last one given to a listing, `complete` that of the
+    last listing that reached its end (0: none did): it began in `epoch`, its last page was asked for `at` that time, and it
+    met so many `hidden` keys. `refreshed` is the epoch in which a refresh of everything below was requested. `early`: the
+    listing was begun before a reader came. It shows what is there, but not what is missing: that may have come since.
+    `came` is when the last page of any of them did."""
 
     generation: int = 0
     complete: int = 0
@@ -112,6 +113,7 @@ class Listed:
     refreshed: int = 0
     hidden: int = 0
     early: bool = False
+    came: float = 0.0
 
     def next(self) -> int:
         """The generation of a new listing."""
@@ -122,7 +124,7 @@ class Listed:
         self.complete, self.epoch, self.at, self.hidden = generation, epoch, at, hidden
 
     def packed(self) -> bytes:
-        """For `_STATE`, without `early`."""
+        """For `_STATE`, without `early` and `came`."""
         return _STATE.pack(self.generation, self.complete, self.at, self.epoch, self.refreshed, self.hidden)
 
 

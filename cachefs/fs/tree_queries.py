@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import trio
@@ -42,18 +43,12 @@ class Sibling(NamedTuple):
     object: ObjectId
 
 
+@dataclass(eq=False, repr=False)
 class TreeQueries:
-    def __init__(
-        self,
-        tree: Tree,
-        freshness: Freshness,
-        looker: Looker,
-        directories: DirectoryReader,
-    ) -> None:
-        self._tree = tree
-        self._freshness = freshness
-        self._looker = looker
-        self._directories = directories
+    _tree: Tree
+    _freshness: Freshness
+    _looker: Looker
+    _directories: DirectoryReader
 
     # -- from what is written ----------------------------------------------------------------------
 

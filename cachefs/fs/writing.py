@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from cachefs.fs.listing import Lister
     from cachefs.fs.lookup import Looker
     from cachefs.fs.rows import Row
-    from cachefs.fs.writer import DirtyFile, Writer
     from cachefs.origin import Origin
+    from cachefs.upload import DirtyFile, Uploads
 
 __all__ = ["Opened", "Writing"]
 
@@ -53,7 +53,7 @@ class Writing:
         looker: Looker,
         lister: Lister,
         files: OpenFiles,
-        writer: Writer,
+        writer: Uploads,
         options: Options,
         wall: Callable[[], float],
         times: Times,

@@ -8,19 +8,22 @@ A directory `d` is the empty object `d/`, its marker. So an empty directory exis
 to copy or delete them, has the directories in it.
 
 A written file appears under its name when it is whole and on disk: it is written beside its place under a hidden name,
-synced, renamed, and the directory is synced. Parts of an upload are files of their own, in a hidden directory at the
-root; the kernel puts them together (`copy_file_range`, which shares blocks where the file system can). Only here is a
-condition on a version (`if_match`) not one step with the write: a file that another process replaces between the
-comparison and the rename is lost. `if_absent` is one step (a hard link).
+synced, renamed, and the directory is synced. A daemon that is killed leaves such names. None is a key, and what no client
+can be writing any more is removed: of those that listings meet, with the next save. Parts of an upload are files of their
+own, in a hidden directory at the root; the kernel puts them together (`copy_file_range`, which shares blocks where the file
+system can). Only here is a condition on a version (`if_match`) not one step with the write: a file that another process
+replaces between the comparison and the rename is lost. `if_absent` is one step (a hard link).
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import shutil
 import stat
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -72,6 +75,20 @@ HIDDEN = ".cachefs-"
 RANDOM_BYTES = 8
 """In the name of a file that is being written."""
 
+KILLED_S = 86_400.0
+"""After how long without a change a hidden file was left by a daemon that was killed. Guessed: what is written changes all
+the time, and the clocks of machines differ by hours at most."""
+
+FORGOTTEN_S = 7 * KILLED_S
+"""The same of an upload in parts: a program that writes slowly may leave one alone for days, and it is begun again if it is
+gone. Borrowed from what buckets are usually told to do."""
+
+MOST_LEFT = 1000
+"""Hidden names that are remembered. Guessed; the next listing meets the others."""
+
+OURS = re.compile(rf"{re.escape(HIDDEN)}[0-9a-f]{{{2 * RANDOM_BYTES}}}")
+"""A file that is being written."""
+
 UPLOADS = f"{HIDDEN}uploads"
 TOKEN = "user.cachefs-stamp"
 
@@ -91,6 +108,7 @@ class LocalClient(Writer):
         self._uploads = Path(self.root) / UPLOADS
         # (prefix, sorted names) of the directory that is being paged through, so that a page does not scan it again.
         self._names: tuple[str, list[str]] = ("", [])
+        self._left: set[str] = set()  # hidden names that listings have met
 
     def list_page(self, prefix: str, token: str | None, limit: int) -> ListPage:
         with self._translated(prefix):
@@ -175,7 +193,11 @@ class LocalClient(Writer):
             path = self._path(key)
             if not key.endswith("/"):
                 os.unlink(path)
-            elif not os.listdir(path):  # other keys keep a directory, as in an object store
+            elif all(name.startswith(HIDDEN) for name in os.listdir(path)):
+                # Other keys keep a directory, as in an object store.
+                for name in os.listdir(path):
+                    self._met(f"{path}/{name}")
+                self._remove_left()
                 try:
                     (os.unlink if os.path.islink(path) else os.rmdir)(path)
                 except OSError as exc:
@@ -272,7 +294,7 @@ class LocalClient(Writer):
     def _inside(self, key: str) -> str:
         """The real path of a key, which is inside the root."""
         parts = key.removesuffix("/").split("/") if key else []
-        if any(part in ("", ".", "..") or "\0" in part for part in parts):
+        if any(part in ("", ".", "..") or "\0" in part or part.startswith(HIDDEN) for part in parts):
             raise NotFound(f"{self._name(key)}: no such file")
         real = os.path.realpath(os.path.join(self.root, *parts), strict=True)
         if real != self.root and not real.startswith(self.root.rstrip("/") + "/"):
@@ -287,8 +309,9 @@ class LocalClient(Writer):
         names = [""] if prefix else []
         with os.scandir(self._inside(prefix)) as entries:
             for entry in entries:
-                if entry.name.startswith(HIDDEN):
-                    continue  # a file being written
+                if entry.name.startswith(HIDDEN):  # a file being written, or one that was
+                    self._met(entry.path)
+                    continue
                 if entry.is_symlink():
                     names.extend(self._linked(prefix, entry.name))
                 elif entry.is_dir(follow_symlinks=False):
@@ -360,9 +383,29 @@ class LocalClient(Writer):
                 os.replace(fresh, path)
             placed = os.fstat(fd)  # linking and renaming set the ctime, which is part of the version
         sync_directory(Path(folder))
+        self._remove_left()
         # If the file was changed in place since, our version is gone, and no other has the name of `written`.
         same = (placed.st_mtime_ns, placed.st_size) == (written.st_mtime_ns, written.st_size)
         return Written(version_of(placed if same else written), written.st_mtime_ns)
+
+    def _met(self, path: str) -> None:
+        """A hidden name. A user's file is none of ours, whatever it is called."""
+        ours = path == str(self._uploads) or OURS.fullmatch(os.path.basename(path))
+        if ours and len(self._left) < MOST_LEFT:
+            self._left.add(path)
+
+    def _remove_left(self) -> None:
+        """Remove what killed daemons have left, of what listings have met. What cannot be removed stays."""
+        while self._left:
+            with suppress(KeyError, OSError):  # another thread takes it, or another client has removed it
+                path = self._left.pop()
+                if path != str(self._uploads):
+                    if _is_older(path, KILLED_S):
+                        os.unlink(path)
+                    continue
+                for upload in os.listdir(path):
+                    if _is_older(f"{path}/{upload}", FORGOTTEN_S):
+                        self._clear(upload)
 
     def _make_directory(self, key: str) -> Written:
         path = self._path(key, make=True)
@@ -396,6 +439,12 @@ class LocalClient(Writer):
                     sync_directory(Path(folder))
                 folder = self._inside(above)
         return f"{folder}/{parts[-1]}"
+
+
+def _is_older(path: str, age_s: float) -> bool:
+    """Whether a file, or the names in a directory, have not changed for so long. By ctime: a copy gets the mtime of what it
+    copies while it is written."""
+    return os.lstat(path).st_ctime + age_s <= time.time()
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import enum
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -22,39 +22,11 @@ from cachefs.upload.content import Attempt, Content, Row
 from cachefs.upload.sending import Parts, Sender
 from cachefs.upload.staging import LONG_AGO_NS, Buffer, Shape, StagingFile
 
+if TYPE_CHECKING:
+    from cachefs.upload.uploads import Uploads
+
 TOKENS = 8
 """Attempts of unknown outcome that are remembered. Guessed: the last one, and a few that came late."""
-
-
-class Owner(Protocol):
-    """What a dirty file asks of `Uploads`."""
-
-    async def keep(self, dirty_file: DirtyFile) -> None:
-        """Its row in the journal says what is true now."""
-
-    async def orphaned(self, dirty_file: DirtyFile, upload: Upload) -> None:
-        """This upload will not be completed."""
-
-    def noted(self, dirty_file: DirtyFile) -> None:
-        """What a next daemon would go on from is another by now."""
-
-    def admits(self, dirty_file: DirtyFile, count: int) -> bool:
-        """Whether as many bytes may be written now."""
-
-    async def admit(self, dirty_file: DirtyFile, count: int) -> None:
-        """Return when as many bytes may be written. `NoRoom` when the disk stays full."""
-
-    async def more_room(self, dirty_file: DirtyFile, count: int) -> bool:
-        """The disk was full after all: whether it is worth another attempt."""
-
-    def wrote(self, dirty_file: DirtyFile) -> None:
-        """Its content has changed."""
-
-    on_changed: Callable[[DirtyFile], None]
-    """Processes that write it in passthrough have changed it."""
-
-    async def renew(self, dirty_file: DirtyFile) -> StagingFile:
-        """A new staging file for it, with its content: the cache has the old one."""
 
 
 class Trying:
@@ -130,7 +102,7 @@ class DirtyFile:
 
     def __init__(
         self,
-        owner: Owner,
+        owner: Uploads,
         name: str,
         origin: Origin,
         key: str,
@@ -269,7 +241,7 @@ class DirtyFile:
         }
 
     def noted(self) -> None:
-        """See `Owner.noted`."""
+        """What a next daemon would go on from is another by now."""
         self._owner.noted(self)
 
     def has_token(self, token: str) -> None:
@@ -301,7 +273,7 @@ class DirtyFile:
                 self.look()
                 before = self.size
             await self._may_change(min(offset, before))
-            await self._owner.admit(self, count)
+            await self._owner.room.admit(self, count)
             try:
                 # What was acknowledged comes back after a crash with all that was written since.
                 appends = offset == before and self.kernel.way is Way.HERE and not self.acknowledged
@@ -324,7 +296,7 @@ class DirtyFile:
             return False
         if attempt is not None and min(offset, self.size) < attempt.frozen:
             return False  # these bytes are being sent
-        if offset + count > self.origin.limits.largest_object or not self._owner.admits(self, count):
+        if offset + count > self.origin.limits.largest_object or not self._owner.room.admits(self, count):
             return False
         if not self.file.write_now(offset, data):
             return False
@@ -351,7 +323,7 @@ class DirtyFile:
             self.within_limits(end)
             self.look()
             await self._may_change(self.size)
-            await self._owner.admit(self, length)
+            await self._owner.room.admit(self, length)
             await self._with_room(length, lambda: self.file.allocate(offset, length))
             if end > self.size:
                 self.parts.resized(end)
@@ -361,7 +333,7 @@ class DirtyFile:
         try:
             await change()
         except NoRoom:
-            if not await self._owner.more_room(self, count):
+            if not await self._owner.room.more(self, count):
                 raise
             await change()
 

@@ -109,7 +109,6 @@ class Journal:
             raise CacheUnusable(
                 f"{exc}; cachefs recover {directory.parent} lists the files that it is about"
             ) from exc
-        self._file = os.fspath(directory / "data.mdb")
         self._before = before
         self._next = _Batch()
         self.hangs_elsewhere: Callable[[], bool] = lambda: False
@@ -122,13 +121,13 @@ class Journal:
 
     @property
     def removed(self) -> bool:
-        """Whether its files were removed from outside."""
-        return not os.path.exists(self._file)
+        """Whether its files were removed from outside. A second mount may have made others in their place."""
+        return not self._database.in_place
 
     def check_name(self) -> None:
         """Raises `JournalRemoved`."""
         if self.removed:
-            raise JournalRemoved(f"{self._file} was removed while it is in use: mount again")
+            raise JournalRemoved(f"{self._database.path} was removed while it is in use: mount again")
 
     def rows(self, table: str) -> dict[str, dict[str, Any]]:
         """All rows of a table, as they were before this start; later ones are their owners' to know."""

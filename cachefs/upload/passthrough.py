@@ -40,9 +40,10 @@ class Passthrough:
     def __init__(self, staging: Path, relieve: Callable[[], Awaitable[None]]) -> None:
         self._staging = staging
         self._relieve = relieve
-        self._possible = self._direct = self._tells = False
-        self._tell: Callable[[BackingFile], None] = _to_nobody
-        self._retire: Callable[[BackingFile], None] = _to_nobody
+        self.possible = False  # as long as the backend or the staging directory's file system cannot do this
+        self._direct = self._tells = False
+        self._tell: Callable[[BackingFile], None] = lambda backing: None
+        self._retire: Callable[[BackingFile], None] = lambda backing: None
         self._writers = 0
         self._begun = trio.Event()
 
@@ -56,25 +57,20 @@ class Passthrough:
         """The backend takes backing files: `tell` registers one with the kernel (OSError: it does not take it), `retire`
         that there will be no more use for it. `direct` says that writers come through the daemon."""
         self._tell, self._retire, self._direct = tell, retire, direct
-        self._possible = can_lease(self._staging)
+        self.possible = can_lease(self._staging)
         self._tells = tells_of_mappings(self._staging)
-        if not self._possible:
+        if not self.possible:
             log.info("%s has no leases: what is written comes through the daemon", self._staging)
         elif direct and not self._tells:
-            self._possible = False  # what a mapping writes behind a commit would stay here
+            self.possible = False  # what a mapping writes behind a commit would stay here
             log.info("%s is on a tmpfs, which does not tell what a mapping writes", self._staging)
-
-    @property
-    def possible(self) -> bool:
-        """False if the backend or the staging directory's file system cannot do this."""
-        return self._possible
 
     async def open_backing(self, dirty_file: DirtyFile) -> BackingFile | None:
         """See `Uploads.open_backing`."""
         if self._direct:
             dirty_file.kernel.writers += dirty_file.kernel.backing is not None
             return dirty_file.kernel.backing
-        if not self._possible:
+        if not self.possible:
             return None
         async with dirty_file.lock:
             await dirty_file.unsent(-1)
@@ -119,7 +115,7 @@ class Passthrough:
             log.warning(
                 "what is written comes through the daemon: the kernel takes no file: %s", exc.strerror
             )
-            self._possible = False
+            self.possible = False
             backing.close()
             return None
         return backing
@@ -181,7 +177,3 @@ def _let_go(dirty_file: DirtyFile) -> bool:
         if dirty_file.dirty:  # it is sent in any case, when it is let go
             break
     return False
-
-
-def _to_nobody(backing: BackingFile) -> None:
-    pass

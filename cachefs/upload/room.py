@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -60,21 +61,15 @@ class Cache(Protocol):
         """Evict so that the disk gets freer."""
 
 
+@dataclass(eq=False, repr=False)
 class StagingRoom:
-    """The disk that the staging files lie on. `hopeful` says whether uploads are on their way that will free some."""
+    """The disk that the staging files lie on. `_hopeful` says whether uploads are on their way that will free some."""
 
-    def __init__(
-        self,
-        directory: Path,
-        keep_free_bytes: int,
-        cache: Cache,
-        hopeful: Callable[[DirtyFile | None], bool],
-    ) -> None:
-        self._directory = directory
-        self._keep_free = keep_free_bytes
-        self._cache = cache
-        self._hopeful = hopeful
-        self._impatient_until = float("-inf")
+    _directory: Path
+    _keep_free: int
+    _cache: Cache
+    _hopeful: Callable[[DirtyFile | None], bool]
+    _impatient_until: float = float("-inf")
 
     def free_bytes(self) -> int:
         """What may be written now. Raises `CacheUnusable`."""

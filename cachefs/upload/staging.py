@@ -189,7 +189,7 @@ class StagingFile:
         self._held = disk.tail(name, 0) if new else None
         self._landing = trio.Lock()
         self._removed = False
-        self._spoiled = False
+        self.spoiled = False
         self._changes = self._synced = 0  # on the disk, and how many of them a sync has covered
         # Where the file ends, if the disk has bytes of a failed write behind that.
         self._cut_at: int | None = None
@@ -343,7 +343,7 @@ class StagingFile:
             # It is closed all the same. A network file system says here, and only once, that it could not keep what was
             # not synced.
             log.info("%s: %s", self.path, exc.strerror)
-            self._spoiled |= self._synced < self._changes
+            self.spoiled |= self._synced < self._changes
 
     # -- passthrough, for its users ----------------------------------------------------------------
 
@@ -453,7 +453,7 @@ class StagingFile:
             return
         else:
             await self._on_disk(lambda fd: os.ftruncate(fd, size))
-        self._spoiled &= size > 0
+        self.spoiled &= size > 0
 
     async def allocate(self, offset: int, length: int) -> None:
         def allocated(fd: int) -> None:
@@ -475,7 +475,7 @@ class StagingFile:
             try:
                 await self._disk.run(lambda: os.fdatasync(self._fd))
             except OSError:
-                self._spoiled = True
+                self.spoiled = True
                 raise
             self._synced = changes
 
@@ -485,17 +485,13 @@ class StagingFile:
             with self._translated():
                 os.stat(self.path, follow_symlinks=False)
 
-    @property
-    def spoiled(self) -> bool:
-        return self._spoiled
-
     def resumed(self, *, spoiled: bool, removed: bool) -> None:
         """Of an earlier run: a failed fsync was seen, it is only there for its users."""
-        self._spoiled, self._removed = spoiled, removed
+        self.spoiled, self._removed = spoiled, removed
 
     def check(self) -> None:
         """Raises `CacheUnusable` if the file may hold other bytes than were written."""
-        if self._spoiled:
+        if self.spoiled:
             raise CacheUnusable(
                 f"the disk of {self.path.parent} failed to keep what was written: empty the file, and write it again"
             )

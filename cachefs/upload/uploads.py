@@ -125,7 +125,7 @@ class Uploads:
         self.journal = Journal(state_dir / "journal", partial(sync_names, staging_dir), killed=killed)
         self.journal.hangs_elsewhere = self._hangs
         self._records = Records(self.journal, list(origins))
-        self._room = StagingRoom(staging_dir, keep_free_bytes, store, self._hopeful)
+        self.room = StagingRoom(staging_dir, keep_free_bytes, store, self._hopeful)
         self._queue = Queue(
             nursery,
             self._records,
@@ -135,7 +135,7 @@ class Uploads:
             delay_s=upload_delay_s,
             conditional=on_conflict == "fail",
         )
-        self._passthrough = Passthrough(staging_dir, self._room.relieve)
+        self.passthrough = Passthrough(staging_dir, self.room.relieve)
         self._dirty_files: dict[str, DirtyFile] = {}
 
     # -- dirty files ------------------------------------------------------------------------------------
@@ -180,11 +180,6 @@ class Uploads:
         self._dirty_files[name] = dirty_file
         return dirty_file
 
-    @property
-    def takes(self) -> bool:
-        """False if `take` never succeeds."""
-        return self._passthrough.possible
-
     async def disk_answers(self) -> None:
         """Return when the disk of the staging files has taken a change, as `take` makes one on the loop."""
         await self._disk.run(partial(touch, self._disk.directory))
@@ -197,7 +192,7 @@ class Uploads:
         others use that file."""
         name = uuid4().hex
         path = self._disk.directory / name
-        fd = self._store.take_out(backing, users, path) if self.takes else None
+        fd = self._store.take_out(backing, users, path) if self.passthrough.possible else None
         if fd is None:
             return None
         begin(path)
@@ -215,7 +210,7 @@ class Uploads:
         )
         dirty_file.content.stored_as(Stored(0, base))
         dirty_file.content.synced = 0
-        self._passthrough.share(dirty_file, backing.id)
+        self.passthrough.share(dirty_file, backing.id)
         self._dirty_files[name] = dirty_file
         return dirty_file
 
@@ -235,7 +230,7 @@ class Uploads:
             return
         self._forget_acknowledged(dirty_file)
         if dirty_file.backing is not None:
-            self._passthrough.released(dirty_file)
+            self.passthrough.released(dirty_file)
         if dirty_file.discarded:
             if not dirty_file.trying.turn.locked():  # or its name is still going, and may stay
                 self._dirty_files.pop(dirty_file.id, None)
@@ -270,18 +265,18 @@ class Uploads:
     ) -> None:
         """From now on the kernel writes files by itself; see `Passthrough`. Not where parts are sent while they are
         written: there only what it has for readers."""
-        self._passthrough.to(tell, retire, direct=not self._writeback)
+        self.passthrough.to(tell, retire, direct=not self._writeback)
 
     async def open_backing(self, dirty_file: DirtyFile) -> BackingFile | None:
         """Its backing file for one passthrough writer, until `returned`; None: no passthrough. The same one until
         the last user has gone. Nothing of it is sent meanwhile; an upload that a caller waits for is waited for."""
-        if dirty_file.backing is None and (self._room.free_bytes() < UNASKED or self.journal.removed):
+        if dirty_file.backing is None and (self.room.free_bytes() < UNASKED or self.journal.removed):
             return None  # without a journal a commit is an upload, which waits for no passthrough writer
-        return await self._passthrough.open_backing(dirty_file)
+        return await self.passthrough.open_backing(dirty_file)
 
     def returned(self, dirty_file: DirtyFile) -> None:
         """One passthrough writer has closed it. Never raises, never waits."""
-        self._passthrough.returned(dirty_file)
+        self.passthrough.returned(dirty_file)
         if not dirty_file.kernel.writers and (dirty_file.acknowledged or dirty_file.kernel.shared):
             self._plan(dirty_file)
         if dirty_file.kernel.mapped:
@@ -303,7 +298,7 @@ class Uploads:
 
     def unmounted(self) -> None:
         """The kernel will report no more closes. Files that are still being written are found before they are sent."""
-        self._passthrough.unmounted(self._dirty_files.values())
+        self.passthrough.unmounted(self._dirty_files.values())
 
     async def _after_release(self, dirty_file: DirtyFile) -> None:
         if self._writeback:
@@ -405,7 +400,7 @@ class Uploads:
 
     def resume_backing(self, dirty_file: DirtyFile, backing_id: int, *, writes: bool) -> BackingFile:
         """The kernel has its file for a handle of the daemon before: to write it until `returned`, or to read it."""
-        return self._passthrough.resume(dirty_file, backing_id, writes=writes)
+        return self.passthrough.resume(dirty_file, backing_id, writes=writes)
 
     async def _resume(self, open_inos: Container[int]) -> tuple[dict[str, DirtyFile], set[str]]:
         """What the daemon before was writing: the dirty files by id, and the ids of those that they have replaced. What was
@@ -643,18 +638,10 @@ class Uploads:
             if made and not replaced and (not dirty_file.conflicts or await self._own(dirty_file)):
                 await dirty_file.origin.delete(dirty_file.key)
 
-    # -- what dirty files ask (Owner) -------------------------------------------------------------------
-
-    def admits(self, dirty_file: DirtyFile, count: int) -> bool:
-        return self._room.admits(dirty_file, count)
-
-    async def admit(self, dirty_file: DirtyFile, count: int) -> None:
-        await self._room.admit(dirty_file, count)
-
-    async def more_room(self, dirty_file: DirtyFile, count: int) -> bool:
-        return await self._room.more(dirty_file, count)
+    # -- what dirty files ask -----------------------------------------------------------------------
 
     def wrote(self, dirty_file: DirtyFile) -> None:
+        """Its content has changed."""
         dirty_file.mtime_ns = self._now_ns()
         if self._disk.shared is not None:
             if dirty_file.record.says_clean:
@@ -668,6 +655,7 @@ class Uploads:
             dirty_file.sender.push(self._queue.nursery)
 
     async def renew(self, dirty_file: DirtyFile) -> StagingFile:
+        """A new staging file for it, with its content: the cache has the old one."""
         file = StagingFile(self._disk, uuid4().hex, new=True)
         try:
             await dirty_file.file.copy_to(file, dirty_file.size)
@@ -680,6 +668,7 @@ class Uploads:
         await self._records.keep(dirty_file)
 
     async def orphaned(self, dirty_file: DirtyFile, upload: Upload) -> None:
+        """This upload will not be completed."""
         await self._records.orphaned(dirty_file.origin.source, upload.key, upload.state())
 
     def _hopeful(self, dirty_file: DirtyFile | None) -> bool:
@@ -798,7 +787,7 @@ class Uploads:
         """Uploads that are due, and what is to be cleared away, until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._records.run)
-            nursery.start_soon(self._passthrough.run)
+            nursery.start_soon(self.passthrough.run)
             await self._queue.run()
 
     async def flush(
@@ -920,7 +909,7 @@ class Uploads:
                 data = await self._reader.read(opened, at, size, 0)
                 if len(data) != size:
                     raise OriginFailed(f"{dirty_file.origin.name(base.key)} is shorter than it was")
-                await self._room.admit(dirty_file, size)
+                await self.room.admit(dirty_file, size)
                 await dirty_file.file.write(at, data)
         finally:
             self._reader.close(opened)

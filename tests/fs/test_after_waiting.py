@@ -196,6 +196,49 @@ async def test_a_file_that_is_changed_while_a_removal_fails(what: str, tmp_path:
         assert await mount.read("f") == w.bucket.content("f")
 
 
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_file_that_goes_and_is_opened_after_its_last_reader_has_left(
+    tmp_path: Path, fails: bool
+) -> None:
+    """The cache does not get what it holds: an open that does not wait would read it where it may be gone."""
+    async with world(tmp_path, writeback=True) as w, trio.open_nursery() as nursery:
+        mount = w.mount
+        await mount.write("f", b"written here")
+        reader = await mount.open("f")
+        ino = (await mount.fstat(reader)).ino
+        assert not await w.uploads.flush()
+        delete = Held(w.bucket, "delete", before=True)
+        opened = list[int | None]()
+
+        async def unlink() -> None:
+            with suppress(OriginFailed):
+                await mount.unlink("f")
+
+        async def open_again() -> None:
+            try:
+                opened.append((await mount.fs.open(ino, os.O_RDONLY, 2))[0])
+            except ObjectChanged:
+                opened.append(None)
+
+        nursery.start_soon(unlink)
+        await delete.reached.wait()
+        await mount.close_file(reader)
+        nursery.start_soon(open_again)
+        await trio.sleep(1)
+        assert opened == [], "its name goes, or stays"
+        w.bucket.before = lambda kind, key: OriginFailed("no") if fails and kind == "delete" else None
+        delete.released.set()
+        await trio.sleep(1)
+        if fails:
+            assert opened[0] is not None and await mount.pread(opened[0]) == b"written here"
+            await mount.close_file(opened[0])
+            w.bucket.before = lambda kind, key: None
+            await mount.unlink("f")
+        else:
+            assert opened == [None]
+        assert await mount.stat("f") is None and not mount.fs._writing._local_changes._places
+
+
 async def test_a_file_whose_upload_ends_while_another_fails_to_replace_it(tmp_path: Path) -> None:
     """Its object goes when it is removed."""
     async with world(tmp_path) as w, trio.open_nursery() as nursery:

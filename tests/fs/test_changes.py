@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from cachefs.base.errors import (
 )
 from cachefs.fs import NoAttribute, Volume
 from cachefs.fs.xattrs import OF_DIRECTORIES, OF_FILES
+from cachefs.origin.protocol import ListPage
 from tests.fs.bucket import Bucket
 from tests.fs.mount import ROOT, Clock, Mount, mounted
 
@@ -691,3 +693,49 @@ async def test_negative_answers_expire() -> None:
         assert bucket.counts[1] == 0
         await trio.sleep(6)
         assert await mount.stat("zzz") is not None
+
+
+class Late(Bucket):
+    """Each LIST of many names is answered as it was when it was asked for, once it is `released`."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        super().__init__(keys)
+        self.released = trio.Event()
+
+    async def list_page(self, prefix: str, *, token: str | None = None, limit: int = 1000) -> ListPage:
+        page = await super().list_page(prefix, token=token, limit=limit)
+        if limit > 1:
+            await self.released.wait()
+        return page
+
+
+async def found_after_it_came(mount: Mount, bucket: Late) -> bool:
+    """Whether a lookup shows a name that another client has made before it, while a listing was on its way."""
+    await trio.sleep(1)
+    bucket.put("new")
+    found: list[object] = []
+
+    async def look() -> None:
+        found.append(await mount.stat("new"))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(look)
+        await trio.sleep(1)
+        bucket.released.set()
+    return found != [None]
+
+
+async def test_a_name_that_came_while_the_early_listing_was_on_its_way_is_not_missing() -> None:
+    bucket = Late(names(3))
+    async with mounted(bucket) as mount:
+        mount.fs.list_tops()
+        assert await found_after_it_came(mount, bucket)
+        assert await mount.stat("f001") is not None
+        assert bucket.counts == (2, 1)  # the listing, and what was asked for the new name
+
+
+async def test_with_a_ttl_of_0_no_absence_is_taken_from_a_listing_that_began_before() -> None:
+    bucket = Late(names(3))
+    async with mounted(bucket, metadata_ttl=0.0, negative_ttl=0.0) as mount, trio.open_nursery() as nursery:
+        nursery.start_soon(mount.entries)
+        assert await found_after_it_came(mount, bucket)

@@ -624,6 +624,30 @@ async def test_who_keeps_what_is_there_gets_what_another_node_wrote(flags: int) 
         assert bucket.content("d/new") == theirs + b"more"
 
 
+async def test_an_absence_is_as_old_as_the_question_however_late_the_listing_comes() -> None:
+    bucket = WritableBucket(["d/f", "d/g"])
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
+        plain, asked, released = bucket.list_page, trio.Event(), trio.Event()
+
+        async def late(prefix: str, **kwargs: Any) -> Any:
+            page = await plain(prefix, **kwargs)
+            if prefix == "d/" and kwargs["limit"] > 1:
+                asked.set()
+                await released.wait()
+            return page
+
+        bucket.list_page = late  # type: ignore[method-assign]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(mount.stat, "d/new")
+            await asked.wait()
+            await trio.sleep(1)
+            bucket.set("d/new")
+            released.set()
+        with pytest.raises(AlreadyExists):
+            await make_exclusively(mount)
+        assert bucket.writes == (0, 0, 0)
+
+
 async def test_it_is_asked_once_and_only_where_it_matters() -> None:
     """(LIST, HEAD) of what is made in a directory that was listed a while ago."""
     bucket = WritableBucket(["d/f", "d/g"])

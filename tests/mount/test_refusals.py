@@ -199,7 +199,11 @@ class TestCacheDirectory:
         assert [r["key"] for r in requests if r["kind"] == "put"] == ["new"], (
             "no journal could promise it: it is sent at once"
         )
+        bucket.store.fault("403", kind="put")
+        with pytest.raises(OSError):
+            (mount.path / "refused").write_bytes(b"r" * 300_000)
         done = mount.umount()
+        assert f"cachefs recover {mount.cache} copies it" in mount.log()
         assert (
             "unsent: " in done.stdout + done.stderr
             and "what was written to it is lost" in done.stdout + done.stderr

@@ -18,7 +18,7 @@ def check_unused(uploads: Uploads) -> None:
     assert uploads._disk.busy == 0
     assert uploads.journal._since == math.inf, "the journal is being written"
     dirty_files = uploads._dirty_files.values()
-    assert uploads._passthrough._writers == sum(dirty_file.kernel.writers for dirty_file in dirty_files), (
+    assert uploads.passthrough._writers == sum(dirty_file.kernel.writers for dirty_file in dirty_files), (
         "writers are miscounted"
     )
     for dirty_file in dirty_files:

@@ -125,7 +125,7 @@ async def test_the_cache_is_given_what_the_origin_shows_unless_something_is_agai
             case "the disk hangs":
                 monkeypatch.setattr(StagingDisk, "hangs", property(lambda self: True))
             case "spoiled":
-                dirty_file.file._spoiled = True
+                dirty_file.file.spoiled = True
         d.uploads.release(dirty_file)
         await d.quiet()
         offered = why in ("", "it refuses", "it fails", "a bug")
@@ -263,7 +263,7 @@ async def test_what_takes_no_waiting_is_written_at_once(
                         dirty_file, "origin", SimpleNamespace(limits=SimpleNamespace(largest_object=largest))
                     )
                 case "no room":
-                    patch.setattr(d.uploads._room, "free_bytes", lambda: len(data) - 1)
+                    patch.setattr(d.uploads.room, "free_bytes", lambda: len(data) - 1)
                 case "landed":
                     with dirty_file.file.used():
                         await dirty_file.file.land()
@@ -292,7 +292,7 @@ async def test_a_writer_is_admitted_that_is_not_ahead_of_the_wire_and_has_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, under_way: int, waiting: int, free: int, admits: bool
 ) -> None:
     async with desk(tmp_path) as d:
-        dirty_file, staging_room = await d.create("k"), d.uploads._room
+        dirty_file, staging_room = await d.create("k"), d.uploads.room
         parts: Any = SimpleNamespace(under_way=[1] * under_way, waiting_bytes=room.UNSENT + waiting)
         stand_in: Any = SimpleNamespace(parts=parts)
         monkeypatch.setattr(staging_room, "free_bytes", lambda: free)

@@ -15,6 +15,7 @@ import pytest
 import trio
 
 from cachefs.base.errors import CachefsError, CacheUnusable, NoRoom, OriginFailed
+from cachefs.upload.journal import Journal
 from cachefs.upload.staging import HELD
 from tests.upload.scripted import ScriptedStore, add, desk, in_trio
 
@@ -232,6 +233,16 @@ async def test_a_state_directory_that_was_removed_costs_what_was_in_it(
         await d.uploads.discard(before)
         assert d.uploads.pending() == []
         assert d.staging.stat().st_mode & 0o777 == 0o700
+
+
+@in_trio
+async def test_a_journal_that_is_another_mounts_by_now_promises_nothing(tmp_path: Path) -> None:
+    """The directory was removed, and a second mount began one of its own there: the rows of the first are in no file."""
+    async with desk(tmp_path, writeback=True, upload_delay_s=1e6) as d:
+        shutil.rmtree(d.state)
+        Journal(d.state / "journal").close()
+        await d.save("k", b"1" * LARGE)
+        assert d.store.content("k") == b"1" * LARGE
 
 
 @in_trio

@@ -63,7 +63,7 @@ async def test_after_a_success_nothing_of_the_failures_before_is_left(
             with pytest.raises(OriginFailed):
                 await d.uploads.commit(dirty_file)
             assert dirty_file.trying.told
-            while dirty_file.dirty:  # noqa: ASYNC110 - as above
+            while dirty_file.dirty or dirty_file.attempt:  # noqa: ASYNC110 - as above
                 await trio.sleep(0.1)
         else:
             await d.uploads.commit(dirty_file)
@@ -207,7 +207,7 @@ async def test_what_the_kernel_had_is_no_descriptor_of_ours(tmp_path: Path) -> N
         backing = dirty_file.backing
         assert backing is not None and (backing.fd, backing.id) == (-1, 77)
         os.close(fd)
-        d.uploads._passthrough._retire = lambda backing: backing.close()
+        d.uploads.passthrough._retire = lambda backing: backing.close()
         d.uploads.returned(dirty_file)
         d.uploads.release(dirty_file)
         await d.quiet()
@@ -501,7 +501,7 @@ async def test_what_is_taken_and_written_is_half_a_change_until_it_is_closed(tmp
         assert dirty_file.between and dirty_file.dirty
         os.close(fd)
         await d.uploads.commit(dirty_file)
-        d.uploads._passthrough._retire = lambda backing: None
+        d.uploads.passthrough._retire = lambda backing: None
         d.uploads.returned(dirty_file)
         d.uploads.release(dirty_file)
         await d.quiet()

@@ -48,9 +48,9 @@ async def test_when_the_mount_has_gone_writers_are_looked_for(tmp_path: Path) ->
         Kernel(d)
         dirty_file, fd = await in_passthrough(d, data=b"written")
         await d.uploads.commit(dirty_file)
-        assert d.uploads._passthrough._writers == dirty_file.kernel.writers == 1
+        assert d.uploads.passthrough._writers == dirty_file.kernel.writers == 1
         d.uploads.unmounted()
-        assert d.uploads._passthrough._writers == dirty_file.kernel.writers == 0
+        assert d.uploads.passthrough._writers == dirty_file.kernel.writers == 0
         await trio.sleep(10)
         assert not d.store.counts
         os.close(fd)

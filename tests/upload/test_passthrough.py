@@ -470,7 +470,7 @@ async def test_the_cache_gives_way_to_who_does_not_ask(tmp_path: Path) -> None:
         await trio.sleep(10)
         assert d.cache.asked == []
         dirty_file, fd = await in_passthrough(d)
-        d.uploads._room._keep_free = 1 << 60  # the disk is full all at once
+        d.uploads.room._keep_free = 1 << 60  # the disk is full all at once
         await trio.sleep(10)
         assert 35 <= len(d.cache.asked) <= 45
         ends(d, dirty_file, fd)
@@ -538,7 +538,7 @@ class CacheFile:
 
 async def taken(d: Desk, tmp_path: Path, data: bytes) -> tuple[DirtyFile, int]:
     """The dirty file of what a reader has open, with a writer, and a descriptor that maps it past the daemon."""
-    if not d.uploads.takes:
+    if not d.uploads.passthrough.possible:
         pytest.skip("files of this file system do not tell what a mapping writes")
     etag = d.store.show("k", data).etag
     base = ObjectInfo("k", len(data), 5, etag)
@@ -559,7 +559,7 @@ async def test_nothing_is_taken_where_a_mapping_would_write_unnoticed(writeback:
         async with desk(Path(place), writeback=writeback) as d:
             Kernel(d)
             assert not staging.tells_of_mappings(Path(place)) and staging.can_lease(Path(place))
-            assert d.uploads.takes is writeback
+            assert d.uploads.passthrough.possible is writeback
 
 
 @in_trio

@@ -350,7 +350,7 @@ def _memory(d: Desk) -> None:
 
 
 def _writers(d: Desk) -> None:
-    d.uploads._passthrough._writers += 1
+    d.uploads.passthrough._writers += 1
 
 
 def _users(d: Desk) -> None:
