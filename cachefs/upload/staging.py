@@ -309,7 +309,7 @@ class StagingFile:
         self._held = None
 
     def _keep(self, size: int) -> bytearray | Tail | None:
-        """What is in memory, of a file that is to have `size` bytes; None: it has to land, or has."""
+        """What is in memory, of a file that is to have `size` bytes, now accounted for; None: it has to land, or has."""
         held, size = self._held, size - self._start
         if held is None or not 0 <= size <= HELD or self._landing.locked():
             return None
@@ -317,10 +317,6 @@ class StagingFile:
         if more > self._disk.memory_left:
             return None
         self._disk.memory_left -= more
-        if more > 0:
-            held.extend(bytes(more))
-        else:
-            del held[size:]
         return held
 
     @contextmanager
@@ -440,6 +436,8 @@ class StagingFile:
         at, end = offset - self._start, offset + len(data)
         if at < 0 or (held := self._keep(max(self._start + len(self._held or b""), end))) is None:
             return False
+        if at > len(held):
+            held.extend(bytes(at - len(held)))  # a gap is zeros
         held[at : at + len(data)] = data
         return True
 
@@ -449,7 +447,10 @@ class StagingFile:
                 # What is cut off needs no room on the disk first. It is dropped once it is cut: that may fail.
                 await self._on_disk(lambda fd: os.ftruncate(fd, size), lands=False)
                 self._let_go()
-        elif self._keep(size) is not None:
+        elif (held := self._keep(size)) is not None:
+            size -= self._start
+            held.extend(bytes(max(0, size - len(held))))
+            del held[size:]
             return
         else:
             await self._on_disk(lambda fd: os.ftruncate(fd, size))

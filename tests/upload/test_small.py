@@ -50,6 +50,27 @@ async def test_a_small_file_is_saved_without_the_disk_and_kept_after_that(
 
 
 @in_trio
+async def test_what_is_written_at_the_end_is_copied_once(tmp_path: Path) -> None:
+    """No zeros are written first where the bytes go, but a gap before them is zeros."""
+
+    class Held(bytearray):
+        zeros = 0
+
+        def extend(self, data: Any) -> None:
+            self.zeros += len(data)
+            super().extend(data)
+
+    async with desk(tmp_path) as d:
+        dirty_file = await d.create("k", b"")
+        held = dirty_file.file._held = Held()
+        assert dirty_file.write_now(0, b"1" * 1000) and dirty_file.write_now(900, b"2" * 200)
+        assert held.zeros == 0 and d.uploads._disk.memory_left == staging.HELD_ALTOGETHER - 1100
+        assert dirty_file.write_now(1110, b"3")
+        assert held.zeros == 10 and dirty_file.read_now(0, 2000) == b"1" * 900 + b"2" * 200 + bytes(10) + b"3"
+        await d.close(dirty_file)
+
+
+@in_trio
 async def test_one_that_grows_lands_with_all_that_was_written(tmp_path: Path) -> None:
     async with desk(tmp_path) as d:
         dirty_file = await d.create("k", b"1" * HELD)
