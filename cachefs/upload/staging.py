@@ -480,6 +480,18 @@ class StagingFile:
                 raise
             self._synced = changes
 
+    async def content(self, size: int) -> bytes | None:
+        """Its first `size` bytes, which are also in a file: a kill does not lose them. None if they are not at hand."""
+        self.check()
+        with self.used(), self._translated():
+            data = self.read_now(0, size)
+            await self.land()
+            return None if data is None or self._cut_at is not None else bytes(data)
+
+    async def restore(self, data: bytes) -> None:
+        """It holds these bytes, whatever the disk has made of them."""
+        await self._on_disk(partial(_put_all, data=data))
+
     def check_name(self) -> None:
         """Raises `Lost` if its name was removed from outside: users still have the file, and no other start finds it."""
         if self._made and not self._removed:
@@ -566,6 +578,32 @@ def sync_names(directory: Path) -> None:
             os.close(fd)
     except OSError as exc:
         raise translated(exc, directory) from exc
+
+
+def sync_bytes(path: Path) -> bool:
+    """A file's bytes are on the disk. Blocking. False if the disk fails."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
+    except OSError:
+        return False
+    return True
+
+
+def rewrite(path: Path, data: bytes) -> None:
+    """The file holds these bytes alone, and they are on the disk. Blocking. Raises `NoRoom`, `CacheUnusable`."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            _put_all(fd, data)
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
+    except OSError as exc:
+        raise translated(exc, path.parent) from exc
 
 
 def touch(directory: Path) -> None:
@@ -670,6 +708,11 @@ def _write(fd: int, offset: int, data: Buffer) -> None:
     while view:
         count = os.pwrite(fd, view, offset)
         view, offset = view[count:], offset + count
+
+
+def _put_all(fd: int, data: bytes) -> None:
+    os.ftruncate(fd, len(data))
+    _write(fd, 0, data)
 
 
 def _copy(source: int, sink: int, size: int) -> None:

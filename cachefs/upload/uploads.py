@@ -48,7 +48,6 @@ from cachefs.upload.staging import (
     StagingFile,
     begin,
     land_tail,
-    sync_names,
     touch,
 )
 
@@ -122,7 +121,7 @@ class Uploads:
         self._now_ns = now_ns
         self._disk = StagingDisk(staging_dir, shared=memory)
         orphans.without_journal(staging_dir, state_dir / "journal")
-        self.journal = Journal(state_dir / "journal", partial(sync_names, staging_dir), killed=killed)
+        self.journal = Journal(state_dir / "journal", staging_dir, killed=killed)
         self.journal.hangs_elsewhere = self._hangs
         self._records = Records(self.journal, list(origins))
         self._room = StagingRoom(staging_dir, keep_free_bytes, store, self._hopeful)
@@ -678,6 +677,9 @@ class Uploads:
 
     async def keep(self, dirty_file: DirtyFile) -> None:
         await self._records.keep(dirty_file)
+
+    def journaled(self, dirty_file: DirtyFile) -> bytes | None:
+        return self.journal.content(dirty_file.id)
 
     async def orphaned(self, dirty_file: DirtyFile, upload: Upload) -> None:
         await self._records.orphaned(dirty_file.origin.source, upload.key, upload.state())

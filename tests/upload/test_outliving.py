@@ -356,6 +356,7 @@ async def test_a_failed_fsync_is_remembered(
     async with daemon.alive(writeback=True) as (d, _):
         first = await create(d)
         await add(first, b"data")
+        d.uploads.journal._room = 0  # of its content: its file is synced
         with monkeypatch.context() as patched:
             patched.setattr(os, "fdatasync", fails)
             with pytest.raises(CacheUnusable):
