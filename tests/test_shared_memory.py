@@ -178,7 +178,7 @@ def test_tails_have_a_bound_and_give_their_memory_back(fd: int) -> None:
         tail.extend(b"x" * TAIL_BYTES)
         tail.release()
     assert tails.make(A, 0) is not None
-    assert os.fstat(fd).st_blocks * 512 < 2 << 20
+    assert os.fstat(fd).st_blocks * 512 < shared_memory.MEMORY_KEPT + (1 << 20)
 
 
 class Memory(mmap.mmap):
