@@ -38,8 +38,8 @@ GIVE_BACK_BYTES = 64 << 10
 much again."""
 
 MEMORY_KEPT = 2 << 20
-"""So much memory of the ends of files stays for the next ones. Derived: twenty files of 100 KB, as many as wait to be given to
-the cache together. To give the memory of one back and to have the kernel clear it again takes 0.1 ms."""
+"""So much memory of the ends of files stays for the next ones. Derived: twenty files of 100 KB, as many as wait to be given
+to the cache together. To give the memory of one back and to have the kernel clear it again takes 0.1 ms."""
 
 _HALF = struct.Struct("=QQ")
 """Of the row log: its number (the larger one is the newer half), and how many bytes of it count."""

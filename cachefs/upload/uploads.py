@@ -87,6 +87,29 @@ class Reader(Protocol):
     async def read(self, opened: Any, offset: int, size: int, pid: int) -> Buffer: ...
 
 
+class Together:
+    """Small files that wait for others; `work` is given them, in a task."""
+
+    def __init__(self, queue: Queue, work: Callable[[Sequence[DirtyFile]], Awaitable[None]]) -> None:
+        self.waiting: list[DirtyFile] = []
+        self._queue, self._work = queue, work
+        self._enough = trio.Event()
+
+    def add(self, dirty_file: DirtyFile) -> None:
+        self.waiting.append(dirty_file)
+        if len(self.waiting) == 1:
+            self._enough = trio.Event()
+            contained(self._queue.nursery, "settling small files", self._run)
+        elif len(self.waiting) == TOGETHER:
+            self._enough.set()
+
+    async def _run(self) -> None:
+        with trio.move_on_after(TOGETHER_S):
+            await self._enough.wait()
+        waiting, self.waiting = self.waiting, []
+        await self._work(waiting)
+
+
 class Uploads:
     """`reader` reads what a dirty file begins with; `keep_free_bytes` stay free of the disk. `on_committed` is told of each
     version that the store has from now on, before its waiters wake (its `mtime_ns` is the dirty file's, where the store's
@@ -125,9 +148,9 @@ class Uploads:
         self._now_ns = now_ns
         self._disk = StagingDisk(staging_dir, shared=memory)
         orphans.without_journal(staging_dir, state_dir / "journal")
-        self.journal = Journal(state_dir / "journal", staging_dir, killed=killed)
-        self.journal.hangs_elsewhere = self._hangs
-        self._records = Records(self.journal, list(origins))
+        journal = Journal(state_dir / "journal", staging_dir, killed=killed)
+        journal.hangs_elsewhere = self._hangs
+        self._records = Records(journal, list(origins))
         self._room = StagingRoom(staging_dir, keep_free_bytes, store, self._hopeful)
         self._queue = Queue(
             nursery,
@@ -140,8 +163,11 @@ class Uploads:
         )
         self._passthrough = Passthrough(staging_dir, self._room.relieve)
         self._dirty_files: dict[str, DirtyFile] = {}
-        self._together: list[DirtyFile] = []  # they lie in memory, and wait for others
-        self._enough = trio.Event()
+        self._together = Together(self._queue, self._settle_together)
+
+    @property
+    def journal(self) -> Journal:
+        return self._records.journal
 
     # -- dirty files ------------------------------------------------------------------------------------
 
@@ -258,12 +284,7 @@ class Uploads:
         elif dirty_file.file.held is None or dirty_file.kernel.way is not Way.HERE:
             contained(self._queue.nursery, f"settling {dirty_file.key}", self._settle, dirty_file)
         else:
-            self._together.append(dirty_file)
-            if len(self._together) == 1:
-                self._enough = trio.Event()
-                contained(self._queue.nursery, "settling small files", self._settle_together)
-            elif len(self._together) == TOGETHER:
-                self._enough.set()
+            self._together.add(dirty_file)
 
     def _shown_from_cache(self, dirty_file: DirtyFile) -> bool:
         """True if a name shows it and the cache has its file: only while that is open can a reader of the name open it."""
@@ -711,12 +732,9 @@ class Uploads:
 
     # -- settling ------------------------------------------------------------------------------------
 
-    async def _settle_together(self) -> None:
+    async def _settle_together(self, waiting: Sequence[DirtyFile]) -> None:
         """Small files that lie in memory, and are not in use: the cache makes its files of them in one turn of a thread. One
         that was removed meanwhile has cost nothing of that."""
-        with trio.move_on_after(TOGETHER_S):
-            await self._enough.wait()
-        waiting, self._together = self._together, []
         going = [dirty_file for dirty_file in waiting if self._begins_to_settle(dirty_file)]
         for dirty_file in set(waiting).difference(going):
             if self._dirty_files.get(dirty_file.id) is dirty_file:

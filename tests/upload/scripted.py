@@ -387,7 +387,7 @@ class Desk:
         for _ in range(3):
             await trio.testing.wait_all_tasks_blocked(0.01)
             # What time brings soon: they are gathered.
-            while self.uploads.journal._next.rows or self.uploads._together:
+            while self.uploads.journal._next.rows or self.uploads._together.waiting:
                 await trio.sleep(GATHER_S)
                 await trio.testing.wait_all_tasks_blocked(0.01)
 
