@@ -16,7 +16,7 @@ from cachefs.base import shared_memory
 from cachefs.base.behind import WriteBehind, _Rows
 from cachefs.base.database import Database
 from cachefs.base.errors import NoRoom
-from cachefs.base.shared_memory import MOST_TAILS, TAIL_BYTES, SharedMemory
+from cachefs.base.shared_memory import MOST_TAILS, TAIL_BYTES, SharedMemory, Tails
 
 A, B, C = "a" * 32, "b" * 32, "c" * 32
 
@@ -178,7 +178,57 @@ def test_tails_have_a_bound_and_give_their_memory_back(fd: int) -> None:
         tail.extend(b"x" * TAIL_BYTES)
         tail.release()
     assert tails.make(A, 0) is not None
-    assert os.fstat(fd).st_blocks * 512 < 2 << 20
+    assert os.fstat(fd).st_blocks * 512 < shared_memory.MEMORY_KEPT + (1 << 20)
+
+
+class Memory(mmap.mmap):
+    """Counts how often a part of it is given back to the machine."""
+
+    given_back = 0
+
+    def madvise(self, *how: Any) -> None:
+        self.given_back += 1
+        super().madvise(*how)
+
+
+def test_files_that_are_written_one_after_another_use_the_same_memory(fd: int) -> None:
+    """Memory that is given back has to be cleared by the kernel before its next use, page by page."""
+    again(fd)
+    memory = Memory(fd, shared_memory.LENGTH, offset=mmap.PAGESIZE)
+    tails = Tails(memory)
+    for number in range(100):
+        tail = tails.make(A, 0)
+        assert tail is not None
+        tail[0:100_000] = bytes([number]) * 100_000
+        assert bytes(tail) == bytes([number]) * 100_000
+        tail.release()
+    assert memory.given_back == 0 and os.fstat(fd).st_blocks * 512 < 200_000
+    made = [tails.make(A, 0) for _ in range(20)]
+    for tail in made:
+        assert tail is not None and bytes(tail) == b""
+        tail.extend(b"x" * TAIL_BYTES)
+    for tail in made:
+        assert tail is not None
+        tail.release()
+    assert memory.given_back == 20 - shared_memory.MEMORY_KEPT // TAIL_BYTES
+    assert os.fstat(fd).st_blocks * 512 < shared_memory.MEMORY_KEPT + (64 << 10)
+
+
+def test_what_is_written_behind_the_end_of_a_tail_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not made longer with zeros first; and the bytes are there before the length says so."""
+
+    def before(tails: Any) -> Any:
+        tail = tails.make(A, 0)
+        tail.extend(b"old")
+        return tail
+
+    def change(tail: Any) -> None:
+        tail[2:6] = b"dnew"
+
+    seen = killed_at_each_store(
+        monkeypatch, lambda m: m.tails, before, change, lambda m: [bytes(one) for one in m.tails.found()]
+    )
+    assert seen == [[b"old"], [b"old"], [b"oldnew"]], "two stores: the bytes, and then the length"
 
 
 def test_a_tail_is_as_long_as_was_said_last(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,23 +108,28 @@ class Database:
         refuge: Path | None = None,
         precious: bool = False,
         killed: bool = False,
+        earlier: Sequence[str] = (),
+        unsure: bool = False,
     ) -> None:
         """Open or create. Raises `CacheInUse` if another process has it open, `CacheUnusable` if it cannot be created.
 
-        `version` names the format of the rows; a database of another version is dropped. When a write fails and there is
-        a `refuge` (a directory that must not exist yet), the database goes on there until it is closed. A `precious` one is
-        never dropped: this raises `CacheUnusable` and changes nothing. `killed`: the previous process ended by SIGKILL, so
-        not by a damaged page; the database is not rewritten, unless the machine has been rebooted since."""
+        `version` names the format of the rows; a database of another version is dropped, unless that is one of the `earlier`
+        ones, whose rows are right as they are. When a write fails and there is a `refuge` (a directory that must not exist
+        yet), the database goes on there until it is closed. A `precious` one is never dropped: this raises `CacheUnusable`
+        and changes nothing. `killed`: the previous process ended by SIGKILL, so not by a damaged page; the database is not
+        rewritten, unless the machine has been rebooted since. `unsure`: after a reboot the mark stays as it is until the
+        caller says `sure`, because what the caller makes good after a power cut is not done yet."""
         self.path = path
         self._precious = precious
         self._killed = killed
         self._refuge = refuge
         self.tables = tuple(tables)
         self.dropped: str | None = None
-        self.was_clean = False
+        self.was_clean = self.same_boot = False
+        """How the process before has left it: closed, or open since the machine was started last."""
         self._left: _Environment | None = None
         self._fsync = fsync
-        self._version = version
+        self._version, self._earlier = version, earlier
         self._closed = False
         self._place = path  # where it is open: there, or in the refuge
         self._opened: _Environment | None = None  # None while it is opened again, and after that failed
@@ -142,7 +147,7 @@ class Database:
             if reason := self._distrust():
                 self._drop(reason)
             # From here until a clean close, the mark says that the database is open.
-            self._mark(f"open {_boot_id()}")
+            self._mark(f"open {'unsure' if unsure and not self.same_boot else _boot_id()}")
             if not self._data.exists():
                 self._create()
             try:
@@ -194,14 +199,14 @@ class Database:
         if not self._data.exists():
             return None
         found, state = read_mark(self.path)
-        if found not in ("", self._version):
+        if found not in ("", self._version, *self._earlier):
             return f"its format is {found}, this version reads {self._version}"
         if state.startswith("closed "):
             if state != f"closed {_file_hash(self._data)}":
                 return "its contents changed since it was closed"
             self.was_clean = True
             return None
-        same_boot = state == f"open {_boot_id()}"
+        self.same_boot = same_boot = state == f"open {_boot_id()}"
         if not self._fsync and not same_boot:
             return "the machine stopped before it was written out"
         if self._killed and same_boot:
@@ -217,6 +222,14 @@ class Database:
         self.dropped = reason
         log.warning("dropping the database in %s: %s; it will be learnt again", self.path, reason)
         durable.remove(self._data)  # before there is a mark that fits another format
+
+    def sure(self) -> None:
+        """See `unsure`. Blocking. Raises `CacheUnusable`."""
+        if not self.same_boot:
+            try:
+                self._mark(f"open {_boot_id()}")
+            except OSError as exc:
+                raise CacheUnusable(f"cannot use {self.path}: {exc.strerror}") from exc
 
     def get(self, table: str, key: bytes) -> bytes | None:
         """The value of `key`, or None. Like all reads, raises `CacheUnusable` if the database is damaged."""

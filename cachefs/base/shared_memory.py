@@ -38,6 +38,10 @@ GIVE_BACK_BYTES = 64 << 10
 """A longer used part is returned to the kernel when it is free. Guessed: a system call costs as much as faulting in so many
 bytes again."""
 
+MEMORY_KEPT = 2 << 20
+"""So much memory of the ends of files stays for the next ones. Derived: twenty files of 100 KB, as many as wait to be given
+to the cache together. To give the memory of one back and to have the kernel clear it again takes 0.1 ms."""
+
 _HALF = struct.Struct("=QQ")
 """Head of a half of the row log: its number (the newer half has the larger one), and the number of valid bytes."""
 _ROW = struct.Struct("=Ii")
@@ -260,6 +264,10 @@ class Tail:
         """The bytes, until the next change."""
         return memoryview(self._memory)[self._at : self._at + self._length]
 
+    def has_memory(self, length: int) -> None:
+        """The one before it has left so much."""
+        self._most = max(self._most, length)
+
     def _resize(self, length: int) -> None:
         self._length, self._most = length, max(self._most, length)
         _WORD.pack_into(self._memory, self._head + _LENGTH_AT, length)
@@ -274,12 +282,16 @@ class Tail:
         self._resize(min(cut.start, self._length))
 
     def __setitem__(self, where: slice, data: bytes | bytearray | memoryview) -> None:
+        """`where` begins at its end or before, and may end behind that."""
         self._memory[self._at + where.start : self._at + where.stop] = data
+        if where.stop > self._length:
+            self._resize(where.stop)
 
     def release(self) -> None:
         """Free it for another file."""
         _WORD.pack_into(self._memory, self._head, 0)
-        _give_back(self._memory, self._at, self._most)
+        if not self._tails.keeps(self._index, self._most):
+            _give_back(self._memory, self._at, self._most)
         self._tails.free.append(self._index)
 
 
@@ -287,6 +299,7 @@ class Tails:
     def __init__(self, memory: mmap.mmap) -> None:
         self.memory = memory
         self.free = list(range(MOST_TAILS - 1, -1, -1))  # a stack: the pages of the last one are in memory
+        self._kept: dict[int, int] = {}  # bytes of memory that those have which are free
 
     def found(self) -> list[Tail]:
         """The tails that the previous process left. Called once, before any `make`. The caller releases each."""
@@ -307,7 +320,16 @@ class Tails:
         head = _TAIL_HEADS_AT + index * _TAIL_STRIDE
         _TAIL.pack_into(self.memory, head, 0, name.encode(), start, 0)
         _WORD.pack_into(self.memory, head, 1)
-        return Tail(self, index, name, start, 0)
+        tail = Tail(self, index, name, start, 0)
+        tail.has_memory(self._kept.pop(index, 0))
+        return tail
+
+    def keeps(self, index: int, length: int) -> bool:
+        """Whether the memory of this one, which is about to be free, stays for the next one."""
+        if sum(self._kept.values()) + length > MEMORY_KEPT:
+            return False
+        self._kept[index] = length
+        return True
 
 
 class Times:

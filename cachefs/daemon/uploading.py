@@ -211,18 +211,15 @@ def left_behind(state_dir: Path) -> Unsent:
     """The files that an earlier mount has left, for a mount that uploads nothing. Blocks. Raises `CacheUnusable` for a
     journal that cannot be read."""
     staging = staging_of(state_dir)
-    try:
-        sizes = {file.name: file.stat().st_size for file in staging.iterdir()}
-    except OSError:
-        return Unsent()
-    if not sizes:
+    if not staging.is_dir():
         return Unsent()
     if not (state_dir / "journal" / "data.mdb").exists():
         # The next mount that can be written keeps them aside. Opening the journal here would make an empty one.
         return Unsent()
-    journal = Journal(state_dir / "journal")
+    journal = Journal(state_dir / "journal", staging)
     try:
         rows = journal.rows(DIRTY_FILES)
+        sizes = {file.name: file.stat().st_size for file in staging.iterdir()}
     finally:
         journal.close()
     files = [sizes[rows[name]["file"]] for name in kept(rows, sizes)]

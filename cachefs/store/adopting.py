@@ -13,11 +13,13 @@ A crash before the index has heard of it leaves a file without rows, which the s
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import stat
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -45,6 +47,22 @@ HASHED_NOW = 256 << 10
 ZEROS = bytes(1 << 20)
 
 
+@dataclass(eq=False, slots=True)
+class _File:
+    """What becomes the cache file of a version: `hashed` gives its checksums, `place` puts it where it belongs, in a thread.
+    The disk has `here` bytes of it already."""
+
+    obj: CachedObject
+    hashed: Callable[[], Awaitable[list[int] | None]]
+    place: Callable[[], bool]
+    here: int = 0
+    checksums: list[int] | None = None
+
+    @property
+    def need(self) -> int:
+        return allocated(self.obj.id.size)
+
+
 class Adopting:
     """Into the SSD tier, if there is one."""
 
@@ -70,34 +88,41 @@ class Adopting:
         obj = self._catalog.object(object_id)
         if self._in_the_way(obj, tier):
             return False
-        return await self._held(obj, tier, self._adopt(obj, tier, path))
-
-    async def adopt_bytes(self, object_id: ObjectId, data: bytes) -> bool:
-        """The same for the whole content of a small version that lies in memory: a thread makes the cache file of it."""
-        tier = self._tier
-        if tier is None or not tier.writable() or not data or len(data) != object_id.size:
-            return False
-        obj = self._catalog.object(object_id)
-        if self._in_the_way(obj, tier) or not tier.takes_files:
-            return False
-        return await self._held(obj, tier, self._adopt_bytes(obj, tier, data))
-
-    async def _held(self, obj: CachedObject, tier: Tier, adopting: Awaitable[bool]) -> bool:
         with obj.held():
             try:
-                return await adopting
+                return await self._adopt(obj, tier, path)
             except OSError as exc:
-                log.debug("cannot keep what was written of %s: %s", obj.id.key, exc)
-                if exc.errno != errno.ETIMEDOUT:
-                    self._space.failed(tier, exc)
+                self._failed(obj, tier, exc)
                 return False
 
-    async def _adopt_bytes(self, obj: CachedObject, tier: Tier, data: bytes) -> bool:
-        async def hashed() -> list[int]:
-            starts = range(0, len(data), self._block_size)
-            return [xxhash.xxh3_64_intdigest(data[start : start + self._block_size]) for start in starts]
+    async def adopt_bytes(self, versions: Sequence[tuple[ObjectId, bytes]]) -> list[bool]:
+        """The same for whole contents of small versions that lie in memory: one thread makes the cache files of all of
+        them. For each, whether it is kept."""
+        tier, files = self._tier, dict[ObjectId, _File]()
+        if tier is None or not tier.writable() or not tier.takes_files:
+            return [False] * len(versions)
+        with ExitStack() as held:
+            for object_id, data in versions:
+                obj = self._catalog.object(object_id)
+                if data and len(data) == object_id.size and not self._in_the_way(obj, tier):
+                    held.enter_context(obj.held())
+                    place = partial(tier.put, object_id.digest, data)
+                    files[object_id] = _File(obj, partial(self._hashed, data), place)
+            try:
+                kept = dict(zip(files, await self._become(list(files.values()), tier), strict=True))
+            except OSError as exc:
+                self._failed(obj, tier, exc)
+                kept = {}
+        return [kept.get(object_id, False) for object_id, _ in versions]
 
-        return await self._become(obj, tier, 0, hashed, partial(tier.put, obj.id.digest, data))
+    async def _hashed(self, data: bytes) -> list[int]:
+        starts = range(0, len(data), self._block_size)
+        return [xxhash.xxh3_64_intdigest(data[start : start + self._block_size]) for start in starts]
+
+    def _failed(self, obj: CachedObject, tier: Tier, exc: OSError) -> None:
+        log.debug("cannot keep what was written of %s: %s", obj.id.key, exc)
+        if exc.errno != errno.ETIMEDOUT:
+            self._space.failed(tier, exc)
 
     async def _adopt(self, obj: CachedObject, tier: Tier, path: Path) -> bool:
         size, status = obj.id.size, os.lstat(path)
@@ -119,36 +144,38 @@ class Adopting:
             return None if written or after.st_size != size else found
 
         try:
-            here, place = status.st_blocks * 512, partial(tier.take, path, obj.id.digest)
-            return await self._become(obj, tier, here, hashed, place)
+            place = partial(tier.take, path, obj.id.digest)
+            return all(await self._become([_File(obj, hashed, place, status.st_blocks * 512)], tier))
         finally:
             os.close(fd)
 
-    async def _become(
-        self,
-        obj: CachedObject,
-        tier: Tier,
-        here: int,
-        hashed: Callable[[], Awaitable[list[int] | None]],
-        place: Callable[[], bool],
-    ) -> bool:
-        """Make room for a version of which the disk has `here` bytes already, have a thread `place` its file, and write its
-        rows. False if there is no room, no checksums (`hashed`), or the file is not placed."""
-        need = allocated(obj.id.size)
-        if not await self._space.fit(tier, need, here=here):
-            return False
-        tier.reserve(need, here)
+    async def _become(self, files: Sequence[_File], tier: Tier) -> list[bool]:
+        """Make room for versions, have a thread place their files, and write their rows. Those are left out for which there
+        is no room, or which have no checksums, and those whose file is not placed."""
+        reserved, ready = list[_File](), list[_File]()
         try:
-            found = await hashed()
-            if found is None or self._in_the_way(obj, tier) or not await self._cleared(obj, tier):
-                return False
-            taken = await self._placed(obj, tier, place)
+            for file in files:
+                if await self._space.fit(tier, file.need, here=file.here):
+                    tier.reserve(file.need, file.here)
+                    reserved.append(file)
+            for file in reserved:
+                file.checksums = await file.hashed()
+                if file.checksums is not None and not self._in_the_way(file.obj, tier):
+                    ready += [file] if await self._cleared(file.obj, tier) else []
+            ready = [file for file in ready if self._is_free(file.obj, tier)]  # still
+            placed = await self._placed([file.obj for file in ready], tier, [file.place for file in ready])
         finally:
-            tier.freed(need)  # or taken again, as the copies it makes: nothing comes between
-        if taken:
-            self._put(obj, tier, found)
-        self._free_place(obj, tier)
-        return taken
+            for file in reserved:
+                tier.freed(file.need)  # or taken again, as the copies it makes: nothing comes between
+        taken = {file for file, done in zip(ready, placed, strict=True) if done is True}
+        for file in ready:
+            if file in taken and file.checksums is not None:
+                self._put(file.obj, tier, file.checksums)
+            self._free_place(file.obj, tier)
+        for file, done in zip(ready, placed, strict=True):
+            if isinstance(done, OSError):  # behind the others: a full disk takes no more than it has now
+                self._failed(file.obj, tier, done)
+        return [file in taken for file in files]
 
     def _in_the_way(self, obj: CachedObject, tier: Tier) -> bool:
         """True if the tier has all of the version already, parts of it are in use there, or blocks of it arrive anywhere."""
@@ -168,30 +195,39 @@ class Adopting:
                 self._space.drop(obj, copy, copy.bitmap)
         while tier.disposal.pending(digest):
             await trio.to_thread.run_sync(tier.disposal.settle, digest, abandon_on_cancel=True)
+        return self._is_free(obj, tier)
+
+    def _is_free(self, obj: CachedObject, tier: Tier) -> bool:
         return not (self._in_the_way(obj, tier) or self._catalog.copies(obj, tier.number))
 
-    async def _placed(self, obj: CachedObject, tier: Tier, place: Callable[[], bool]) -> bool:
-        """What `place` returns, in a thread: whether the version's file is in its place now. Nothing else puts one there
-        until the caller says `_free_place`. OSError; what the disk still does when it was given up is undone."""
-        digest = obj.id.digest
-        ended = given_up = placed = False
+    async def _placed(
+        self, objs: Sequence[CachedObject], tier: Tier, places: Sequence[Callable[[], bool]]
+    ) -> list[bool | OSError]:
+        """What each of `places` returns or raises, in a thread: whether the version's file is in its place now. Nothing else
+        puts one there until the caller says `_free_place`. OSError where the disk is down; what it still does when it was
+        given up is undone."""
+        if not objs:
+            return []
+        ended, given_up, placed = False, False, list[bool | OSError]()
 
-        def end(result: bool | None) -> None:
+        def end(result: list[bool | OSError] | None) -> None:
             nonlocal ended, placed
-            ended, placed = True, bool(result)
+            ended, placed = True, result or []
             if given_up:
                 undo()
 
         def undo() -> None:
-            if placed:
-                tier.unlink(digest)
-            self._free_place(obj, tier)
+            for obj, done in itertools.zip_longest(objs, placed):
+                if done is True:
+                    tier.unlink(obj.id.digest)
+                self._free_place(obj, tier)
 
-        obj.close_file(tier.number)
-        obj.hold()
-        obj.leaving.add(tier.number)
+        for obj in objs:
+            obj.close_file(tier.number)
+            obj.hold()
+            obj.leaving.add(tier.number)
         try:
-            return await tier.disk.run(place, end)
+            return await tier.disk.run(partial(_each, places), end)
         except BaseException:
             given_up = True
             if ended:
@@ -234,7 +270,10 @@ class Adopting:
         need = allocated(size)
         with was.held(), obj.held():
             try:
-                await self._placed(obj, tier, partial(tier.link, old.digest, new.digest))
+                (linked,) = await self._placed([obj], tier, [partial(tier.link, old.digest, new.digest)])
+                if isinstance(linked, OSError):
+                    self._free_place(obj, tier)
+                    raise linked
             except OSError as exc:
                 log.debug("cannot keep %s under its new name: %s", new.key, exc)
                 return False
@@ -308,6 +347,17 @@ class Adopting:
 
 def _nothing_left(_: object) -> None:
     pass
+
+
+def _each(calls: Sequence[Callable[[], bool]]) -> list[bool | OSError]:
+    """What each returns, or raises, in a worker thread."""
+    found: list[bool | OSError] = []
+    for call in calls:
+        try:
+            found.append(call())
+        except OSError as exc:
+            found.append(exc)
+    return found
 
 
 def _write_zeros(fd: int, start: int, stop: int) -> None:

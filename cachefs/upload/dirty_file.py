@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from cachefs.base.errors import CachefsError, Conflict, NoRoom, TooLarge
-from cachefs.origin import ObjectInfo, Origin, Upload
+from cachefs.origin import InMemory, ObjectInfo, Origin, Source, Upload
 from cachefs.store.backing import BackingFile
 from cachefs.upload.content import Attempt, Content, Row
 from cachefs.upload.sending import Parts, Sender
@@ -44,14 +44,16 @@ class Trying:
 
 class Record:
     """What its row in the journal remembers: `tokens` of attempts whose outcome is unknown, the `upload` in parts, and the
-    dirty file that had its name before (`over`), which does not come back. The holder of the `turn` writes the row. What the
-    next daemon goes on from has the inode `ino` (0: there is no such thing), and may say that the origin has its content."""
+    dirty file that had its name before (`over`), which does not come back. The holder of the `turn` writes the row. The
+    journal has the content of the generation `content_of` (-1: of none that is known). What the next daemon goes on from has
+    the inode `ino` (0: there is no such thing), and may say that the origin has its content."""
 
     def __init__(self) -> None:
         self.turn = trio.Lock()
         self.tokens: list[str] = []
         self.upload: dict[str, Any] | None = None
         self.over: DirtyFile | None = None
+        self.content_of = -1
         self.ino, self.says_clean = 0, False
 
 
@@ -455,6 +457,17 @@ class DirtyFile:
         return True
 
     # -- for its sender ----------------------------------------------------------------------------
+
+    async def source(self, size: int) -> Source:
+        """Its first `size` bytes, for who is a user and sends them."""
+        if self.record.content_of == self.content.generation:
+            content = self._owner.journaled(self)
+            if content is not None and len(content) == size:
+                if self.file.read_now(0, size) != content:
+                    # It was not synced: the disk may have failed to take it, without a word to its writer.
+                    await self.file.restore(content)
+                return InMemory(content)
+        return await self.file.source(size)
 
     async def begun(self, upload: Upload) -> None:
         self.record.upload = upload.state()

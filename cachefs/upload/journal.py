@@ -8,6 +8,10 @@ emptied, but refused with the name of its directory, because the files beside it
 they did not reach the store: it comes back after a crash, with all that its staging file holds then, as on a local file
 system.
 
+A small file that is acknowledged has its *content* in the journal, in the same transaction as its row: its staging file need
+not be synced then, which spares the disk half of its waits. After a power cut the staging file is written again from there
+(`Journal`); as long as the machine runs, the staging file counts.
+
 `look` compares rows and files at a start, and each dirty file either comes back or is cleared away:
 
 | row | file | then |
@@ -29,9 +33,10 @@ import logging
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import trio
 
@@ -43,6 +48,7 @@ from cachefs.origin import Origin
 from cachefs.upload import orphans
 from cachefs.upload.content import Row
 from cachefs.upload.dirty_file import DirtyFile
+from cachefs.upload.staging import HELD, rewrite, sync_bytes, sync_names
 
 log = logging.getLogger(__name__)
 
@@ -50,16 +56,26 @@ GATHER_S = 0.02
 """How long rows are gathered that no caller waits for. Guessed: as long as it takes to save a few small files one after
 another, and no longer than a removal may wait that finds its file's upload at its end."""
 
-FORMAT = "journal-1"
-DIRTY_FILES, ORPHANS, NOTES = "drafts", "orphans", "notes"
-"""Dirty files by id; multipart uploads that are to be aborted, by id; what the rooms above note for themselves."""
+FORMAT, EARLIER = "journal-2", ("journal-1",)
+"""What is written, and what is read, too: there were no contents then."""
+
+DIRTY_FILES, ORPHANS, NOTES, CONTENTS = "drafts", "orphans", "notes", "contents"
+"""Dirty files by id; multipart uploads that are to be aborted, by id; what the rooms above note for themselves; the bytes of
+small dirty files, by id."""
+
+CONTENTS_BYTES = 64 << 20
+"""Of all contents. What is acknowledged beyond has its staging file synced. Guessed: hundreds of files of 100 KB, as many as
+are written in the second before their uploads begin; the database never shrinks."""
+
+UNCHANGED: Final = "unchanged"
+"""The content that the journal has of a file stays."""
 
 
 def refuse_foreign(directory: Path) -> None:
     """Raises `CacheUnusable` for a journal of another format, and changes nothing: to be asked before anything else of a
     cache directory is opened, which may drop what it cannot read."""
     found, _ = read_mark(directory)
-    if found not in ("", FORMAT):
+    if found not in ("", FORMAT, *EARLIER):
         raise CacheUnusable(
             f"what was written here and is not at the origin yet is noted in {directory} in the format {found!r}, and this "
             f"version reads {FORMAT!r}: start the version of cachefs that wrote it, until all is at the origin"
@@ -81,6 +97,7 @@ class _Batch:
         self.rows: dict[tuple[str, bytes], bytes | None] = {}
         self.first: list[Callable[[], None]] = []
         self.then: list[Callable[[], None]] = []
+        self.names = False  # rows rely on the names of their staging files
         self.hurry, self.ended = trio.Event(), trio.Event()
         self.error: Exception | None = None
 
@@ -88,17 +105,17 @@ class _Batch:
 class Journal:
     """Rows are JSON objects. What `write` has returned for is on the disk."""
 
-    def __init__(
-        self, directory: Path, before: Callable[[], None] = lambda: None, *, killed: bool = False
-    ) -> None:
-        """`before` is called in a worker thread before rows are written, for what they rely on. For `killed` see `Database`.
+    def __init__(self, directory: Path, staging: Path | None = None, *, killed: bool = False) -> None:
+        """`staging` is where the files lie that rows are about. For `killed` see `Database`.
 
         Raises `CacheUnusable` when it cannot be read as a whole, and then changes nothing. Blocking."""
         try:
             self._database = Database(
                 directory,
-                (DIRTY_FILES, ORPHANS, NOTES),
+                (DIRTY_FILES, ORPHANS, NOTES, CONTENTS),
                 version=FORMAT,
+                earlier=EARLIER,
+                unsure=True,
                 fsync=True,
                 precious=True,
                 killed=killed,
@@ -109,10 +126,18 @@ class Journal:
             raise CacheUnusable(
                 f"{exc}; cachefs recover {directory.parent} lists the files that it is about"
             ) from exc
-        self._before = before
+        self._staging = staging
         self._next = _Batch()
+        self._sizes: dict[str, int] = {}  # of the contents
+        self._room = CONTENTS_BYTES
         self.hangs_elsewhere: Callable[[], bool] = lambda: False
         self._since = math.inf  # when the transaction under way began
+        try:
+            self._secure()
+            self._database.sure()
+        except CachefsError:
+            self._database.close(clean=False)
+            raise
 
     @property
     def hangs(self) -> bool:
@@ -133,25 +158,71 @@ class Journal:
         """All rows of a table, as they were before this start; later ones are their owners' to know."""
         return {key.decode(): json.loads(value) for key, value in self._database.scan(table)}
 
+    # -- contents of small files -------------------------------------------------------------------
+
+    def takes(self, key: str, size: int) -> bool:
+        """Whether there is room for the content of this dirty file."""
+        return size <= min(HELD, self._room + self._sizes.get(key, 0))
+
+    def has_content(self, key: str) -> bool:
+        return key in self._sizes
+
+    def content(self, key: str) -> bytes | None:
+        """What `write` has put; None where the database cannot be read."""
+        with suppress(CacheUnusable):
+            return self._database.get(CONTENTS, key.encode())
+        return None
+
+    def _secure(self) -> None:
+        """All contents are in their staging files, on the disk, and in the journal no more. Blocking. Raises `NoRoom`,
+        `CacheUnusable`, and then they stay. At the start, before anything is written here; and before it is closed, or the
+        next start could not tell whether a staging file was written later than its content."""
+        staging, found = self._staging, self._database.scan(CONTENTS)
+        if not found or staging is None:
+            return
+        rows, here = self.rows(DIRTY_FILES), bool(self._sizes) or self._database.same_boot
+        for name, content in found:
+            row = rows.get(name.decode())
+            if row is None or not row["acknowledged"]:
+                continue
+            path = staging / row["file"]
+            # A file that was removed while the machine ran was removed on purpose.
+            if here and (sync_bytes(path) or not path.exists()):
+                continue
+            rewrite(path, content)
+            orphans.describe(path, row)
+            orphans.acknowledge(path)
+        sync_names(staging)
+        self._database.write([(CONTENTS, name, None) for name, _ in found])
+        self._sizes.clear()
+        self._room = CONTENTS_BYTES
+
+    # -- writing -----------------------------------------------------------------------------------
+
     async def write(
         self,
         table: str,
         key: str,
         row: Mapping[str, Any] | None,
         *,
+        content: bytes | str | None = UNCHANGED,
         first: Callable[[], None] | None = None,
         then: Callable[[], None] | None = None,
         within_s: float = math.inf,
         patient: bool = False,
     ) -> None:
-        """Put a row, or remove it. `first` and `then`, which must not raise, are called in the worker thread before it is
-        written, and after it is on the disk. One that is `patient` goes along with the next that is not, or alone after
-        `GATHER_S`. Raises `NoRoom`, `CacheUnusable`; and `DiskHangs` when a transaction takes longer than `within_s`, or
-        the disk is known to hang: the row is written all the same, once the disk answers."""
+        """Put a row, or remove it. With `content`, bytes or None, that goes along. `first` and `then`, which must not raise,
+        are called in the worker thread before it is written, and after it is on the disk. One that is `patient` goes along
+        with the next that is not, or alone after `GATHER_S`. Raises `NoRoom`, `CacheUnusable`; and `DiskHangs` when a
+        transaction takes longer than `within_s`, or the disk is known to hang: the row is written all the same, once the
+        disk answers."""
         batch = self._next
         batch.first += [first] if first is not None else []
         batch.then += [then] if then is not None else []
         batch.rows[table, key.encode()] = None if row is None else json.dumps(row).encode()
+        batch.names |= row is not None and not isinstance(content, bytes)
+        if table == DIRTY_FILES and (row is None or content is not UNCHANGED):
+            self._put_content(batch, key, content if isinstance(content, bytes) else None)
         if not patient:
             batch.hurry.set()
         if self._since == math.inf:
@@ -167,6 +238,16 @@ class Journal:
         if batch.error is not None:
             raise batch.error
 
+    def _put_content(self, batch: _Batch, key: str, content: bytes | None) -> None:
+        before = self._sizes.pop(key, None)
+        if before is None and content is None:
+            return
+        self._room += before or 0
+        if content is not None:
+            self._sizes[key] = len(content)
+            self._room -= len(content)
+        batch.rows[CONTENTS, key.encode()] = content
+
     async def _work(self) -> None:
         """One transaction after the other, until no row waits."""
         while self._next.rows:
@@ -177,7 +258,7 @@ class Journal:
             self._since = trio.current_time()
             puts = [(where, name, value) for (where, name), value in batch.rows.items()]
             try:
-                await in_thread(partial(self._write, puts, batch.first, batch.then))
+                await in_thread(partial(self._write, puts, batch))
             except OSError as exc:
                 batch.error = CacheUnusable(f"the journal cannot be written: {exc.strerror}")
             except Exception as exc:
@@ -185,18 +266,22 @@ class Journal:
             batch.ended.set()
         self._since = math.inf
 
-    def _write(
-        self, puts: list[Put], first: list[Callable[[], None]], then: list[Callable[[], None]]
-    ) -> None:
-        for call in first:
+    def _write(self, puts: list[Put], batch: _Batch) -> None:
+        for call in batch.first:
             call()
-        if any(value is not None for _, _, value in puts):
-            self._before()
+        if batch.names and self._staging is not None:
+            sync_names(self._staging)
         self._database.write(puts)
-        for call in then:
+        for call in batch.then:
             call()
 
     def close(self) -> None:
+        """Blocking."""
+        try:
+            self._secure()
+        except CachefsError as exc:
+            log.warning("%s", exc)
+            self._database.close(clean=False)
         self._database.close()
 
 
@@ -231,35 +316,51 @@ class Records:
         """What it holds now is on the disk, and so is a row that says so. Raises `NoRoom`, `CacheUnusable`, of
         which `Lost` and `JournalRemoved`."""
         dirty_file.look()
-        generation = dirty_file.content.generation
-        if dirty_file.content.synced < generation or dirty_file.kernel.in_passthrough:
+        generation, content = dirty_file.content.generation, None
+        changed = dirty_file.content.synced < generation or dirty_file.kernel.in_passthrough
+        if changed:
             try:
-                await dirty_file.file.sync()
+                if self.journal.takes(dirty_file.id, dirty_file.size):
+                    content = await dirty_file.file.content(dirty_file.size)
+                if content is None:
+                    await dirty_file.file.sync()
             except CacheUnusable:
                 dirty_file.noted()  # that its file is spoiled
                 raise
-            dirty_file.content.synced = max(dirty_file.content.synced, generation)
         if dirty_file.dirty and dirty_file.content.is_ours:
             # Or the next mount would be promised a file that it cannot find.
             dirty_file.file.check_name()
             self.journal.check_name()
         async with taken(dirty_file.record.turn):
+            # The content that the journal has is an older one.
+            other = changed and (content is not None or self.journal.has_content(dirty_file.id))
             # What the origin has got meanwhile must not come back after a crash.
-            if dirty_file.dirty and not dirty_file.acknowledged and not dirty_file.discarded:
-                dirty_file.content.row = Row.NOTED
-                await self._put(dirty_file, {**dirty_file.row(), "acknowledged": True})
+            if dirty_file.dirty and not dirty_file.discarded and (other or not dirty_file.acknowledged):
+                dirty_file.content.row = max(dirty_file.content.row, Row.NOTED)
+                await self._put(dirty_file, {**dirty_file.row(), "acknowledged": True}, content=content)
                 dirty_file.content.row = Row.ACKNOWLEDGED
+                dirty_file.record.content_of = -1 if content is None else generation
+        if changed:
+            dirty_file.content.synced = max(dirty_file.content.synced, generation)
 
-    async def _put(self, dirty_file: DirtyFile, row: Mapping[str, Any], within_s: float = math.inf) -> None:
+    async def _put(
+        self,
+        dirty_file: DirtyFile,
+        row: Mapping[str, Any],
+        within_s: float = math.inf,
+        *,
+        content: bytes | str | None = UNCHANGED,
+    ) -> None:
         self._stale.discard(dirty_file.id)
         if not row["acknowledged"]:
-            await self.journal.write(DIRTY_FILES, dirty_file.id, row, within_s=within_s)
+            await self.journal.write(DIRTY_FILES, dirty_file.id, row, content=None, within_s=within_s)
             return
         path = dirty_file.file.path
         await self.journal.write(
             DIRTY_FILES,
             dirty_file.id,
             row,
+            content=content,
             first=partial(orphans.describe, path, row),
             then=partial(orphans.acknowledge, path),
             within_s=within_s,
@@ -289,7 +390,7 @@ class Records:
                 over.content.row = Row.NOTED
                 forget = partial(orphans.forget, over.file.path)
                 try:
-                    await self.journal.write(DIRTY_FILES, over.id, over.row(), first=forget)
+                    await self.journal.write(DIRTY_FILES, over.id, over.row(), content=None, first=forget)
                 except CachefsError as exc:
                     log.warning("%s", exc)
 

@@ -10,7 +10,7 @@ may write into what is kept free, which is kept free for users' files; the last 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,8 +48,8 @@ class Cache(Protocol):
     async def adopt(self, obj_id: ObjectId, path: Path) -> bool:
         """Take the file as the whole content of a version; False: it is still there, and whose it was."""
 
-    async def adopt_bytes(self, obj_id: ObjectId, data: bytes) -> bool:
-        """The same with the whole content in memory; False: it is not kept."""
+    async def adopt_bytes(self, versions: Sequence[tuple[ObjectId, bytes]]) -> list[bool]:
+        """The same for several with their whole contents in memory; False: it is not kept."""
 
     def take_out(self, backing: Any, users: int, path: Path) -> int | None:
         """The file of a version goes to `path`, with its users; a descriptor of it. None while others use it."""

@@ -26,7 +26,7 @@ import trio
 
 from cachefs.base.errors import CachefsError, NoSuchUpload, OriginFailed
 from cachefs.base.tasks import contained
-from cachefs.origin import Limits, ObjectInfo, Origin, Part, Ticket, Upload, each
+from cachefs.origin import Limits, ObjectInfo, Origin, Part, Source, Ticket, Upload, each
 from cachefs.upload.staging import StagingFile
 
 log = logging.getLogger(__name__)
@@ -194,6 +194,9 @@ class Sent(Protocol):
     key: str
     file: StagingFile
 
+    async def source(self, size: int) -> Source:
+        """The first `size` bytes, in one request."""
+
     async def begun(self, upload: Upload) -> None:
         """There is an upload, and no part of it yet."""
 
@@ -311,7 +314,7 @@ class Sender:
             with self._turn() as turn, self._what.file.used():
                 return await self._what.origin.put(
                     self._what.key,
-                    await self._what.file.source(size),
+                    await self._what.source(size),
                     size,
                     if_match=preconditions.if_match,
                     if_absent=preconditions.if_absent,

@@ -309,7 +309,7 @@ class StagingFile:
         self._held = None
 
     def _keep(self, size: int) -> bytearray | Tail | None:
-        """What is in memory, of a file that is to have `size` bytes; None: it has to land, or has."""
+        """What is in memory, of a file that is to have `size` bytes, now accounted for; None: it has to land, or has."""
         held, size = self._held, size - self._start
         if held is None or not 0 <= size <= HELD or self._landing.locked():
             return None
@@ -317,10 +317,6 @@ class StagingFile:
         if more > self._disk.memory_left:
             return None
         self._disk.memory_left -= more
-        if more > 0:
-            held.extend(bytes(more))
-        else:
-            del held[size:]
         return held
 
     @contextmanager
@@ -440,6 +436,8 @@ class StagingFile:
         at, end = offset - self._start, offset + len(data)
         if at < 0 or (held := self._keep(max(self._start + len(self._held or b""), end))) is None:
             return False
+        if at > len(held):
+            held.extend(bytes(at - len(held)))  # a gap is zeros
         held[at : at + len(data)] = data
         return True
 
@@ -449,7 +447,10 @@ class StagingFile:
                 # What is cut off needs no room on the disk first. It is dropped once it is cut: that may fail.
                 await self._on_disk(lambda fd: os.ftruncate(fd, size), lands=False)
                 self._let_go()
-        elif self._keep(size) is not None:
+        elif (held := self._keep(size)) is not None:
+            size -= self._start
+            held.extend(bytes(max(0, size - len(held))))
+            del held[size:]
             return
         else:
             await self._on_disk(lambda fd: os.ftruncate(fd, size))
@@ -478,6 +479,18 @@ class StagingFile:
                 self.spoiled = True
                 raise
             self._synced = changes
+
+    async def content(self, size: int) -> bytes | None:
+        """Its first `size` bytes, which are also in a file: a kill does not lose them. None if they are not at hand."""
+        self.check()
+        with self.used(), self._translated():
+            data = self.read_now(0, size)
+            await self.land()
+            return None if data is None or self._cut_at is not None else bytes(data)
+
+    async def restore(self, data: bytes) -> None:
+        """It holds these bytes, whatever the disk has made of them."""
+        await self._on_disk(partial(_put_all, data=data))
 
     def check_name(self) -> None:
         """Raises `Lost` if its name was removed from outside: users still have the file, and no other start finds it."""
@@ -561,6 +574,32 @@ def sync_names(directory: Path) -> None:
             os.close(fd)
     except OSError as exc:
         raise translated(exc, directory) from exc
+
+
+def sync_bytes(path: Path) -> bool:
+    """A file's bytes are on the disk. Blocking. False if the disk fails."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
+    except OSError:
+        return False
+    return True
+
+
+def rewrite(path: Path, data: bytes) -> None:
+    """The file holds these bytes alone, and they are on the disk. Blocking. Raises `NoRoom`, `CacheUnusable`."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            _put_all(fd, data)
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
+    except OSError as exc:
+        raise translated(exc, path.parent) from exc
 
 
 def touch(directory: Path) -> None:
@@ -665,6 +704,11 @@ def _write(fd: int, offset: int, data: Buffer) -> None:
     while view:
         count = os.pwrite(fd, view, offset)
         view, offset = view[count:], offset + count
+
+
+def _put_all(fd: int, data: bytes) -> None:
+    os.ftruncate(fd, len(data))
+    _write(fd, 0, data)
 
 
 def _copy(source: int, sink: int, size: int) -> None:

@@ -35,7 +35,7 @@ from cachefs.base.tasks import contained, run_contained, taken
 from cachefs.origin import ObjectInfo, Origin, Upload, each
 from cachefs.store.backing import BackingFile
 from cachefs.upload import orphans
-from cachefs.upload.content import Row, Stored
+from cachefs.upload.content import Row, State, Stored
 from cachefs.upload.dirty_file import DirtyFile, Way
 from cachefs.upload.journal import NOTES, Journal, JournalRemoved, Records, look
 from cachefs.upload.passthrough import Passthrough
@@ -48,7 +48,6 @@ from cachefs.upload.staging import (
     StagingFile,
     begin,
     land_tail,
-    sync_names,
     touch,
 )
 
@@ -73,6 +72,10 @@ Guessed: the kernel repeats all requests at once."""
 PIECE = 1 << 20
 """Read at once: a block."""
 
+TOGETHER, TOGETHER_S = 16, 0.1
+"""Small files that the cache is given together, and how long at most the first of them waits for others. Derived: a turn of
+a thread, and a task, cost as much as making the cache file of one; their memory is in use meanwhile (`MEMORY_KEPT`)."""
+
 OnConflict = Literal["overwrite", "fail"]
 
 
@@ -82,6 +85,29 @@ class Reader(Protocol):
     def open(self, origin: Origin, object_id: ObjectId) -> Any: ...
     def close(self, opened: Any) -> None: ...
     async def read(self, opened: Any, offset: int, size: int, pid: int) -> Buffer: ...
+
+
+class Together:
+    """Small files that wait for others; `work` is given them, in a task."""
+
+    def __init__(self, queue: Queue, work: Callable[[Sequence[DirtyFile]], Awaitable[None]]) -> None:
+        self.waiting: list[DirtyFile] = []
+        self._queue, self._work = queue, work
+        self._enough = trio.Event()
+
+    def add(self, dirty_file: DirtyFile) -> None:
+        self.waiting.append(dirty_file)
+        if len(self.waiting) == 1:
+            self._enough = trio.Event()
+            contained(self._queue.nursery, "settling small files", self._run)
+        elif len(self.waiting) == TOGETHER:
+            self._enough.set()
+
+    async def _run(self) -> None:
+        with trio.move_on_after(TOGETHER_S):
+            await self._enough.wait()
+        waiting, self.waiting = self.waiting, []
+        await self._work(waiting)
 
 
 class Uploads:
@@ -122,9 +148,9 @@ class Uploads:
         self._now_ns = now_ns
         self._disk = StagingDisk(staging_dir, shared=memory)
         orphans.without_journal(staging_dir, state_dir / "journal")
-        self.journal = Journal(state_dir / "journal", partial(sync_names, staging_dir), killed=killed)
-        self.journal.hangs_elsewhere = self._hangs
-        self._records = Records(self.journal, list(origins))
+        journal = Journal(state_dir / "journal", staging_dir, killed=killed)
+        journal.hangs_elsewhere = self._hangs
+        self._records = Records(journal, list(origins))
         self.room = StagingRoom(staging_dir, keep_free_bytes, store, self._hopeful)
         self._queue = Queue(
             nursery,
@@ -137,6 +163,11 @@ class Uploads:
         )
         self.passthrough = Passthrough(staging_dir, self.room.relieve)
         self._dirty_files: dict[str, DirtyFile] = {}
+        self._together = Together(self._queue, self._settle_together)
+
+    @property
+    def journal(self) -> Journal:
+        return self._records.journal
 
     # -- dirty files ------------------------------------------------------------------------------------
 
@@ -245,8 +276,10 @@ class Uploads:
         if dirty_file.content.adopted:
             # At once: its file is the cache's, so it cannot be opened here any more.
             self._settled(dirty_file)
-        else:
+        elif dirty_file.file.held is None or dirty_file.kernel.way is not Way.HERE:
             contained(self._queue.nursery, f"settling {dirty_file.key}", self._settle, dirty_file)
+        else:
+            self._together.add(dirty_file)
 
     def _shown_from_cache(self, dirty_file: DirtyFile) -> bool:
         """True if a name shows it and the cache has its file: only while that is open can a reader of the name open it."""
@@ -667,6 +700,10 @@ class Uploads:
     async def keep(self, dirty_file: DirtyFile) -> None:
         await self._records.keep(dirty_file)
 
+    def journaled(self, dirty_file: DirtyFile) -> bytes | None:
+        """The content that the journal has of it."""
+        return self.journal.content(dirty_file.id)
+
     async def orphaned(self, dirty_file: DirtyFile, upload: Upload) -> None:
         """This upload will not be completed."""
         await self._records.orphaned(dirty_file.origin.source, upload.key, upload.state())
@@ -685,8 +722,82 @@ class Uploads:
 
     # -- settling ------------------------------------------------------------------------------------
 
-    async def _settle(self, dirty_file: DirtyFile) -> None:
-        """It is not in use and the origin has it: the cache adopts the file."""
+    async def _settle_together(self, waiting: Sequence[DirtyFile]) -> None:
+        """Small files that lie in memory, and are not in use: the cache makes its files of them in one turn of a thread. One
+        that was removed meanwhile has cost nothing of that."""
+        going = [dirty_file for dirty_file in waiting if self._begins_to_settle(dirty_file)]
+        for dirty_file in set(waiting).difference(going):
+            if self._dirty_files.get(dirty_file.id) is dirty_file:
+                contained(self._queue.nursery, f"settling {dirty_file.key}", self._settle, dirty_file)
+        if not going:
+            return
+        with ExitStack() as used:
+            for dirty_file in going:
+                used.enter_context(dirty_file.file.used())
+            adopted, stored = [False] * len(going), [dirty_file.content.stored for dirty_file in going]
+            try:
+                adopted = await self._adopt_together(going)
+                for dirty_file, done, one in zip(going, adopted, stored, strict=True):
+                    if done and one is not None:
+                        await self._adopted_as(dirty_file, one)
+            finally:
+                for dirty_file, done in zip(going, adopted, strict=True):
+                    dirty_file.content.settled(done)
+                    dirty_file.lock.release()
+            for dirty_file, done in zip(going, adopted, strict=True):
+                # A removal that is under way may fail: then the file stays, or else `_drop` removes it.
+                if dirty_file.discarded and not done and not dirty_file.trying.turn.locked():
+                    dirty_file.file.remove()
+                if not dirty_file.handles and self._shown_from_cache(dirty_file):
+                    dirty_file.open()
+                    self._release_later(dirty_file)
+                await self._settle(dirty_file, adopt=False)
+
+    def _begins_to_settle(self, dirty_file: DirtyFile) -> bool:
+        """Whether it goes to the cache with others; then its lock is taken."""
+        stored = dirty_file.content.stored
+        if (
+            self._dirty_files.get(dirty_file.id) is not dirty_file
+            or dirty_file.handles
+            or dirty_file.lock.locked()
+        ):
+            return False
+        if dirty_file.content.state is not State.CLEAN or dirty_file.sender.upload is not None:
+            return False
+        if stored is None or stored.overtaken or dirty_file.discarded or not dirty_file.file.held:
+            return False
+        if (
+            dirty_file.file.spoiled
+            or self._store.hangs
+            or self._disk.hangs
+            or not self.on_settling(dirty_file)
+        ):
+            return False
+        dirty_file.lock.acquire_nowait()
+        dirty_file.content.settle()
+        return True
+
+    async def _adopt_together(self, dirty_files: Sequence[DirtyFile]) -> list[bool]:
+        versions = list[tuple[ObjectId, bytes]]()
+        for dirty_file in dirty_files:
+            assert dirty_file.stored is not None
+            version = dirty_file.stored.version(dirty_file.origin.source)
+            versions.append((version, dirty_file.file.held or b""))
+        try:
+            adopted = await self._store.adopt_bytes(versions)
+        except CachefsError as exc:
+            log.info("what was written is not kept here: %s", exc)
+            return [False] * len(dirty_files)
+        except Exception:
+            log.exception("the cache failed to take what was written")
+            return [False] * len(dirty_files)
+        for dirty_file, done in zip(dirty_files, adopted, strict=True):
+            if done:
+                dirty_file.file.remove()
+        return adopted
+
+    async def _settle(self, dirty_file: DirtyFile, *, adopt: bool = True) -> None:
+        """It is not in use and the origin has it: the cache adopts the file, unless it has refused it."""
         async with taken(dirty_file.lock):
             try:
                 if dirty_file.kernel.in_passthrough and not dirty_file.reclaim():
@@ -705,7 +816,7 @@ class Uploads:
             if dirty_file.sender.upload is not None:
                 # For example of a completion that another client's newer object hides.
                 await dirty_file.sender.abandon()
-            if not dirty_file.content.adopted:
+            if not dirty_file.content.adopted and adopt:
                 dirty_file.content.settle()
                 await self._give_to_cache(dirty_file)
                 # A removal that is under way may fail: then the file stays, or else `_drop` removes it.
@@ -751,7 +862,8 @@ class Uploads:
             version = stored.info.version(dirty_file.origin.source)
             with dirty_file.file.used():
                 if (held := dirty_file.file.held) is not None:
-                    if adopted := await self._store.adopt_bytes(version, held):
+                    (adopted,) = await self._store.adopt_bytes([(version, held)])
+                    if adopted:
                         dirty_file.file.remove()
                     return adopted
                 return await self._store.adopt(version, dirty_file.file.path)

@@ -16,7 +16,7 @@ import os
 import random
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -147,9 +147,9 @@ class Cache:
         await trio.sleep(self.chance.pause_s())
         return True
 
-    async def adopt_bytes(self, version: ObjectId, data: bytes) -> bool:
+    async def adopt_bytes(self, versions: Sequence[tuple[ObjectId, bytes]]) -> list[bool]:
         await trio.sleep(self.chance.pause_s())
-        return self.chance.rng.random() < 0.8
+        return [self.chance.rng.random() < 0.8 for _ in versions]
 
     async def recast(self, old: ObjectId, new: ObjectId) -> bool:
         await trio.sleep(self.chance.pause_s())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,8 @@ class NoCache:
     async def adopt(self, version: ObjectId, path: Path) -> bool:
         return False
 
-    async def adopt_bytes(self, version: ObjectId, data: bytes) -> bool:
-        return False
+    async def adopt_bytes(self, versions: Sequence[tuple[ObjectId, bytes]]) -> list[bool]:
+        return [False] * len(versions)
 
     async def recast(self, old: ObjectId, new: ObjectId) -> bool:
         return False

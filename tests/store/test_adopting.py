@@ -767,12 +767,46 @@ async def test_what_lies_in_memory_is_adopted_as_a_file_is(cache_dir: Path, size
         data = content(1, size)
         object_id = lab.origin.put("k", data)
         gets = len(lab.origin.gets)
-        assert await lab.store.adopt_bytes(object_id, data)
+        assert await lab.store.adopt_bytes([(object_id, data)]) == [True]
         obj = lab.store.object(object_id)
         assert lab.store.tiers[-1].immutable(object_id.digest) and not obj.leaving
         assert await lab.read(object_id) == data and len(lab.origin.gets) == gets
-        assert not await lab.store.adopt_bytes(object_id, data), "it is there"
-        assert not await lab.store.adopt_bytes(lab.origin.put("empty", b""), b"")
+        assert await lab.store.adopt_bytes([(object_id, data)]) == [False], "it is there"
+        assert await lab.store.adopt_bytes([(lab.origin.put("empty", b""), b"")]) == [False]
+        lab.check_accounts()
+
+
+@in_trio
+async def test_several_small_versions_cost_one_turn_of_a_thread(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is kept or not by itself: one has no room on the disk, one is there already, one is asked for twice."""
+    async with running(cache_dir) as lab:
+        tier = lab.store.tiers[-1]
+        versions = [(lab.origin.put(f"k{n}", content(n, 1000 + n)), content(n, 1000 + n)) for n in range(6)]
+        assert await lab.store.adopt_bytes(versions[:1]) == [True]
+        calls, put, run = list[str](), tier.put, tier.disk.run
+
+        def full(digest: bytes, data: bytes) -> bool:
+            calls.append("put")
+            if digest == versions[3][0].digest:
+                raise OSError(errno.ENOSPC, "full")
+            return put(digest, data)
+
+        async def counted(*how: Any) -> Any:
+            calls.append("turn")
+            return await run(*how)
+
+        monkeypatch.setattr(tier, "put", full)
+        monkeypatch.setattr(tier.disk, "run", counted)
+        kept = await lab.store.adopt_bytes([*versions, versions[1]])
+        assert kept == [False, True, True, False, True, True, True]
+        assert calls == ["turn", *["put"] * 5]
+        monkeypatch.undo()
+        has = [lab.store.cached_bytes(object_id) for object_id, _ in versions]
+        assert has == [1000, 1001, 1002, 0, 1004, 1005]
+        for object_id, data in versions:
+            assert not lab.store.object(object_id).leaving and await lab.read(object_id) == data
         lab.check_accounts()
 
 
@@ -811,7 +845,7 @@ async def test_what_a_disk_does_after_it_was_given_up_is_undone(
             if how == "file":
                 taken.append(await adopt(lab, object_id))
             elif how == "bytes":
-                taken.append(await lab.store.adopt_bytes(object_id, data))
+                taken.extend(await lab.store.adopt_bytes([(object_id, data)]))
             else:
                 taken.append(await lab.store.recast(other, object_id))
 

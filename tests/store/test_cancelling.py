@@ -39,7 +39,7 @@ async def test_an_adoption_that_is_cancelled_keeps_all_or_nothing(
             path = dirty_file(lab, data, f"staged{step}")
             call = partial(lab.store.adopt, object_id, path)
             if how == "bytes":
-                call = partial(lab.store.adopt_bytes, object_id, data)  # type: ignore[arg-type]
+                call = partial(lab.store.adopt_bytes, [(object_id, data)])  # type: ignore[arg-type]
             elif how == "recast":
                 old = lab.origin.put(f"old{step}", data)
                 assert await lab.store.adopt(old, path)

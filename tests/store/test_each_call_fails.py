@@ -72,7 +72,7 @@ async def everything(lab: Lab) -> list[ObjectId]:
     path = dirty_file(lab, content("written", SIZES["written"]))
     adopted = await store.adopt(ids["written"], path)
     assert adopted is not path.exists()
-    await store.adopt_bytes(ids["small"], content("small", SIZES["small"]))
+    await store.adopt_bytes([(ids["small"], content("small", SIZES["small"]))])
     moved = ObjectId("s", "moved", "e", SIZES["written"])
     if await store.recast(ids["written"], moved):
         assert bytes(await store.read(store.object(moved), 0, moved.size) or b"") in (

@@ -428,8 +428,8 @@ async def test_bytes_that_are_not_all_of_a_version_are_not_taken_for_it(cache_di
     async with running(cache_dir) as lab:
         object_id = lab.origin.put("k", data := content(1, 5000))
         for cut in (b"", data[:-1], data + b"x"):
-            assert not await lab.store.adopt_bytes(object_id, cut)
-        assert await lab.store.adopt_bytes(object_id, data)
+            assert await lab.store.adopt_bytes([(object_id, cut)]) == [False]
+        assert await lab.store.adopt_bytes([(object_id, data)]) == [True]
         assert await lab.read(object_id) == data and not lab.origin.gets
 
 

@@ -349,7 +349,8 @@ async def test_what_is_adopted_while_a_part_of_it_is_in_use_stays_where_it_is(
             else:
                 store.space.pin(copy)
             before = state(lab, object_id)
-            assert not await store.adopt(object_id, path) and not await store.adopt_bytes(object_id, data)
+            assert not await store.adopt(object_id, path)
+            assert await store.adopt_bytes([(object_id, data)]) == [False]
             assert state(lab, object_id) == before and path.exists()
             obj.leaving.clear()
         store.space.unpin(obj, copy)

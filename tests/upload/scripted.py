@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -315,7 +315,10 @@ class Room:
             path.rename(path.with_name(path.name + ".adopted"))  # noqa: ASYNC240
         return self.adopts
 
-    async def adopt_bytes(self, object_id: ObjectId, data: bytes) -> bool:
+    async def adopt_bytes(self, versions: Sequence[tuple[ObjectId, bytes]]) -> list[bool]:
+        return [await self._adopt_bytes(object_id, data) for object_id, data in versions]
+
+    async def _adopt_bytes(self, object_id: ObjectId, data: bytes) -> bool:
         """As a file that a thread makes of it."""
         with tempfile.TemporaryDirectory() as place:
             path = Path(place) / "held"
@@ -383,7 +386,8 @@ class Desk:
         """Until nothing happens any more by itself (but what time brings)."""
         for _ in range(3):
             await trio.testing.wait_all_tasks_blocked(0.01)
-            while self.uploads.journal._next.rows:  # what time brings soon: they are gathered
+            # What time brings soon: they are gathered.
+            while self.uploads.journal._next.rows or self.uploads._together.waiting:
                 await trio.sleep(GATHER_S)
                 await trio.testing.wait_all_tasks_blocked(0.01)
 

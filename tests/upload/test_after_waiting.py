@@ -163,14 +163,15 @@ async def test_a_file_that_is_stored_while_it_is_made_safe_here(tmp_path: Path) 
     """It needs no row in the journal any more, which would bring it back; and what is written later is uploaded."""
     async with desk(tmp_path, writeback=True, upload_delay_s=1) as d:
         dirty_file = await d.create("k", b"data")
-        plain, reached, released = dirty_file.file.sync, trio.Event(), trio.Event()
+        plain, reached, released = dirty_file.file.content, trio.Event(), trio.Event()
 
-        async def sync() -> None:
-            await plain()
+        async def content(size: int) -> bytes | None:
+            found = await plain(size)
             reached.set()
             await released.wait()
+            return found
 
-        dirty_file.file.sync = sync  # type: ignore[method-assign]
+        dirty_file.file.content = content  # type: ignore[method-assign]
         d.uploads.release(dirty_file)
         await reached.wait()
         put = d.store.hold("put")
@@ -184,7 +185,7 @@ async def test_a_file_that_is_stored_while_it_is_made_safe_here(tmp_path: Path) 
         released.set()
         await trio.sleep(5)
         assert d.uploads.journal.rows("drafts") == {}
-        dirty_file.file.sync = plain  # type: ignore[method-assign]
+        dirty_file.file.content = plain  # type: ignore[method-assign]
         await add(dirty_file, b" and more")
         await d.close(dirty_file)
         await trio.sleep(5)

@@ -327,7 +327,7 @@ async def test_a_bug_in_the_task_of_one_file_ends_nothing_else(
             d.uploads.on_committed = broken
         dirty_file = await d.create("k", b"1")
         if where == "release":
-            dirty_file.file.sync = broken  # type: ignore[method-assign]
+            dirty_file.file.content = broken  # type: ignore[method-assign]
             d.uploads.release(dirty_file)
         else:
             try:

@@ -11,7 +11,7 @@ import logging
 import mmap
 import os
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -356,6 +356,7 @@ async def test_a_failed_fsync_is_remembered(
     async with daemon.alive(writeback=True) as (d, _):
         first = await create(d)
         await add(first, b"data")
+        d.uploads.journal._room = 0  # of its content: its file is synced
         with monkeypatch.context() as patched:
             patched.setattr(os, "fdatasync", fails)
             with pytest.raises(CacheUnusable):
@@ -408,9 +409,9 @@ async def test_a_small_file_that_the_origin_has_leaves_no_file_behind(
     """It lies in memory alone, and the daemon dies before the cache has it."""
     copies: list[Daemon] = []
 
-    async def adopt_bytes(self: Room, object_id: ObjectId, data: bytes) -> bool:
+    async def adopt_bytes(self: Room, versions: Sequence[tuple[ObjectId, bytes]]) -> list[bool]:
         copies.append(daemon.killed(tmp_path / "second"))
-        return False
+        return [False] * len(versions)
 
     monkeypatch.setattr(Room, "adopt_bytes", adopt_bytes)
     async with daemon.alive() as (d, _):

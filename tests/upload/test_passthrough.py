@@ -195,28 +195,27 @@ async def test_the_time_of_a_file_is_that_of_the_last_write_of_others(tmp_path: 
         ends(d, dirty_file, fd)
 
 
+@pytest.mark.parametrize("small", [True, False])
 @in_trio
-async def test_each_promise_syncs_what_nobody_told_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_each_promise_keeps_what_nobody_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: bool
 ) -> None:
     async with desk(tmp_path, writeback=True) as d:
         Kernel(d)
+        if not small:
+            d.uploads.journal._room = 0
         dirty_file, fd = await in_passthrough(d, data=b"x" * 100)
-        synced = 0
+        synced = list[int]()
         real = os.fdatasync
-
-        def fdatasync(fd: int) -> None:
-            nonlocal synced
-            synced += 1
-            real(fd)
-
-        monkeypatch.setattr(os, "fdatasync", fdatasync)
+        monkeypatch.setattr(os, "fdatasync", lambda fd: (synced.append(fd), real(fd)))
         for number in range(3):
             token = os.fstat(fd)
             os.pwrite(fd, b"%d" % number, 0)
             os.utime(fd, ns=(token.st_atime_ns, token.st_mtime_ns))  # within one tick of the clock
             await d.uploads.commit(dirty_file)
-        assert synced == 3
+            kept = d.uploads.journal.content(dirty_file.id)
+            assert kept == (b"%d" % number + b"x" * 99 if small else None)
+        assert len(synced) == (0 if small else 3)
         ends(d, dirty_file, fd)
 
 

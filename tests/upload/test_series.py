@@ -196,6 +196,7 @@ async def test_one_that_is_removed_while_it_is_promised(
 ) -> None:
     """It came in between and is due, so the promise would begin an upload; but there is nothing to send any more."""
     async with desk(tmp_path, writeback=True, upload_delay_s=1) as d:
+        d.uploads.journal._room = 0  # of contents: files are synced
         dirty_file = await d.save("k", b"first")
         d.uploads.open(dirty_file)
         await add(dirty_file, b", second")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import pytest
 import trio
 
 from cachefs.base.errors import NoRoom, OriginFailed
+from cachefs.base.names import ObjectId
 from cachefs.upload import staging
 from cachefs.upload.staging import HELD
+from cachefs.upload.uploads import TOGETHER
 from tests import threads
-from tests.upload.scripted import ScriptedStore, add, desk, in_trio
+from tests.upload.scripted import Room, ScriptedStore, add, desk, in_trio
 
 
 class Turns:
@@ -47,6 +50,84 @@ async def test_a_small_file_is_saved_without_the_disk_and_kept_after_that(
         await d.quiet()
         assert turns.count == 1 and list(d.cache.adopted.values()) == [b"1" * 10_000]
         assert await d.files() == [] and d.uploads._disk.memory_left == staging.HELD_ALTOGETHER
+
+
+@in_trio
+async def test_small_files_go_to_the_cache_together_and_those_that_were_removed_do_not(
+    tmp_path: Path,
+) -> None:
+    given = list[int]()
+
+    class Counting(Room):
+        async def adopt_bytes(self, versions: Sequence[tuple[ObjectId, bytes]]) -> list[bool]:
+            given.append(len(versions))
+            return await super().adopt_bytes(versions)
+
+    async with desk(tmp_path, cache=Counting()) as d:
+        files = [await d.save(str(n), b"%d" % n) for n in range(10)]
+        await d.uploads.discard(files[3])
+        d.uploads.open(files[4])
+        assert given == [] and files[4].read_now(0, 10) == b"4", "they can be read here meanwhile"
+        await d.quiet()
+        assert given == [8] and sorted(d.settled) == [str(n) for n in range(10) if n not in (3, 4)]
+        d.uploads.release(files[4])
+        await d.quiet()
+        assert given == [8, 1] and len(d.cache.adopted) == 9 and d.uploads._dirty_files == {}
+        for n in range(20, 20 + TOGETHER):
+            await d.save(str(n), b"1")
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        assert given[2:] == [TOGETHER], "they wait for no clock then"
+        assert d.uploads._disk.memory_left == staging.HELD_ALTOGETHER
+
+
+@pytest.mark.parametrize("adopts", [True, False])
+@in_trio
+async def test_what_happens_to_a_small_file_while_the_cache_takes_it(tmp_path: Path, adopts: bool) -> None:
+    """One is removed, one opened and written again, one is left alone."""
+    async with desk(tmp_path, cache=Room(adopts=adopts)) as d:
+        plain, reached, go_on = d.cache.adopt_bytes, trio.Event(), trio.Event()
+
+        async def slow(versions: Sequence[tuple[ObjectId, bytes]]) -> list[bool]:
+            reached.set()
+            await go_on.wait()
+            return await plain(versions)
+
+        d.cache.adopt_bytes = slow  # type: ignore[method-assign]
+        gone, again, rest = [await d.save(key, key.encode()) for key in ("gone", "again", "rest")]
+        await reached.wait()
+        await d.uploads.discard(gone)
+        d.uploads.open(again)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(again.write, 0, b"A")
+            await trio.sleep(1)
+            go_on.set()
+        assert await again.read(0, 10) == b"Again"
+        await d.close(again)
+        await d.quiet()
+        assert d.store.content("again") == b"Again" and rest.key in d.settled
+        assert d.uploads._dirty_files == {} and d.uploads._disk.memory_left == staging.HELD_ALTOGETHER
+        assert await d.files() == []
+
+
+@in_trio
+async def test_what_is_written_at_the_end_is_copied_once(tmp_path: Path) -> None:
+    """No zeros are written first where the bytes go, but a gap before them is zeros."""
+
+    class Held(bytearray):
+        zeros = 0
+
+        def extend(self, data: Any) -> None:
+            self.zeros += len(data)
+            super().extend(data)
+
+    async with desk(tmp_path) as d:
+        dirty_file = await d.create("k", b"")
+        held = dirty_file.file._held = Held()
+        assert dirty_file.write_now(0, b"1" * 1000) and dirty_file.write_now(900, b"2" * 200)
+        assert held.zeros == 0 and d.uploads._disk.memory_left == staging.HELD_ALTOGETHER - 1100
+        assert dirty_file.write_now(1110, b"3")
+        assert held.zeros == 10 and dirty_file.read_now(0, 2000) == b"1" * 900 + b"2" * 200 + bytes(10) + b"3"
+        await d.close(dirty_file)
 
 
 @in_trio

@@ -1,0 +1,218 @@
+"""Small files that are acknowledged have their content in the journal, and their staging files are not synced: what becomes
+of them after a power cut, which leaves of a staging file what the kernel has written back by itself."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from cachefs.base.database import MARK
+from cachefs.base.errors import CacheUnusable, NoRoom
+from cachefs.upload import journal, staging
+from cachefs.upload.journal import CONTENTS, Journal
+from cachefs.upload.staging import HELD
+from tests import threads
+from tests.upload.scripted import Room, add, desk, in_trio
+
+LOST = pytest.mark.parametrize("lost", ["empty", "zeros", "missing"])
+"""What a power cut makes of a file that was not synced."""
+
+
+def cut(path: Path, after: Path, lost: str = "", boot: str = "another") -> Path:
+    """The power is cut now: `after` is what the disk has then. Without `lost` only the process is killed."""
+    shutil.copytree(path, after)
+    for file in (after / "staging").iterdir() if lost else ():
+        size = file.stat().st_size
+        if lost == "missing":
+            file.unlink()
+        else:
+            file.write_bytes(bytes(size if lost == "zeros" else 0))
+    mark = after / "state" / "journal" / MARK
+    if lost:
+        mark.write_text(re.sub(r"\bopen \S+", f"open {boot}", mark.read_text()))
+    return after
+
+
+async def left(path: Path, store: Any = None) -> dict[str, bytes]:
+    """What the next daemon uploads."""
+    async with desk(path, store, writeback=True) as d:
+        assert d.uploads.journal._database.scan(CONTENTS) == []
+        assert await d.uploads.flush() == []
+        return {key: d.store.content(key) for key in d.store.objects}
+
+
+@LOST
+@in_trio
+async def test_a_power_cut_loses_nothing_that_was_acknowledged(tmp_path: Path, lost: str) -> None:
+    async with desk(tmp_path / "a", writeback=True, upload_delay_s=1000) as d:
+        await d.save("small", b"1" * 100_000)
+        await d.save("empty", b"")
+        again = await d.save("again", b"2" * 10)
+        d.uploads.open(again)
+        await again.write(5, b"3" * 10)
+        await d.close(again)
+        gone = await d.save("gone", b"4")
+        await d.uploads.discard(gone)
+        moved = await d.save("old", b"5")
+        await d.uploads.rename(moved, d.store, "new")
+        replaced, by = await d.save("k", b"6"), await d.save("tmp", b"7")
+        await d.uploads.rename(by, d.store, "k", over=replaced)
+        await d.uploads.discard(replaced, replaced=True)
+        await d.create("open", b"8")
+        after = cut(tmp_path / "a", tmp_path / "b", lost)
+    assert await left(after) == {
+        "small": b"1" * 100_000,
+        "empty": b"",
+        "again": b"2" * 5 + b"3" * 10,
+        "new": b"5",
+        "k": b"7",
+    }
+
+
+@in_trio
+async def test_a_power_cut_leaves_the_last_content_that_was_acknowledged(tmp_path: Path) -> None:
+    """Not an older one that the journal had before the file grew beyond what it takes."""
+    async with desk(tmp_path / "a", writeback=True, upload_delay_s=1000) as d:
+        dirty_file = await d.save("k", b"1" * 100)
+        d.uploads.open(dirty_file)
+        await add(dirty_file, b"2" * HELD)
+        await d.uploads.commit(dirty_file)
+        assert not d.uploads.journal.has_content(dirty_file.id)
+        after = cut(tmp_path / "a", tmp_path / "b")
+        mark = after / "state" / "journal" / MARK
+        mark.write_text(re.sub(r"\bopen \S+", "open another", mark.read_text()))
+        d.uploads.release(dirty_file)
+    assert await left(after) == {"k": b"1" * 100 + b"2" * HELD}
+
+
+@in_trio
+async def test_a_kill_leaves_what_was_written_after_the_last_promise(tmp_path: Path) -> None:
+    async with desk(tmp_path / "a", writeback=True, upload_delay_s=1000) as d:
+        dirty_file = await d.save("k", b"1")
+        d.uploads.open(dirty_file)
+        await add(dirty_file, b"2")
+        after = cut(tmp_path / "a", tmp_path / "b")
+        again = cut(after, tmp_path / "c")
+    assert await left(after) == {"k": b"12"}
+    Journal(again / "state" / "journal", again / "staging").close()  # as a command that only looks does
+    assert await left(again) == {"k": b"12"}
+
+
+@in_trio
+async def test_what_was_removed_while_the_machine_ran_is_not_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with desk(tmp_path / "a", writeback=True, upload_delay_s=1000) as d:
+        dirty_file = await d.save("k", b"1")
+        after = cut(tmp_path / "a", tmp_path / "b")
+    (after / "staging" / dirty_file.id).unlink()
+    assert await left(after) == {} and "was removed" in caplog.text
+
+
+@in_trio
+async def test_a_disk_that_loses_a_staging_file_without_a_word_changes_no_byte(tmp_path: Path) -> None:
+    """It was not synced, so no error was seen. The origin gets what was acknowledged, and so does the cache."""
+    async with desk(tmp_path, cache=Room(adopts=True), writeback=True, upload_delay_s=1) as d:
+        dirty_file = await d.save("k", b"1" * 1000)
+        dirty_file.file.path.write_bytes(bytes(900))
+        await trio.sleep(5)
+        await d.quiet()
+        assert d.store.content("k") == b"1" * 1000 and list(d.cache.adopted.values()) == [b"1" * 1000]
+        changed = await d.save("l", b"2")
+        d.uploads.open(changed)
+        await changed.write(0, b"3")
+        await d.uploads.flush(at_the_end=True)
+        assert d.store.content("l") == b"3", "what was written later is no damage"
+        d.uploads.release(changed)
+
+
+@in_trio
+async def test_an_acknowledgement_costs_two_turns_of_threads_and_the_end_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns, run_sync = list[object](), trio.to_thread.run_sync
+
+    async def counted(call: Any, *args: Any, **how: Any) -> Any:
+        turns.append(call)
+        return await run_sync(call, *args, **how)
+
+    async with desk(tmp_path, cache=Room(adopts=True), writeback=True, upload_delay_s=1000) as d:
+        threads.replace(monkeypatch, counted)
+        await d.save("k", b"1" * 10_000)
+        assert len(turns) == 2, "the staging file is made, and the transaction"
+
+
+@in_trio
+async def test_the_journal_takes_no_more_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "CONTENTS_BYTES", 1000)
+    async with desk(tmp_path / "a", writeback=True, upload_delay_s=5) as d:
+        files = [await d.save(str(n), b"%d" % n * 400) for n in range(4)]
+        has = [d.uploads.journal.has_content(one.id) for one in files]
+        assert has == [True, True, False, False] and d.uploads.journal._room == 200
+        d.uploads.open(files[0])
+        await add(files[0], b"0" * 200)
+        await d.close(files[0])
+        assert d.uploads.journal.has_content(files[0].id) and d.uploads.journal._room == 0
+        await trio.sleep(20)
+        await d.quiet()
+        assert d.uploads.journal._room == 1000 and d.uploads.journal._database.scan(CONTENTS) == []
+        assert {key: len(d.store.content(key)) for key in d.store.objects} == dict(
+            zip("0123", (600, 400, 400, 400), strict=True)
+        )
+
+
+@in_trio
+async def test_a_journal_that_is_closed_relies_on_staging_files_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the next start need not know whether the machine stopped in between."""
+    synced, real = list[str](), os.fdatasync
+    monkeypatch.setattr(
+        os, "fdatasync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd))
+    )
+    async with desk(tmp_path / "a", writeback=True, upload_delay_s=1000) as d:
+        dirty_file = await d.save("k", b"1")
+        assert synced == []
+        await d.uploads.hand_over()
+        assert synced == [str(dirty_file.file.path)]
+    after = cut(tmp_path / "a", tmp_path / "b")
+    assert await left(after) == {"k": b"1"}
+
+
+@in_trio
+async def test_a_start_that_finds_no_room_keeps_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with desk(tmp_path / "a", writeback=True, upload_delay_s=1000) as d:
+        await d.save("k", b"1" * 100)
+        after = cut(tmp_path / "a", tmp_path / "b", "empty")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(staging, "_write", full)
+        with pytest.raises(NoRoom):
+            Journal(after / "state" / "journal", after / "staging")
+    assert await left(after) == {"k": b"1" * 100}
+
+
+@in_trio
+async def test_a_journal_of_the_format_before_is_read_and_one_of_a_later_is_not(tmp_path: Path) -> None:
+    async with desk(tmp_path / "a", writeback=True, upload_delay_s=1000) as d:
+        d.uploads.journal._room = 0
+        await d.save("k", b"1")
+        after = cut(tmp_path / "a", tmp_path / "b")
+    mark = after / "state" / "journal" / MARK
+    mark.write_text(mark.read_text().replace(journal.FORMAT, "journal-1"))
+    journal.refuse_foreign(mark.parent)
+    later = shutil.copytree(after, tmp_path / "c") / "state" / "journal" / MARK
+    assert await left(after) == {"k": b"1"} and mark.read_text().startswith(journal.FORMAT)
+    later.write_text(later.read_text().replace("journal-1", "journal-3"))
+    with pytest.raises(CacheUnusable):
+        journal.refuse_foreign(later.parent)
