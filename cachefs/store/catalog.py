@@ -572,11 +572,15 @@ class Catalog:
             self._load(obj, extents)
         return [c for e in sorted(extents) if (c := obj.copies[tier, e]) is not None]
 
-    def extents(self, obj: CachedObject) -> Iterator[tuple[int, int]]:
+    def extents(self, obj: CachedObject) -> Iterable[tuple[int, int]]:
         """(extent, a bit for each of its blocks) of all of a version."""
         blocks = block_count(obj.id.size, self._block_size)
-        for extent in range(block_count(blocks, BLOCKS_PER_EXTENT)):
-            yield extent, extent_bits(blocks, extent)
+        if (
+            0 < blocks <= BLOCKS_PER_EXTENT
+        ):  # of a small file, at once: each open of one comes here three times
+            return ((0, (1 << blocks) - 1),)
+        count = block_count(blocks, BLOCKS_PER_EXTENT)
+        return ((extent, extent_bits(blocks, extent)) for extent in range(count))
 
     def on_any_tier(self, obj: CachedObject, extent: int) -> list[Copy]:
         """The copies of an extent, the fastest tier's first."""
