@@ -654,7 +654,9 @@ class Fetcher:
         """True if all its blocks are here."""
         obj = self._store.look(object_id)
         blocks = range(block_count(object_id.size, self._block_size))
-        if len(blocks) != 1 and self._store.whole(obj):  # one block is looked for once, below
+        if len(blocks) == 1:
+            return self._store.has(obj, 0)
+        if self._store.whole(obj):
             return True
         # The heap may have some; of a large file it never has all that the tiers have not.
         return len(blocks) <= BLOCKS_PER_EXTENT and all(self._store.has(obj, b) for b in blocks)

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 WARM_OPENS = 16_384
 """Lately opened files remembered, under 1 KiB each. Measured: an open from here costs 2 µs, through the tables 9."""
 
+WALKED = 1_024
+"""Lately looked up files remembered until they are opened, about 500 bytes each. Guessed: more than readers open at a time;
+a walk that only looks, as of find, goes through it."""
+
 KNOWN_FILES = 16_384
 """Closed files that may be opened again from the table, about 500 bytes each. Beyond it all go the general way once."""
 
@@ -45,6 +49,9 @@ LARGE = 4 << 20
 
 Warm = tuple[float, "Origin", "ObjectId", int, "Found"]
 """Until when it is fresh; origin, version and mtime_ns of a file; what its name led to."""
+
+Walked = tuple["Directory", bytes, "Found"]
+"""A file's directory and mark, and what its name led to."""
 
 PassthroughHook = Callable[[Any], bool]
 """Tells the kernel of a file that it may read by itself; whether it took it."""
@@ -171,6 +178,8 @@ class OpenFiles:
         self.awaited: Container[bytes] = frozenset()
         # What lately opened files are, and until when that is fresh. Dropped whole on any news.
         self.warm: dict[int, Warm] = {}
+        # What lookups have just found, for the opens that they were made for. Dropped with it.
+        self.walked: dict[int, Walked] = {}
         self.nameless: dict[
             int, Attributes
         ] = {}  # of open ones only; without links if the name was removed here
@@ -197,10 +206,17 @@ class OpenFiles:
         if len(self.warm) >= WARM_OPENS:
             self.warm.clear()
         self.warm[ino] = warm
+        self.walked.pop(ino, None)
+
+    def keep_walked(self, ino: int, walked: Walked) -> None:
+        if len(self.walked) >= WALKED:
+            self.walked.clear()
+        self.walked[ino] = walked
 
     def forget_warm(self) -> None:
         """There is news of a name."""
         self.warm.clear()
+        self.walked.clear()
         self.forget_known()
 
     def lose_name(self, ino: int, *, removed: bool = False) -> None:

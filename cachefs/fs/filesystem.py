@@ -321,6 +321,9 @@ class FileSystem:
 
     def _answer(self, found: Found | float, at: Directory, name: bytes) -> tuple[Attributes | None, float]:
         if isinstance(found, Found):
+            if self._writing is None and not (found.is_dir or at.ttls.revalidate):
+                # Its open comes next. Not where names change here: a name may be on its way out by then.
+                self._files.keep_walked(found.ino, (at, name, found))
             return self._shape(found.ino, found.is_dir, found.row), self._seconds_until(found.until)
         return None, self._refreshing.absent(at, name, max(0.0, min(found, FOREVER)))
 
@@ -386,7 +389,7 @@ class FileSystem:
 
     def open_now(self, ino: int, flags: int, pid: int) -> Opened | None:
         """See `Opened`. Raises `ObjectChanged` when the name leads to another inode by now."""
-        return self._open_now(ino, flags, pid) if self._arriving(ino, flags) is None else None
+        return self._open_now(ino, flags, pid, patient=True)
 
     @property
     def open_known(self) -> Callable[[int, int], Known | None]:
@@ -402,7 +405,8 @@ class FileSystem:
         """From now on no file is known: the hook hears of the next open of each, if it is awaited."""
         self._files.forget_known()
 
-    def _open_now(self, ino: int, flags: int, pid: int) -> Opened | None:
+    def _open_now(self, ino: int, flags: int, pid: int, *, patient: bool = False) -> Opened | None:
+        """`patient`: None, too, for a file that an open waits a moment for."""
         if flags & _WRITING:
             if self._writing is None:
                 raise ReadOnly("the mount is read-only")
@@ -411,7 +415,12 @@ class FileSystem:
             raise IsADirectory("the root is a directory")
         warm = self._files.warm.get(ino)
         if warm is not None and warm[0] > self._tree.clock():
+            if patient and self._waits_for(ino, warm[2]):
+                return None
             return self._files.open(ino, warm[1], warm[2], warm[3], pid)
+        walked = self._files.walked.get(ino)
+        if walked is not None and walked[2].until > self._tree.clock():
+            return self._open(walked[0], walked[1], ino, walked[2], pid, patient=patient)
         if ino in self._files.nameless and (again := self._open_again(ino, pid)) is not None:
             return again
         directory, mark = self._tree.locate(ino)
@@ -422,7 +431,7 @@ class FileSystem:
             found = self._looker.now(directory, name_in(mark))
         elif directory.ttls.strict:  # the walk that led here may have just asked for this very object
             found = self._freshness.recent(directory, name_in(mark), listings=False)
-        return None if found is None else self._open(directory, mark, ino, found, pid)
+        return None if found is None else self._open(directory, mark, ino, found, pid, patient=patient)
 
     def _open_again(self, ino: int, pid: int) -> Opened | None:
         """Another handle of a file that is open and has no name any more: it was looked up before that, or is opened through
@@ -474,7 +483,9 @@ class FileSystem:
             return await self._writing.open(directory, mark, self._check(ino, found), flags, pid)
         if self._writing is not None and not claimed and self._writing.is_going(directory, mark):
             return await self._open_claimed(ino, flags, pid)  # it began to go meanwhile
-        return self._open(directory, mark, ino, found, pid)
+        opened = self._open(directory, mark, ino, found, pid)
+        assert opened is not None  # it is not patient
+        return opened
 
     def _arriving(self, ino: int, flags: int) -> ObjectId | None:
         """What an open should wait a moment for: the version that it will open, if no other is found meanwhile."""
@@ -484,7 +495,20 @@ class FileSystem:
         obj = warm[2] if warm is not None else self.tree_queries.version(ino)
         return obj if obj is not None and self._reader.arrives(obj) else None
 
-    def _open(self, directory: Directory, mark: bytes, ino: int, found: Found | float, pid: int) -> Opened:
+    def _waits_for(self, ino: int, obj: ObjectId) -> bool:
+        """Whether an open of this version should wait a moment for it."""
+        return self._files.decides(ino) and self._reader.arrives(obj)
+
+    def _open(
+        self,
+        directory: Directory,
+        mark: bytes,
+        ino: int,
+        found: Found | float,
+        pid: int,
+        *,
+        patient: bool = False,
+    ) -> Opened | None:
         found = self._check(ino, found)
         if found.is_dir:
             raise IsADirectory(f"{directory.prefix}{mark.decode()} is a directory")
@@ -499,6 +523,8 @@ class FileSystem:
         if others and others[0].size == DIRTY_FILE and others[0].object == obj:
             assert self._writing is not None  # stored, and perhaps still written through a mapping
             return self._writing.dirty_files.open_again(others[0], pid)
+        if patient and self._waits_for(ino, obj):
+            return None
         opened = self._files.open(ino, directory.origin, obj, mtime_ns, pid)
         if not directory.ttls.revalidate:
             self._files.keep_warm(ino, (found.until, directory.origin, obj, mtime_ns, found))

@@ -45,6 +45,16 @@ SLOW_DISK = 200 << 20
 FAR_S = 0.1
 """A longer round trip to an origin, in seconds, is a finding. Guessed: the origin is in another region."""
 
+LOOKED_S = 1.0
+"""How long daemons are watched to see what they do. Guessed: long enough for a hundred of the kernel's ticks."""
+
+BUSY = 0.8
+"""The share of one processor from which a thread is said to be what its mount waits for. Guessed: with less, it has often
+slept."""
+
+IDLE = 0.05
+"""The share of one processor below which a daemon has nothing to do. Guessed."""
+
 NO_DISKS = {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "9p", "fuse.sshfs", "overlay", "tmpfs", "ramfs"}
 """Filesystem types that are no local disk: a network's, a container's layers, memory."""
 
@@ -103,8 +113,11 @@ def _examine(mountpoint: Path | None, cache_dir: Path | None, measure: bool) -> 
         disks = {default_cache_dir(()).parent}
     for disk in sorted(disks):
         yield from cache_disk(disk, measure=measure)
+    loads = watch([int(status.get("pid") or 0) for status in statuses])
     for status in statuses:
         yield from mount(status)
+        if (load := loads.get(int(status.get("pid") or 0))) is not None:
+            yield bound(status, load)
         yield from origins(status)
         yield from peers(status)
     if not statuses and not silent:
@@ -297,6 +310,58 @@ def mount(status: Mapping[str, Any]) -> Iterator[Finding]:
         todo = "they are tried again; cachefs flush says of each why"
         found = f"{uploads['failed']:,} uploads failed: {uploads.get('last_error', '')}"
         yield Finding("problem", subject, found, todo)
+
+
+class Load(NamedTuple):
+    """Shares of one processor: of the daemon's main thread, and of all its threads."""
+
+    main: float
+    whole: float
+
+
+def watch(pids: Iterable[int]) -> dict[int, Load]:
+    """What these daemons do for `LOOKED_S`; not of those that end."""
+    before = {pid: found for pid in pids if (found := _processor_s(pid)) is not None}
+    if before:
+        time.sleep(LOOKED_S)
+    loads = {}
+    for pid, (main, whole) in before.items():
+        if (after := _processor_s(pid)) is not None:
+            loads[pid] = Load((after[0] - main) / LOOKED_S, (after[1] - whole) / LOOKED_S)
+    return loads
+
+
+def _processor_s(pid: int) -> tuple[float, float] | None:
+    """Seconds of processor time of a process' main thread, and of all its threads; None if it has ended."""
+    seconds = []
+    for place in (f"/proc/{pid}/task/{pid}/stat", f"/proc/{pid}/stat"):
+        try:
+            fields = Path(place).read_text().rpartition(")")[2].split()
+        except OSError:
+            return None
+        seconds.append((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+    return seconds[0], seconds[1]
+
+
+def bound(status: Mapping[str, Any], load: Load) -> Finding:
+    """What readers of a mount wait for now, by what was measured: its daemon, an origin, or nothing of either."""
+    subject = f"mount {status['mountpoint']}"
+    shares = f"main thread {load.main:.0%} of a processor, all threads {load.whole:.0%}"
+    if load.main >= BUSY or load.whole >= 1.0:
+        which = "its main thread" if load.main >= BUSY else "its threads, of which one runs at a time"
+        todo = (
+            "see docs/how-to/tune.md, Several processes and one daemon: fewer messages a file, or more mounts"
+        )
+        return Finding("note", subject, f"bound by {which}: {shares}", todo)
+    for source in status.get("sources", ()):
+        origin = source["origin"]
+        if origin.get("demand_waiting"):
+            todo = "--concurrency, if the origin can do more; or cachefs warm, so that readers need not wait for it"
+            found = f"bound by {source['url']}: {origin['in_flight']} requests under way, no more are sent"
+            return Finding("note", subject, f"{found}; {shares}", todo)
+    if load.whole < IDLE:
+        return Finding("ok", subject, f"has nothing to do: {shares}")
+    return Finding("ok", subject, f"not bound by its daemon: {shares}")
 
 
 def warnings(subject: str, lines: Iterable[str]) -> Iterator[Finding]:

@@ -140,7 +140,10 @@ class Passthrough:
     @property
     def possible(self) -> bool:
         """False if the kernel takes no tier's files."""
-        return any(tier.passthrough for tier in self._tiers)
+        for tier in self._tiers:  # noqa: SIM110 - a plain loop: each cold file comes here three times
+            if tier.passthrough:
+                return True
+        return False
 
     # -- opening -----------------------------------------------------------------------------------
 

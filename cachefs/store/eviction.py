@@ -618,7 +618,11 @@ class Datasets:
 
     def __call__(self, object_id: ObjectId) -> int:
         source, key = object_id.source, object_id.key
-        prefix = next((p for p in self._prefixes.get(source, ()) if key.startswith(p)), "")
+        prefix = ""
+        for mounted in self._prefixes.get(source, ()):  # a plain loop: each file comes here four times
+            if key.startswith(mounted):
+                prefix = mounted
+                break
         first, slash, _ = key[len(prefix) :].lstrip("/").partition("/")
         place = f"{source}\0{prefix}"
         if not slash or place in self._whole:

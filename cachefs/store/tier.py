@@ -453,6 +453,7 @@ class Tier:
         self._identity: tuple[int, int] | None = None
         self._removed = False
         self._mounted = os.path.ismount(path)
+        self._keeps_atime: bool | None = None  # None: not known yet
         self._objects = os.fspath(path / "objects")
         try:
             (path / "objects").mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -723,7 +724,10 @@ class Tier:
                 if not is_immutable(found):
                     os.fchmod(fd, IMMUTABLE)
                 if is_immutable(os.fstat(fd)):
-                    _set_noatime(fd)
+                    if self._keeps_atime is None:
+                        self._keeps_atime = not os.fstatvfs(fd).f_flag & os.ST_NOATIME
+                    if self._keeps_atime:  # a memory tier is mounted so that it keeps none
+                        _set_noatime(fd)
                     return fd
         except OSError:
             os.close(fd)

@@ -330,6 +330,42 @@ async def test_strict_asks_for_a_file_of_an_unfinished_listing_with_one_head() -
         assert bucket.counts == (0, 3)
 
 
+async def test_a_file_that_is_looked_up_and_opened_is_looked_for_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel sends a lookup and then an open: what the first has read of the database, the second need not."""
+    async with mounted(flat(10)) as mount:
+        await mount.entries()
+        reads = []
+        for name in ("get", "get_many"):
+            real = getattr(mount.database, name)
+            monkeypatch.setattr(
+                mount.database, name, lambda *key, real=real: (reads.append(key), real(*key))[1]
+            )
+        found = mount.fs.lookup_now(ROOT, b"img_000003.jpg")
+        assert found is not None and found[0] is not None
+        looked_up = len(reads)
+        assert looked_up == 1
+        assert mount.fs.open_now(found[0].ino, os.O_RDONLY, 1) is not None
+        assert len(reads) == looked_up
+
+
+async def test_an_open_uses_no_lookup_from_before_the_news() -> None:
+    bucket = flat(10)
+    async with mounted(bucket) as mount:
+        ino = await mount.ino("img_000003.jpg")
+        bucket.set("img_000003.jpg", version=1)
+        await mount.fs.refresh()
+        assert mount.fs.open_now(ino, os.O_RDONLY, 1) is None
+        with pytest.raises(ObjectChanged):
+            await mount.fs.open(ino, os.O_RDONLY, 1)
+        ino = await mount.ino("img_000004.jpg")
+        del bucket.objects["img_000004.jpg"]
+        mount.clock.now += 3600  # what was looked up is too old
+        with pytest.raises(ObjectChanged):
+            await mount.fs.open(ino, os.O_RDONLY, 1)
+
+
 async def test_after_a_refresh_a_tree_costs_one_list_a_directory() -> None:
     bucket = Bucket(f"t/{i}/{j}" for i in range(5) for j in range(5))
     async with mounted(bucket, immutable=True) as mount:

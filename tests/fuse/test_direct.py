@@ -1,5 +1,5 @@
 """Files that are known are opened from a table, in a few steps (`NativeBackend.direct`, `KnownFiles`), and what is shown of
-them is found in another one (`OpenFiles.warm`).
+them is found in another one (`OpenFiles.warm`), or was found by the lookup before (`OpenFiles.walked`).
 
 Each answer is the one that the general way gives: histories of requests, refreshes and changes from a seed are played both
 ways, and compared byte for byte."""
@@ -185,6 +185,7 @@ async def played(
     async with kernel(bucket, writer=MemoryWriter() if writes else None) as asking:
         if not direct:
             asking.fs._files.warm = Forgetful()
+            asking.fs._files.walked = Forgetful()
         asking.backend._eager = False  # or real time would decide which tasks run first
         asking.cache.whole.update(FILES)
         history = History(asking, bucket, seed, writes=writes)

@@ -319,6 +319,45 @@ def test_doctor_names_the_conditions_that_a_store_ignores(monkeypatch: pytest.Mo
     assert "--on-conflict fail" in found.todo
 
 
+@pytest.mark.parametrize(
+    ("main", "whole", "waiting", "level", "said"),
+    [
+        (0.83, 0.95, 0, "note", "bound by its main thread: main thread 83% of a processor, all threads 95%"),
+        (0.83, 0.95, 3, "note", "bound by its main thread"),
+        (0.6, 1.04, 0, "note", "bound by its threads, of which one runs at a time"),
+        (0.3, 0.5, 3, "note", "bound by s3://bucket: 64 requests under way"),
+        (0.3, 0.5, 0, "ok", "not bound by its daemon"),
+        (0.01, 0.02, 0, "ok", "has nothing to do"),
+    ],
+)
+def test_doctor_says_what_a_mount_is_bound_by(
+    main: float, whole: float, waiting: int, level: str, said: str
+) -> None:
+    origin = {"demand_waiting": waiting, "in_flight": 64}
+    status = {"mountpoint": "/mnt", "sources": [{"url": "s3://bucket", "origin": origin}]}
+    found = doctor.bound(status, doctor.Load(main, whole))
+    assert (found.level, found.subject) == (level, "mount /mnt")
+    assert said in found.found
+    assert bool(found.todo) == (level == "note")
+
+
+def test_doctor_measures_the_threads_of_a_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = {1: iter([(1.0, 2.0), (1.5, 3.0)]), 2: iter([(1.0, 2.0), None])}  # the second has ended meanwhile
+    slept: list[float] = []
+    monkeypatch.setattr(doctor.time, "sleep", slept.append)
+    with monkeypatch.context() as patched:
+        patched.setattr(doctor, "_processor_s", lambda pid: next(looks[pid]) if pid else None)
+        assert doctor.watch([1, 2, 0]) == {1: doctor.Load(0.5, 1.0)}
+        assert slept == [doctor.LOOKED_S]
+        assert doctor.watch([0]) == {}
+        assert slept == [doctor.LOOKED_S], "there is nothing to wait for"
+    known = os.times()
+    found = doctor._processor_s(os.getpid())
+    assert found is not None and 0 < found[0] <= found[1]
+    assert abs(found[1] - known.user - known.system) < 0.1
+    assert doctor._processor_s(1 << 30) is None
+
+
 def test_nothing_that_doctor_says_has_a_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     secret = "wJalrXUtnFEMI"
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)

@@ -317,6 +317,20 @@ def test_no_access_times_are_kept_where_that_can_be_said(
     assert said == ([] if flags & 0x80 else [flags | 0x80])
 
 
+@pytest.mark.parametrize("mounted_so", [True, False])
+def test_a_file_system_that_keeps_no_access_times_is_not_told_so_of_each_file(
+    monkeypatch: pytest.MonkeyPatch, tier: Tier, mounted_so: bool
+) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(tier_module, "_set_noatime", told.append)
+    found = SimpleNamespace(f_flag=os.ST_NOATIME | os.ST_NODEV if mounted_so else os.ST_NODEV)
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: found)
+    for digest in (b"a" * 16, b"b" * 16):
+        os.close(tier.new_file(digest, 0) or -1)
+        os.close(tier.make_immutable(digest, 0))
+    assert len(told) == (0 if mounted_so else 2)
+
+
 @in_trio
 async def test_what_is_in_use_is_left_to_its_user_by_the_scrub(cache_dir: Path) -> None:
     async with running(cache_dir) as lab:
