@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -25,6 +26,7 @@ import trio.testing
 from cachefs.base import client
 from cachefs.base.client import ControlError, NotRunning, request
 from cachefs.base.errors import NotFound
+from cachefs.base.linux import is_dead, probe
 from cachefs.daemon import control
 
 
@@ -297,6 +299,15 @@ def test_a_reply_without_an_end_is_read_up_to_a_bound(path: Path, monkeypatch: p
             with pytest.raises(ControlError, match="hung up"):
                 request(path, "status", timeout_s=30.0)
         assert flooding.result() < 8 << 20
+
+
+def test_a_mount_that_hangs_is_given_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr(os, "statvfs", lambda path: goes_on.wait(30))
+    answer = probe(Path("/"), 0.01)
+    hung = not goes_on.is_set()
+    goes_on.set()
+    assert hung and isinstance(answer, OSError) and answer.errno == errno.ETIMEDOUT and not is_dead(answer)
 
 
 def test_a_daemon_that_says_nothing(path: Path) -> None:

@@ -240,12 +240,7 @@ SERIES = (
         "longest pause of the event loop, within 0.1 s: of the last minute, or since the start",
         ("over",),
     ),
-    Series(
-        "restarts",
-        "counter",
-        "restarts",
-        "times that a new daemon took over the mount",
-    ),
+    Series("restarts", "counter", "restarts", "times that a new daemon took over the mount"),
     Series(
         "restart_pause_seconds_max",
         "gauge",
