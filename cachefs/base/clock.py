@@ -10,14 +10,14 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 _STATE = struct.Struct(">d")
 
 
-def _boottime() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
+_boottime = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
 
 
 def _boot_id() -> str:

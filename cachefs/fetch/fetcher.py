@@ -23,7 +23,7 @@ from cachefs.fetch.readahead import Budget, Readahead
 from cachefs.fetch.upstream import Comparing, Here, Upstream
 from cachefs.origin import Origin, Ticket
 from cachefs.peers.wire import Busy
-from cachefs.store import Backing, CachedObject, Fill, FillClosed, Store, Tier, TierFill
+from cachefs.store import Backing, CachedObject, Fill, FillClosed, Settled, Store, Tier, TierFill
 
 log = logging.getLogger(__name__)
 
@@ -477,7 +477,7 @@ class Fetcher:
         for tier in store.tiers:
             tier.disk.on_down.append(partial(self._disk_down, tier))
         self.passthrough = self.written = False
-        self.note_use, self.release_backing = store.note_use, store.release_backing
+        self.release_backing = store.release_backing
         self.reopen_backing, self.cached_bytes = store.reopen_backing, store.cached_bytes
         self._on_read: ReadHook | None = None
         self._not_passed: Container[bytes] = frozenset()
@@ -507,6 +507,10 @@ class Fetcher:
             return None
         on_disk = self.written and opened.origin.can_write
         return self._store.open_backing(self._store.object(opened.id), on_disk=on_disk)
+
+    def settled(self, opened: OpenedObject) -> Settled | None:
+        on_disk = self.written and opened.origin.can_write
+        return self._store.settled(opened.id, passthrough=self.passthrough, on_disk=on_disk)
 
     def _passthrough_ready(self, object_id: ObjectId) -> bool:
         return object_id.size <= WHOLE_BYTES or object_id.digest not in self._not_passed

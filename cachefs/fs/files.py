@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from cachefs.base.names import ObjectId
     from cachefs.fs.attributes import Attributes
     from cachefs.fs.local_changes import Node
-    from cachefs.fs.reader import Backing, Reader
+    from cachefs.fs.reader import Backing, Reader, Reusable
     from cachefs.fs.tree import Directory, Found
     from cachefs.origin import Origin
 
 WARM_OPENS = 16_384
 """Lately opened files remembered, under 1 KiB each. Measured: an open from here costs 2 µs, through the tables 9."""
 
-CLOSED_REMEMBERED = 16_384
-"""Closed files in passthrough whose handles are kept, about 500 bytes each. Beyond it all go the general way once."""
+KNOWN_FILES = 16_384
+"""Closed files that may be opened again from the table, about 500 bytes each. Beyond it all go the general way once."""
 
 DIRECTORIES_KEPT = 1_024
 """Removed directories that processes may still be in, about 500 bytes each. Guessed; beyond it the oldest answer ESTALE."""
@@ -94,10 +94,6 @@ class FileHandle:
     def __post_init__(self) -> None:
         self.size = self.object.size
 
-    def can_reopen(self) -> bool:
-        """Whether this handle of a file in passthrough, now closed, may be given out again (`OpenFiles.reopen`)."""
-        return self.size <= LARGE and not self.lost and self.node is None and not self.former
-
 
 class Former(NamedTuple):
     """A handle of a daemon that has died, and what it was opened of. `unsaved`: to write it (`writes`), or to read what was
@@ -130,14 +126,42 @@ class Handles(dict[int, FileHandle]):
         raise NotFound(f"no file handle {fh}")
 
 
+@dataclass(slots=True, eq=False, repr=False)
+class Known:
+    """A known file: the handle that it is opened with each time, until when what its name led to is fresh, how it is cached,
+    and the number that its handle has, which is another one each time."""
+
+    handle: FileHandle
+    until: float
+    cached: Reusable
+    fh: int = 0
+
+
+class KnownFiles:
+    """The table from which `OpenFiles.reopen` opens a file in a few steps: small files that are whole here, and that nothing
+    has changed since they were opened. `OpenFiles._remember` alone decides which. News of any name, another open under the
+    number, and a process that is about to write it take a file out; what has become of the cached file is asked at the open
+    (`Reusable.reuse`). `closed` ones are there by inode, `open` ones by handle."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.closed: dict[int, Known] = {}
+        self.open: dict[int, Known] = {}
+
+    def forget(self) -> None:
+        self.closed.clear()
+        self.open.clear()
+
+
 class OpenFiles:
-    """`shape` returns what is shown of an open file, by a handle of it. `wall` is seconds since the epoch, for times that
-    are shown."""
+    """`shape` returns what is shown of an open file, by a handle of it. `clock` is that of `Warm`, and `wall` is seconds
+    since the epoch, for times that are shown."""
 
     def __init__(
         self,
         reader: Reader,
         shape: Callable[[FileHandle], Attributes],
+        clock: Callable[[], float],
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.on_passthrough: PassthroughHook | None = None
@@ -158,7 +182,7 @@ class OpenFiles:
         self._next = 1
         self.handles = Handles()
         self._by_ino: dict[int, list[FileHandle]] = {}
-        self._closed: dict[int, FileHandle] = {}  # by inode: see `reopen`
+        self._known = KnownFiles(clock)
         self._withheld: set[int] = set()  # not to be read in passthrough: a process is about to write them
 
     def __len__(self) -> int:
@@ -177,6 +201,7 @@ class OpenFiles:
     def forget_warm(self) -> None:
         """There is news of a name."""
         self.warm.clear()
+        self.forget_known()
 
     def lose_name(self, ino: int, *, removed: bool = False) -> None:
         """No name leads to this inode any more: the origin has another version, or it was `removed` here."""
@@ -201,6 +226,7 @@ class OpenFiles:
     def withhold(self, ino: int) -> None:
         """It is not to be read in passthrough until its last handle is closed."""
         self._withheld.add(ino)
+        self._known.closed.pop(ino, None)
 
     def under(self, ino: int) -> list[FileHandle]:
         """The handles that are open under this number."""
@@ -233,28 +259,63 @@ class OpenFiles:
             self.on_open(ino, pid, origin, obj, backing is not None)
         return fh, 0 if backing is None else backing.id
 
-    def reopen(self, ino: int, obj: ObjectId, pid: int) -> tuple[int, FileHandle] | None:
-        """`open` for a file that was closed in passthrough and is open nowhere, in as few steps as that takes: a handle, of
-        whose backing file the caller notes the use (`Reader.note_use`). None: `open` knows."""
-        handle = self._closed.get(ino)
-        if (
-            handle is None
-            or handle.object is not obj
-            or ino in self._by_ino
-            or ino in self._withheld
-            or (self.on_open is not None and obj.digest in self.awaited)
-        ):
+    def reopen(self, ino: int, pid: int) -> Known | None:
+        """`open` for a known file. None: nothing has happened, and `open` knows."""
+        table = self._known
+        known = table.closed.pop(ino, None)
+        if known is None or known.until <= table.clock() or not known.cached.reuse():
             return None
-        backing = handle.backing
-        if backing is None or not backing.reuse():
-            del self._closed[ino]
-            return None
+        handle = known.handle
+        if handle.backing is None:
+            handle.opened = self._reader.open(handle.origin, handle.object)
         handle.pid = pid
         self._by_ino[ino] = [handle]
-        fh = self._next
+        known.fh = fh = self._next
         self._next = fh + 1
         self.handles[fh] = handle
-        return fh, handle
+        table.open[fh] = known
+        return known
+
+    def close(self, fh: int) -> bool:
+        """`release` for a handle from `reopen`, if nothing has happened since: its file is known again. False: `release`
+        knows."""
+        known = self._known.open.pop(fh, None)
+        if known is None or self.nameless or self._withheld:
+            return False
+        handle = known.handle
+        ino = handle.ino
+        if len(self._by_ino[ino]) > 1:
+            return False
+        del self.handles[fh], self._by_ino[ino]
+        if handle.backing is None:
+            self._reader.close(handle.opened)
+        else:
+            self._reader.release_backing(handle.backing)
+        self._known.closed[ino] = known
+        return True
+
+    def forget_known(self) -> None:
+        """All files are opened the general way, once or, if they are `awaited`, always."""
+        self._known.forget()
+
+    def _settled(self, handle: FileHandle) -> Reusable | None:
+        """What says that the next open of a file, now closed, would be one without passthrough again."""
+        if handle.size > LARGE or handle.ino in self._withheld or handle.node is not None:
+            return None
+        return self._reader.settled(handle.opened)
+
+    def _remember(self, ino: int, handle: FileHandle, cached: Reusable | None) -> None:
+        """The last handle of a file was closed, which is `cached` so. It is known from now on, if it may be."""
+        warm = self.warm.get(ino)
+        if warm is None or warm[2] is not handle.object or cached is None:
+            return
+        if handle.size > LARGE or handle.lost or handle.node is not None or handle.former:
+            return
+        if self.on_open is not None and handle.object.digest in self.awaited:
+            return
+        if len(self._known.closed) >= KNOWN_FILES:
+            self._known.closed.clear()
+        self._known.closed[ino] = Known(handle, warm[0], cached)
 
     # -- after another daemon ----------------------------------------------------------------------
 
@@ -295,6 +356,7 @@ class OpenFiles:
     def _add(self, handle: FileHandle, others: list[FileHandle] | None) -> int:
         if others is None:
             self._by_ino[handle.ino] = [handle]
+            self._known.closed.pop(handle.ino, None)
         else:
             others.append(handle)
         fh = self._next
@@ -332,6 +394,7 @@ class OpenFiles:
         if handle is None:
             self.handles.unsaved.pop(fh, None)
             return None
+        self._known.open.pop(fh, None)
         ino = handle.ino
         handles = self._by_ino[ino]
         if len(handles) > 1:
@@ -343,12 +406,10 @@ class OpenFiles:
                 self._withheld.discard(ino)
         if handle.backing is not None and handle.size != DIRTY_FILE:
             self._reader.release_backing(handle.backing)
-            if self._closed.get(ino) is not handle and handle.can_reopen():
-                if len(self._closed) >= CLOSED_REMEMBERED:
-                    self._closed.clear()
-                self._closed[ino] = handle
         if handle.opened is not None:
             self._reader.close(handle.opened)
+            if ino not in self._by_ino:
+                self._remember(ino, handle, handle.backing or self._settled(handle))
         for opened in handle.former:
             self._reader.close(opened)
         return handle

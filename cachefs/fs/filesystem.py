@@ -36,14 +36,23 @@ from cachefs.base.shared_memory import Times
 from cachefs.fs import xattrs
 from cachefs.fs.attributes import DIRECTORY_SIZE, FOREVER, FREE_NAMES, Attributes, Entry, Options, Space
 from cachefs.fs.directories import DirectoryHandle, DirectoryReader
-from cachefs.fs.files import DIRTY_FILE, FileHandle, Former, Handles, OpenFiles, OpenHook, PassthroughHook
+from cachefs.fs.files import (
+    DIRTY_FILE,
+    FileHandle,
+    Former,
+    Handles,
+    Known,
+    OpenFiles,
+    OpenHook,
+    PassthroughHook,
+)
 from cachefs.fs.freshness import Freshness
 from cachefs.fs.inodes import ROOT
 from cachefs.fs.keys import MAX_NAME, name_in
 from cachefs.fs.listing import Lister
 from cachefs.fs.lookup import Looker
 from cachefs.fs.overrides import without_set_ids
-from cachefs.fs.reader import Backing, Buffer, Reader
+from cachefs.fs.reader import Buffer, Reader
 from cachefs.fs.refreshing import Refreshing
 from cachefs.fs.rows import NO_ROW, PINNED, Row
 from cachefs.fs.tree import Directory, Found, Tree, Volume, clock_of
@@ -95,7 +104,7 @@ class FileSystem:
         self._lister = Lister(self._tree, self._freshness, metrics, self._changed)
         self._looker = Looker(self._tree, self._freshness, self._lister, metrics)
         self._directories = DirectoryReader(self._tree, self._freshness, self._lister, self._shape)
-        self._files = OpenFiles(reader, self._of_handle, wall)
+        self._files = OpenFiles(reader, self._of_handle, self._tree.clock, wall)
         self.tree_queries = TreeQueries(self._tree, self._freshness, self._looker, self._directories)
         known = (self._tree, self._freshness, self._lister)
         self._refreshing = Refreshing(*known, self._files.forget_warm, self._tell, lambda: self.told())
@@ -131,10 +140,12 @@ class FileSystem:
     def watch_opens(
         self, hook: OpenHook | None, awaited: Container[bytes] = frozenset()
     ) -> tuple[OpenHook | None, Container[bytes]]:
-        """From now on `hook` hears of every open but those of small files in passthrough, which are the fast path; of these,
-        of those whose digest is in `awaited` (`EVERY_FILE`: of all). One hook at a time: returns the one before."""
+        """From now on `hook` hears of every open but those of small files that are whole here, which are the fast path; of
+        these, of those whose digest is in `awaited` (`EVERY_FILE`: of all). Where more are awaited that may have been opened
+        before, call `forget_known`. One hook at a time: returns the one before."""
         before = self._files.on_open, self._files.awaited
         self._files.on_open, self._files.awaited = hook, awaited
+        self._files.forget_known()
         return before
 
     def read_through(self, reader: Reader) -> Reader:
@@ -375,17 +386,19 @@ class FileSystem:
         """See `Opened`. Raises `ObjectChanged` when the name leads to another inode by now."""
         return self._open_now(ino, flags, pid) if self._arriving(ino, flags) is None else None
 
-    def open_known(self, ino: int, pid: int) -> tuple[int, FileHandle] | None:
-        """`open_now`, for reading, of a file that was opened so before, lies in passthrough, and is open nowhere: a handle.
-        None: `open_now` knows. The caller has the use of its backing file noted (`note_use`) once it has answered."""
-        warm = self._files.warm.get(ino)
-        if warm is None or warm[0] <= self._tree.clock():
-            return None
-        return self._files.reopen(ino, warm[2], pid)
+    @property
+    def open_known(self) -> Callable[[int, int], Known | None]:
+        """(ino, pid): `open_now`, for reading, of a known file (see `KnownFiles`). None: `open_now` knows."""
+        return self._files.reopen
 
-    def note_use(self, backing: Backing) -> None:
-        """The backing file of a handle from `open_known` is used."""
-        self._reader.note_use(backing)
+    @property
+    def close_known(self) -> Callable[[int], bool]:
+        """(fh): `release` of a handle from `open_known`. False: `release` knows."""
+        return self._files.close
+
+    def forget_known(self) -> None:
+        """From now on no file is known: the hook hears of the next open of each, if it is awaited."""
+        self._files.forget_known()
 
     def _open_now(self, ino: int, flags: int, pid: int) -> Opened | None:
         if flags & _WRITING:

@@ -11,19 +11,23 @@ if TYPE_CHECKING:
 Buffer = bytes | bytearray | memoryview
 
 
-class Backing(Protocol):
-    """A whole file of the cache, registered with the kernel. `id` is the kernel's name for it, 0 until it has one."""
+class Reusable(Protocol):
+    """How a version was cached when it was opened last."""
+
+    def reuse(self) -> bool:
+        """Open it again, if it has no users and is cached as before, and takes nothing but a look. False: `Reader` knows."""
+        ...
+
+
+class Backing(Reusable, Protocol):
+    """A whole file of the cache, registered with the kernel. `id` is the kernel's name for it, 0 until it has one. `reuse`
+    is `Reader.open_backing` for the version and origin that it was opened for; `Reader.release_backing` notes its use."""
 
     id: int
     fd: int
 
     def registered(self, backing_id: int) -> None:
         """The kernel holds the file by itself now: `fd` is closed."""
-
-    def reuse(self) -> bool:
-        """`Reader.open_backing` for the version and origin that it was opened for before, if it has no users and takes
-        nothing but a look. Its use has to be noted, with `Reader.note_use`. False: `Reader.open_backing` knows."""
-        ...
 
 
 class Reader(Protocol):
@@ -58,8 +62,8 @@ class Reader(Protocol):
     def open_backing(self, opened: Any) -> Backing | None:
         """The version's file, when all of it is here, and right. Given back with `release_backing`."""
 
-    def note_use(self, backing: Any) -> None:
-        """A file that `Backing.reuse` has opened is used."""
+    def settled(self, opened: Any) -> Reusable | None:
+        """What says whether a version is still wholly here, and not to be had in passthrough. None: it is not so now."""
 
     def restore_backing(self, opened: Any, backing_id: int) -> Backing:
         """The version's file that an earlier daemon has registered as `backing_id`. Given back with `release_backing`."""

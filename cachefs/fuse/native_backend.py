@@ -32,7 +32,6 @@ from cachefs.base.linux import libc, mount_at
 from cachefs.base.metrics import Metrics
 from cachefs.base.tasks import contained
 from cachefs.fs import Backing, Entry, FileSystem
-from cachefs.fs.files import FileHandle
 from cachefs.fs.filesystem import Opened
 from cachefs.fs.reader import Buffer
 from cachefs.fuse import callers, connection, protocol
@@ -340,13 +339,13 @@ class Device:
         self._view = memoryview(buffer)
         self._buffers = [buffer]
 
-    def write(self, *parts: bytes | bytearray | memoryview) -> bool:
+    def write(self, head: bytes, body: Buffer = b"") -> bool:
         """Send a reply. False when the request was given up, or the mount is gone."""
         try:
-            if len(parts) == 1:
-                os.write(self.fd, parts[0])
+            if body:
+                os.writev(self.fd, (head, body))
             else:
-                os.writev(self.fd, parts)
+                os.write(self.fd, head)
         except OSError as exc:
             if exc.errno in (errno.ENOENT, errno.ENODEV, errno.ECONNABORTED, errno.ENOTCONN):
                 return False
@@ -441,11 +440,13 @@ NEW_S = 0.05
 All changes meanwhile come through the same kernel. Guessed: as long as the rest of open(2) may take."""
 
 _HEADER = protocol.IN_HEADER.size
-_unpack_header = protocol.IN_HEADER.unpack_from
+_unpack_header, _pack_header = protocol.IN_HEADER_USED.unpack_from, protocol.OUT_HEADER.pack
+_unpack_open, _unpack_handle = protocol.OPEN_IN.unpack_from, protocol.RELEASE_IN_USED.unpack_from
 _REPLY = protocol.OUT_HEADER.size
 _KEEP_CACHE, _PASSTHROUGH, _CACHE_DIR = int(Flags.KEEP_CACHE), int(Flags.PASSTHROUGH), int(Flags.CACHE_DIR)
 _OPEN = protocol.OPEN_REPLY
-_KNOWN_FLAGS = int(Flags.PASSTHROUGH | Flags.NOFLUSH)
+_pack_open, _OPEN_BYTES = _OPEN.pack, _OPEN.size
+_BACKING_FLAGS, _PAGES_FLAGS = int(Flags.PASSTHROUGH | Flags.NOFLUSH), int(Flags.KEEP_CACHE | Flags.NOFLUSH)
 _NO_REPLY = (Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT)
 
 
@@ -458,7 +459,7 @@ class NativeBackend:
     name = "native"
     max_background = MAX_BACKGROUND
     direct = True
-    """Whether files that are known are opened directly. All answers are the same without: a test compares them."""
+    """Whether files that are known are opened from the table. All answers are the same without: a test compares them."""
 
     def __init__(
         self,
@@ -480,11 +481,12 @@ class NativeBackend:
         self._metrics = metrics
         self._device = device
         self._write = device.write
+        self._walks = self.operations.walks.threads
         self._zero_open = zero_open
         self._records = records
         self._keep_listings = keep_listings
         self._writer_flags = int(Flags.DIRECT_IO) if direct_writers else 0
-        self._user = (0, 0)  # uid and gid of the request that is being handled
+        self._uid = self._gid = 0  # of the request that is being handled
         self._reading = trio.CancelScope()
         self._waiting: dict[int, Waiting[Any]] = {}  # by unique
         self._signalled: set[int] = set()  # those of them that had a signal and went on
@@ -498,7 +500,7 @@ class NativeBackend:
             Op.LOOKUP: self._lookup,
             Op.GETATTR: self._getattr,
             Op.STATFS: self._statfs,
-            Op.OPEN: self._open,
+            Op.OPEN: self._open_unasked if zero_open else self._open_known if self.direct else self._open,
             Op.READ: self._read,
             Op.RELEASE: self._release,
             Op.OPENDIR: self._opendir,
@@ -546,6 +548,7 @@ class NativeBackend:
         if self._records is not None and self._records.follows:
             self._records.take_over(self._device, self.operations.writers)
             self._records.answering()
+        self._reopen, self._close_known = self._fs.open_known, self._fs.close_known
         ready()
         async with trio.open_nursery() as self._nursery:
             with self._reading:
@@ -624,12 +627,12 @@ class NativeBackend:
 
     def handle(self, request: memoryview) -> None:
         """Answer one request, now or in a task. Never raises, whatever the bytes are."""
-        if len(request) < _HEADER:
+        try:
+            length, opcode, unique, inode, self._uid, self._gid, thread = _unpack_header(request)
+        except struct.error:
             log.warning("a request of %d bytes: ignored", len(request))
             return
-        length, opcode, unique, inode, uid, gid, thread, _, _ = _unpack_header(request)
         handler = self._handlers.get(opcode)
-        self._user = uid, gid
         try:
             if length != len(request):
                 self._fail(unique, opcode, Malformed(f"{len(request)} bytes that say they are {length}"))
@@ -737,25 +740,6 @@ class NativeBackend:
     def _opened(self, unique: int, opened: Opened, flags: int = int(Flags.NOFLUSH)) -> None:
         self._hand_over(protocol.OPEN_REPLY, unique, (), opened, flags)
 
-    def _opened_known(self, unique: int, fh: int, handle: FileHandle) -> None:
-        """Reply first: the calling process need not wait for the rest."""
-        backing = handle.backing
-        assert backing is not None
-        self._metrics.fuse_open += 1
-        self._metrics.passthrough_opens += 1
-        taken = False
-        try:
-            if (records := self._records) is not None and not records.reopened(
-                fh, unique, handle.description, handle.record
-            ):
-                records.opened(fh, unique, backing.id)
-            taken = self._write(_OPEN.pack(_OPEN.size, 0, unique, fh, _KNOWN_FLAGS, backing.id))
-        finally:
-            if taken:
-                self._fs.note_use(backing)
-            else:
-                self._drop(fh)
-
     def _opened_to_write(self, unique: int, opened: Opened) -> None:
         self._opened(unique, opened, self._writer_flags if opened[1] else 0)
 
@@ -843,7 +827,7 @@ class NativeBackend:
     def _getxattr(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
         size, _ = protocol.GETXATTR_IN.unpack_from(body)
         name = name_of(body[protocol.GETXATTR_IN.size :])
-        pending = self.operations.getxattr(thread, inode, name, self._user[0])
+        pending = self.operations.getxattr(thread, inode, name, self._uid)
         self._begin(unique, pending, partial(self._value, size))
 
     def _listxattr(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
@@ -869,28 +853,47 @@ class NativeBackend:
 
     # -- files -------------------------------------------------------------------------------------
 
-    def _open(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
-        flags, more = protocol.OPEN_IN.unpack_from(body)
-        repeated = bool(unique & RESENT) and self._records is not None
-        if repeated and not flags & WRITING:
-            self._asked_again(unique)
-        if self._zero_open:
-            self._metrics.fuse_open += 1
-            self._done(
-                unique, errno.ENOSYS
-            )  # after this answer the kernel sends no OPEN and no RELEASE any more
-            return
+    def _open_unasked(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        """After this answer the kernel sends no OPEN and no RELEASE any more."""
+        self._metrics.fuse_open += 1
+        self._done(unique, errno.ENOSYS)
+
+    def _open_known(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        """An OPEN that is answered from the table of known files (`OpenFiles`), or goes the general way."""
         if thread == self._opener:
             self._several -= 1
         else:
             self._opener, self._several = thread, SEVERAL
-        if self.direct and not flags & CHANGING and (known := self._fs.open_known(inode, thread)) is not None:
-            self._opened_known(unique, *known)
-            if self.operations.walks.threads:
-                self.operations.walks.end(thread)
+        flags, _ = _unpack_open(body)
+        if flags & CHANGING or unique & RESENT or (known := self._reopen(inode, thread)) is None:
+            self._open(unique, inode, thread, body)
             return
+        fh, handle, records = known.fh, known.handle, self._records
+        backing = handle.backing
+        if backing is None:
+            flags, backing_id = _PAGES_FLAGS, 0
+        else:
+            flags, backing_id = _BACKING_FLAGS, backing.id
+            self._metrics.passthrough_opens += 1
+        self._metrics.fuse_open += 1
+        taken = False
+        try:
+            if records is not None and not records.reopened(fh, unique, handle.description, handle.record):
+                records.opened(fh, unique, backing_id)
+            taken = self._write(_pack_open(_OPEN_BYTES, 0, unique, fh, flags, backing_id))
+        finally:
+            if not taken:
+                self._drop(fh)
+        if self._walks:
+            self.operations.walks.end(thread)
+
+    def _open(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        flags, more = _unpack_open(body)
+        repeated = bool(unique & RESENT) and self._records is not None
+        if repeated and not flags & WRITING:
+            self._asked_again(unique)
         # The kernel says it of opens that empty the file; what is written in passthrough comes without a word.
-        clear = bool(more & protocol.OPEN_KILL_SUIDGID or (flags & WRITING and self._user[0]))
+        clear = bool(more & protocol.OPEN_KILL_SUIDGID or (flags & WRITING and self._uid))
         opened = self.operations.open(thread, inode, flags, clear)
         if repeated and flags & WRITING and isinstance(opened, Pending):
             opened = self._in_place_of(unique, opened)
@@ -904,7 +907,7 @@ class NativeBackend:
         name = name_of(body[protocol.CREATE_IN.size :])
         if unique & RESENT:
             flags &= ~os.O_EXCL  # the file may be there because of it
-        pending = self.operations.create(thread, inode, name, flags, mode, *self._user)
+        pending = self.operations.create(thread, inode, name, flags, mode, self._uid, self._gid)
         if unique & RESENT and self._records is not None:
             pending = self._in_place_of(unique, pending)
         self._begin(unique, pending, self._created)
@@ -978,13 +981,18 @@ class NativeBackend:
         self._answer(unique, self.operations.fsync(thread, fh), self._done)
 
     def _release(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
-        fh, _, _, _ = protocol.RELEASE_IN.unpack_from(body)
+        (fh,) = _unpack_handle(body)
         if self._records is not None:
             self._records.released(fh)  # before the reply: a record that stays would never be removed
         try:
-            self._done(unique)  # first: the calling process need not wait for the rest
+            self._write(
+                _pack_header(_REPLY, 0, unique)
+            )  # first: the calling process need not wait for the rest
         finally:
-            self.operations.release(fh)
+            if self._close_known(fh):
+                self._metrics.fuse_release += 1
+            else:
+                self.operations.release(fh)
 
     # -- directories -------------------------------------------------------------------------------
 
@@ -1038,7 +1046,7 @@ class NativeBackend:
     def _mknod(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
         mode, *_ = protocol.MKNOD_IN.unpack_from(body)
         name = name_of(body[protocol.MKNOD_IN.size :])
-        pending = self.operations.mknod(thread, inode, name, mode, *self._user)
+        pending = self.operations.mknod(thread, inode, name, mode, self._uid, self._gid)
         if unique & RESENT:
             pending = self.operations.made_again(pending, inode, name)
         self._begin(unique, pending, self._entered)
@@ -1046,7 +1054,7 @@ class NativeBackend:
     def _mkdir(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
         mode, _ = protocol.MKDIR_IN.unpack_from(body)
         name = name_of(body[protocol.MKDIR_IN.size :])
-        pending = self.operations.mkdir(thread, inode, name, mode, *self._user)
+        pending = self.operations.mkdir(thread, inode, name, mode, self._uid, self._gid)
         if unique & RESENT:
             pending = self.operations.made_again(pending, inode, name)
         self._begin(unique, pending, self._entered)

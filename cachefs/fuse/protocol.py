@@ -19,6 +19,7 @@ OLDEST = 31
 """Linux 5.4: all structures below have had their present length since then."""
 
 IN_HEADER = Struct("=IIQQIIIHH")  # len, opcode, unique, nodeid, uid, gid, pid, extensions, padding
+IN_HEADER_USED = Struct("=IIQQIII4x")  # without extensions and padding
 OUT_HEADER = Struct("=IiQ")  # len, -errno, unique
 
 
@@ -121,6 +122,7 @@ INIT_IN_FLAGS2 = Struct("=I")  # behind INIT_IN, with INIT_EXT
 OPEN_IN = Struct("=II")  # flags, open_flags
 READ_IN = Struct("=QQIIQII")  # fh, offset, size, read_flags, lock_owner, flags, padding
 RELEASE_IN = Struct("=QIIQ")  # fh, flags, release_flags, lock_owner
+RELEASE_IN_USED = Struct("=Q16x")
 GETXATTR_IN = Struct("=II")  # size, padding; then the name
 SETXATTR_IN = Struct("=II")  # size, flags; then the name and the value
 INTERRUPT_IN = Struct("=Q")  # unique of the request whose calling process has a signal

@@ -35,7 +35,7 @@ class Records:
         self._origins = list(origins)
         self._volumes = {origin: number for number, origin in enumerate(origins)}
         self._handles = fs.handles
-        self.reopened = held.table.add_again
+        self.reopened, self._drop = held.table.add_again, held.table.drop
         self._unanswered: dict[int, int] = {}  # unique of its OPEN → handle of the daemon before
         self._failing: dict[int, int] = {}  # handle that is not restored → its record, which stays as long
 
@@ -127,7 +127,7 @@ class Records:
     def released(self, fh: int) -> None:
         """Before the reply to RELEASE, or when the kernel has not taken the handle."""
         handle = self._handles.get(fh)
-        self._table.drop(self._failing.pop(fh, 0) if handle is None else handle.record)
+        self._drop(self._failing.pop(fh, 0) if handle is None else handle.record)
 
     # -- backing files -----------------------------------------------------------------------------
 

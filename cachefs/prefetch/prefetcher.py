@@ -255,7 +255,10 @@ class Prefetcher:
 
     def _follow(self) -> None:
         plans, now = self._plans.plans.by_name.values(), self._clock()
-        self.awaited.everything = any(plan.orders and not plan.quiet(now, FOLLOWED_S) for plan in plans)
+        everything = any(plan.orders and not plan.quiet(now, FOLLOWED_S) for plan in plans)
+        if everything and not self.awaited.everything:
+            self._fs.forget_known()
+        self.awaited.everything = everything
 
     # -- transfers ------------------------------------------------------------------------------
 

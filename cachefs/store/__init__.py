@@ -13,7 +13,7 @@ Who may call: `fetch` (reading, filling, passthrough), `upload` (files that were
 status).
 """
 
-from cachefs.store.backing import Backing
+from cachefs.store.backing import Backing, Settled
 from cachefs.store.catalog import CachedObject
 from cachefs.store.opening import Opened, open_store
 from cachefs.store.ram import SHM, remove_orphans
@@ -29,6 +29,7 @@ __all__ = [
     "Fill",
     "FillClosed",
     "Opened",
+    "Settled",
     "Shared",
     "Store",
     "Tier",

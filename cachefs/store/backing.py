@@ -23,7 +23,7 @@ from pathlib import Path
 import trio
 
 from cachefs.base.names import ObjectId
-from cachefs.store.catalog import CachedObject, Copy
+from cachefs.store.catalog import CachedObject, Catalog, Copy
 from cachefs.store.eviction import LOWEST
 from cachefs.store.space import Moves, Space
 from cachefs.store.tier import Tier, allocated
@@ -64,26 +64,53 @@ class BackingFile:
 class Backing(BackingFile):
     """A whole, verified, immutable file of the cache. `users` counts the opens that share it."""
 
-    __slots__ = ("_passthrough", "blocks", "copies", "object", "tier", "users")
+    __slots__ = ("_idle", "_metrics", "_passthrough", "blocks", "copies", "object", "reused", "tier", "users")
 
     def __init__(
         self, passthrough: Passthrough, obj: CachedObject, tier: Tier, fd: int, copies: list[Copy]
     ) -> None:
         super().__init__(fd)
         self._passthrough = passthrough
+        self._idle, self._metrics = passthrough._idle, passthrough._metrics
         self.object = obj
         self.tier = tier
         self.copies = copies
         self.blocks = sum(copy.bitmap.bit_count() for copy in copies)
         self.users = 0
+        self.reused = False  # opened by `reuse`, whose use is noted when it is released
 
     def reuse(self) -> bool:
-        """See `Passthrough.reuse`."""
-        return self._passthrough.reuse(self)
+        """`Passthrough.open` for one that was opened before, if it is idle, in as few steps as that takes."""
+        if self.tier.disk.down or not self._idle.pop(self, False):
+            return False
+        self.users = 1
+        self.reused = True
+        for copy in self.copies:
+            copy.pins += 1
+        self._metrics.passthrough_blocks += self.blocks
+        return True
 
     def retire(self) -> None:
         """The kernel and the cache forget it. Without users only."""
         self._passthrough.retire(self)
+
+
+class Settled:
+    """A version that is whole on one tier, and that no passthrough can serve from there."""
+
+    __slots__ = ("_catalog", "_copies", "_object")
+
+    def __init__(self, catalog: Catalog, obj: CachedObject, copies: list[Copy]) -> None:
+        self._catalog = catalog
+        self._object = obj
+        self._copies = [(copy, copy.bitmap) for copy in copies]
+
+    def reuse(self) -> bool:
+        """Whether that is still so."""
+        for copy, bits in self._copies:
+            if copy.bitmap != bits:
+                return False
+        return self._catalog.remembers(self._object)
 
 
 class Passthrough:
@@ -105,7 +132,7 @@ class Passthrough:
         self._verify = verify
         self._metrics = space.metrics
         self.on_retired: Callable[[Backing], None] = lambda backing: None
-        self._idle: OrderedDict[Backing, None] = OrderedDict()
+        self._idle: OrderedDict[Backing, bool] = OrderedDict()  # True of each
         self._queue: OrderedDict[bytes, ObjectId] = OrderedDict()
         self._wake = trio.Event()
         self._closed = False
@@ -126,7 +153,8 @@ class Passthrough:
         if not backing.users:
             self._idle.pop(backing, None)
             self._space.pin(*backing.copies)
-            self.note_use(backing)
+            backing.reused = False
+            self._note_use(backing)
         elif backing.tier.number in obj.leaving:
             return None
         self.reopen(backing)
@@ -137,25 +165,12 @@ class Passthrough:
         backing.users += 1
         self._metrics.passthrough_blocks += backing.blocks
 
-    def reuse(self, backing: Backing) -> bool:
-        """`open` for one that was opened before, if it is idle, in as few steps as that takes; its use is noted by
-        `note_use`."""
-        if backing not in self._idle or backing.tier.disk.down:
-            return False
-        del self._idle[backing]
-        backing.users = 1
-        for copy in backing.copies:
-            copy.pins += 1
-        self._metrics.passthrough_blocks += backing.blocks
-        return True
-
-    def note_use(self, backing: Backing) -> None:
+    def _note_use(self, backing: Backing) -> None:
         """It was opened. Between two flushes, a second apart, this counts once: it is most of what an open costs."""
-        eviction = self._eviction
         for copy in backing.copies:
-            if eviction.touch_if_flushed(copy):
+            if self._eviction.touch_if_flushed(copy):
                 self._catalog.remembered(backing.object.id)
-                eviction.used(backing.object, copy, hit=True)
+                self._eviction.used(backing.object, copy, hit=True)
 
     def restore(self, obj: CachedObject, backing_id: int) -> Backing:
         """The file that an earlier daemon has registered, with one more user. It was verified then. If the index has lost
@@ -192,6 +207,21 @@ class Passthrough:
             tier.registered += 1
             return backing
         return None
+
+    def settled(self, object_id: ObjectId, *, passthrough: bool, on_disk: bool) -> Settled | None:
+        """The version, if it is whole on a tier, and `open` will not find it on another: there is no `passthrough`, or it
+        takes files `on_disk` only."""
+        obj = self._catalog.look(object_id)
+        if not self._catalog.remembers(obj):
+            return None
+        settled = None
+        for tier in self._space.tiers:
+            if passthrough and tier.passthrough and tier in self._tiers and (tier.blocking or not on_disk):
+                if self._catalog.copies(obj, tier.number):
+                    return None  # it may be whole there soon, and verified
+            elif settled is None and (copies := self._whole(obj, tier, verified=False)) is not None:
+                settled = Settled(self._catalog, obj, copies)
+        return settled
 
     def to_seal(self, obj: CachedObject) -> tuple[Tier, list[Copy]] | None:
         """The tier that `open` takes once its file is made immutable, if that may have to wait for a disk, and the copies
@@ -232,18 +262,31 @@ class Passthrough:
         backing.users -= 1
         if backing.users:
             return
-        obj = backing.object
-        if not backing.id or self._closed or backing.tier.number in obj.leaving:
+        obj, copies = backing.object, backing.copies
+        if not backing.id or self._closed or (obj.leaving and backing.tier.number in obj.leaving):
             self.retire(backing)
-            self._space.unpin(obj, *backing.copies)
+            self._space.unpin(obj, *copies)
         else:
-            self._space.unpin(obj, *backing.copies)
-            for copy in backing.copies:
-                self._eviction.touch_if_flushed(copy)
-            self._idle[backing] = None
+            recent, changed = self._catalog.recent, False
+            for copy in copies:
+                copy.pins -= 1
+                if copy.used <= recent or copy.forgotten or not copy.bitmap:
+                    changed = True
+            if changed:
+                self._note_end(backing)
+            self._idle[backing] = True
             if len(self._idle) > IDLE_BACKINGS:
                 self.retire(self._idle.popitem(last=False)[0])
-        obj.rest()
+        if obj.fds:
+            obj.rest()
+
+    def _note_end(self, backing: Backing) -> None:
+        """Copies have no blocks any more, or the use is to be noted: once between two flushes, which are a second apart."""
+        self._space.unpinned(backing.object, *backing.copies)
+        if backing.reused:
+            self._note_use(backing)
+        for copy in backing.copies:
+            self._eviction.touch_if_flushed(copy)
 
     def take_out(self, backing: Backing, users: int, path: Path) -> int | None:
         """The cache forgets the version, and its file goes to `path`, on the same file system, to be written there: its

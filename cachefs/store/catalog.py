@@ -438,7 +438,7 @@ class Catalog:
         self._looked_at: dict[bytes, CachedObject] = {}
         self._checked = Checked()
         self.clock = index.newest_clock() + 1
-        self._recent = self.clock
+        self.recent = self.clock  # what was used behind it is written by the next flush
         self.index_error = ""
         self.unfinished = False  # files are left that no row speaks of
         for tier in tiers:
@@ -512,7 +512,7 @@ class Catalog:
             self._checked.discard((tier, digest, extent))
         return found
 
-    def _remembers(self, obj: CachedObject) -> bool:
+    def remembers(self, obj: CachedObject) -> bool:
         """True if it is kept in memory, and was not made for a look."""
         return self._objects.get(obj.id.digest) is obj
 
@@ -551,7 +551,7 @@ class Catalog:
         for key, copy in zip(listed, self._index.load(listed), strict=True):
             if copy is not None:
                 self._found(obj, key, copy)
-        if self._remembers(obj):
+        if self.remembers(obj):
             for key in keys:
                 self._loaded += obj.copies[key[0], key[2]] is not None
                 self._checked.discard(key)  # its bookkeeping says so from now on
@@ -640,16 +640,16 @@ class Catalog:
                 copy.stored_clock = self._removed.pop(copy.key)
                 self._dirty[copy.key] = copy
             obj.copies[tier, extent] = copy
-            self._loaded += self._remembers(obj)
+            self._loaded += self.remembers(obj)
         return copy
 
     def lately_used(self, copy: Copy) -> bool:
         """True for the reads that go on in a copy: not much else was used since the last one."""
-        return copy.used > self._recent and self.clock - copy.used < SAME_USE
+        return copy.used > self.recent and self.clock - copy.used < SAME_USE
 
     def used_since_flush(self, copy: Copy) -> bool:
         """True if it is among the youngest, and the next flush writes that."""
-        return copy.used > self._recent
+        return copy.used > self.recent
 
     def touch(self, copy: Copy) -> CopyKey:
         """Used now, and changed: the next flush writes it. Returns its key."""
@@ -666,7 +666,7 @@ class Catalog:
     def remove(self, obj: CachedObject, copy: Copy) -> None:
         """It has no blocks any more."""
         if obj.copies.pop((copy.tier, copy.extent), None) is not None:
-            self._loaded -= self._remembers(obj)
+            self._loaded -= self.remembers(obj)
         key = copy.key
         self._dirty.pop(key, None)
         self._removed[key] = copy.stored_clock
@@ -684,7 +684,7 @@ class Catalog:
 
     def flush_begins(self) -> None:
         """What is used from now on is a separate use."""
-        self._recent = self.clock
+        self.recent = self.clock
 
     async def flush(self, notes: dict[bytes, bytes]) -> list[Placed] | None:
         """Write what changed to the index, and `notes`; one call at a time. Returns the rows that have a new place in the

@@ -163,6 +163,10 @@ class Space:
         """One user of the copies (of one tier) less."""
         for copy in copies:
             copy.pins -= 1
+        self.unpinned(obj, *copies)
+
+    def unpinned(self, obj: CachedObject, *copies: Copy) -> None:
+        """The pins of these have become fewer: what waited for that goes."""
         if copies and copies[0].tier in obj.leaving:
             self._free_file(obj, self._tiers[copies[0].tier])
             return

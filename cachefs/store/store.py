@@ -103,8 +103,8 @@ class Store:
         self.adopt, self.recast, self.make_room = adopting.adopt, adopting.recast, adopting.make_room
         self.open_backing, self.reopen_backing = self.backing_files.open, self.backing_files.reopen
         self.release_backing, self.restore_backing = self.backing_files.release, self.backing_files.restore
-        self.note_use = self.backing_files.note_use
         self.take_out = self.backing_files.take_out
+        self.settled = self.backing_files.settled
         self.make_immutable, self.refuse = self.backing_files.make_immutable, self.backing_files.refuse
         self.prepare_later = self.backing_files.prepare_later
 

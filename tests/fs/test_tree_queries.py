@@ -185,9 +185,14 @@ async def test_opens_are_told_but_those_of_small_passthrough_files_nobody_awaits
             fh, _ = await mount.fs.open(ino, os.O_RDONLY, pid)
             mount.fs.release(fh)
         assert heard == ([(ino, 5, "d/f", passthrough), (ino, 6, "d/f", passthrough)] if told else [])
+        assert (ino in mount.fs._files._known.closed) is (passthrough and not told), (
+            "its next open is not told"
+        )
         mount.fs.watch_opens(lambda *news: heard.append((0, 0, "", True)), EVERY_FILE)
+        assert not mount.fs._files._known.closed
         heard.clear()
         fh, _ = await mount.fs.open(ino, os.O_RDONLY, 1)
         assert len(heard) == 1
-        mount.fs.watch_opens(None)
         mount.fs.release(fh)
+        assert not mount.fs._files._known.closed, "all its opens are told"
+        mount.fs.watch_opens(None)

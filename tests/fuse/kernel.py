@@ -91,6 +91,20 @@ class BackingFile:
         known = self._cache.backings.get(self._key) is self and self._key in self._cache.whole
         if known and self.id and not self.users:
             self.users = 1
+            self._cache.reused += 1
+            return True
+        return False
+
+
+class Settled:
+    """A `Reusable`: it is warm, and has no backing file."""
+
+    def __init__(self, cache: FakeCache, opened: ObjectId) -> None:
+        self._cache, self._opened = cache, opened
+
+    def reuse(self) -> bool:
+        if self._opened in self._cache.warm and self._opened.key not in self._cache.whole:
+            self._cache.reused += 1
             return True
         return False
 
@@ -104,7 +118,7 @@ class FakeCache(Bytes):
         self.held: dict[str, trio.Event] = {}
         self.whole: set[str] = set()
         self.backings: dict[str, BackingFile] = {}
-        self.noted: list[BackingFile] = []  # the uses of those that were opened without a look at names
+        self.reused = 0  # how often a file was opened without a look at names
         self.reading = 0
         self.closed_while_read: list[str] = []
         self._busy: list[ObjectId] = []
@@ -140,9 +154,8 @@ class FakeCache(Bytes):
             self.backings[opened.key] = BackingFile(self, opened.key)
         return self.backings[opened.key]
 
-    def note_use(self, backing: BackingFile) -> None:
-        assert backing.users
-        self.noted.append(backing)
+    def settled(self, opened: ObjectId) -> Settled | None:
+        return Settled(self, opened) if opened in self.warm and opened.key not in self.whole else None
 
     def reopen_backing(self, backing: BackingFile) -> None:
         backing.users += 1

@@ -1,5 +1,5 @@
-"""Files that are known are opened directly, in a few steps (`NativeBackend.direct`), and what is shown of them is found in a
-table (`OpenFiles.warm`).
+"""Files that are known are opened from a table, in a few steps (`NativeBackend.direct`, `KnownFiles`), and what is shown of
+them is found in another one (`OpenFiles.warm`).
 
 Each answer is the one that the general way gives: histories of requests, refreshes and changes from a seed are played both
 ways, and compared byte for byte."""
@@ -194,7 +194,10 @@ async def played(
             (counted.fuse_open, counted.fuse_release, counted.passthrough_opens, asking.counts)
         )
         assert all(backing.users >= 0 for backing in asking.cache.backings.values())
-        return history, len(asking.cache.noted)
+        table = asking.fs._files._known
+        assert not table.closed.keys() & asking.fs._files._by_ino.keys()
+        assert table.open.keys() <= asking.fs.handles.keys()
+        return history, asking.cache.reused
 
 
 @pytest.fixture(autouse=True)

@@ -108,6 +108,35 @@ async def test_an_open_whose_reply_is_not_taken_is_closed(waits: bool, passthrou
         assert not (await asking.ask(Op.RELEASE, ino, release_in(fh))).error
 
 
+@pytest.mark.parametrize("passthrough", [False, True], ids=["ours", "passthrough"])
+@pytest.mark.parametrize("how", ["deaf", "broken"])
+async def test_an_open_of_a_known_file_whose_reply_is_not_taken_is_closed(
+    passthrough: bool, how: str
+) -> None:
+    async with kernel(Bucket(["f"])) as asking:
+        ino = await asking.ino("f")
+        if passthrough:
+            asking.cache.whole.add("f")
+        fh = await asking.open(ino)
+        if not passthrough:
+            await asking.ask(Op.READ, ino, read_in(fh))
+        assert not (await asking.ask(Op.RELEASE, ino, release_in(fh))).error
+        await asking.idle()
+        getattr(asking.line, how).add(100)
+        asking.send(Op.OPEN, ino, OPEN_READ, unique=100)
+        await asking.idle()
+        assert asking.cache.reused == 1, "it was known"
+        assert asking.counts == (0, 0)
+        assert passthrough or asking.cache.open_count == 0
+        assert [b.users for b in asking.cache.backings.values()] == [0] * passthrough
+        assert not asking.fs._files._known.open
+        fh = await asking.open(ino)
+        assert asking.cache.reused == 2, "it still is"
+        assert not (await asking.ask(Op.RELEASE, ino, release_in(fh))).error
+        await asking.idle()
+        assert asking.counts == (0, 0)
+
+
 @pytest.mark.parametrize("how", ["deaf", "broken"])
 async def test_the_same_of_directories_and_releases(how: str) -> None:
     async with kernel(Bucket(["f"])) as asking:

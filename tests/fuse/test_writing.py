@@ -110,7 +110,10 @@ class Noted:
         await self._note("rename", *arguments)
 
     def open_known(self, ino: int, pid: int) -> None:
-        """No file is in passthrough."""
+        """No file is known."""
+
+    def close_known(self, fh: int) -> bool:
+        return False
 
     def open_now(self, ino: int, flags: int, pid: int) -> tuple[int, int]:
         self.calls.append(("open_now", ino, flags, pid))

@@ -384,9 +384,13 @@ async def test_the_plan_of_a_dead_job_is_in_nobodys_way() -> None:
         await w.quiet()
         assert len(set(shop.got) & set(planned)) > fetched
         assert w.prefetcher.awaited.everything
+        assert not w.fs._files._known.closed
         await trio.sleep(FOLLOWED_S + 2 * SWEEP_EVERY_S)
         assert not w.prefetcher.awaited.everything
+        await w.read_all(others[:5], workers=1)
+        assert len(w.fs._files._known.closed) == 5, "their next opens are told to no hook"
         await announce(w.prefetcher, planned, range(400)[::-1], epoch=1)
+        assert not w.fs._files._known.closed
         await w.quiet()
         assert w.prefetcher.awaited.everything and w.prefetcher.awaited.bytes > 7 * MIB
 

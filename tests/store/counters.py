@@ -167,7 +167,7 @@ def check_remembered(store: Store, known: dict[Any, Copy]) -> None:
         assert copy.clock <= catalog.clock, f"{copy.key}: it is younger than the clock"
         assert copy.tier != RAM or not copy.first_use, f"{copy.key}: a use of a copy that is not promoted"
         assert not (copy.pinned and copy.key in order.remote_owned), f"{copy.key}: pinned for another node"
-    assert catalog._recent == catalog.clock, "a flush begins with what was used until then"
+    assert catalog.recent == catalog.clock, "a flush begins with what was used until then"
     assert not catalog._objects.keys() & catalog._looked_at.keys(), "a version has two bookkeepings"
     for obj in catalog._looked_at.values():
         assert not obj.refs and not obj.fds and not obj.leaving and obj.backing is None, obj.id.key

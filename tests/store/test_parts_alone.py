@@ -74,7 +74,7 @@ async def test_what_a_store_is_made_of(verify: str, trusted: bool, numbers: tupl
     if moves is not None:
         assert [moves._ram, moves._ssd] == tiers and moves._now() == 7.0
     assert [(t.used_bytes, t.blocks, t.pinned_bytes) for t in tiers] == [index.totals(n) for n in numbers]
-    assert store.catalog.clock == store.catalog._recent and not store.catalog.unfinished
+    assert store.catalog.clock == store.catalog.recent and not store.catalog.unfinished
     assert store.catalog._loaded == 0 and store.was_clean
 
 

@@ -756,6 +756,90 @@ async def test_passthrough_touches_a_row_once_per_flush(cache_dir: Path) -> None
         assert lab.store.catalog.clock == clock + 2
 
 
+@in_trio
+async def test_a_file_that_is_opened_again_from_its_backing_is_used_once_per_flush(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        backend, catalog = Backend(lab), lab.store.catalog
+        object_id = lab.origin.put("k", content(1, 2 * EXTENT))
+        await fill(lab, object_id)
+        passthrough = backend.open_backing(object_id)
+        assert passthrough is not None and not passthrough.reuse(), "it is in use"
+        lab.store.release_backing(passthrough)
+        told: list[int] = []
+        lab.store.eviction.used = lambda obj, copy, hit: told.append(copy.extent)  # type: ignore[method-assign]
+        for _ in range(2):
+            await lab.store.flush()
+            clock, counted = catalog.clock, lab.metrics.passthrough_blocks
+            for turn in range(3):
+                assert passthrough.reuse() and not passthrough.reuse() and passthrough.users == 1
+                assert [copy.pins for copy in passthrough.copies] == [1, 1]
+                lab.store.release_backing(passthrough)
+                assert [copy.pins for copy in passthrough.copies] == [0, 0]
+                assert lab.metrics.passthrough_blocks == counted + (turn + 1) * passthrough.blocks
+            assert catalog.clock == clock + 2 and told == [0, 1]
+            told.clear()
+        lab.check_accounts()
+        passthrough.tier.disk.down = True
+        assert not passthrough.reuse()
+        passthrough.tier.disk.down = False
+        lab.store.pins.evict(passthrough.object)
+        assert backend.retired == [passthrough] and not passthrough.reuse()
+        lab.check_accounts()
+
+
+# -- known to be whole, without passthrough ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", ["nothing", "evicted", "forgotten by the catalog", "moved"])
+@in_trio
+async def test_what_is_whole_in_memory_only_stays_so_until_it_changes(
+    cache_dir: Path, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "OBJECTS_IN_MEMORY", 16)
+    async with running(cache_dir, ram=16 * MIB) as lab:
+        object_id = lab.origin.put("k", content(1, 6 * BLOCK))
+        assert lab.store.settled(object_id, passthrough=True, on_disk=True) is None, "it is not here"
+        await fill(lab, object_id)
+        drop(lab, object_id, RAM, 0, 0b1)
+        assert lab.store.settled(object_id, passthrough=True, on_disk=True) is None, "it is not whole"
+        await fill(lab, object_id)
+        assert lab.store.settled(object_id, passthrough=True, on_disk=False) is None, "passthrough takes it"
+        settled = lab.store.settled(object_id, passthrough=True, on_disk=True)
+        assert settled is not None and settled.reuse()
+        if change == "evicted":
+            drop(lab, object_id, RAM, 0, 0b1)
+        elif change == "forgotten by the catalog":
+            for number in range(64):
+                await fill(lab, lab.origin.put(f"other{number}", content(number, 10)))
+                await lab.store.flush()
+        elif change == "moved":
+            await split(lab, object_id)
+        assert settled.reuse() is (change == "nothing")
+
+
+@in_trio
+async def test_without_passthrough_what_is_whole_on_any_tier_is_settled(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        object_id = lab.origin.put("k", content(1, 6 * BLOCK))
+        await fill(lab, object_id)
+        assert lab.store.settled(object_id, passthrough=True, on_disk=True) is None
+        settled = lab.store.settled(object_id, passthrough=False, on_disk=True)
+        assert settled is not None and settled.reuse()
+        lab.store.refuse(lab.store.tiers[0], "the kernel does not take it")
+        assert lab.store.settled(object_id, passthrough=True, on_disk=True) is not None
+
+
+@in_trio
+async def test_what_lies_where_passthrough_could_serve_it_is_not_settled(cache_dir: Path) -> None:
+    """It may be whole or verified there in a moment, and is opened in passthrough then."""
+    async with running(cache_dir, ram=16 * MIB) as lab:
+        object_id = lab.origin.put("k", content(1, 6 * BLOCK))
+        await fill(lab, object_id)
+        await split(lab, object_id)
+        await fill(lab, object_id)
+        assert lab.store.settled(object_id, passthrough=True, on_disk=True) is None
+
+
 # -- making ready --------------------------------------------------------------------------------------
 
 

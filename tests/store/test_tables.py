@@ -419,7 +419,7 @@ async def test_versions_are_forgotten_in_the_order_of_their_last_use(
                         plain.move_to_end(object_id.digest)
                 case 4:
                     looked = rows.look(object_id)
-                    assert rows._remembers(looked) is (object_id.digest in plain) and looked.id == object_id
+                    assert rows.remembers(looked) is (object_id.digest in plain) and looked.id == object_id
                     rows.look_soon(rng.sample(ids, 3))
                 case 5:
                     idle = rows.idle(object_id.digest)
