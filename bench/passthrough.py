@@ -300,10 +300,18 @@ def pass_small(work: Workspace, rounds: int) -> Result:
         def again(name: str, mine: list[str]) -> Callable[[], float]:
             return lambda: cpu.reading(name, lambda: readers.small(mine, scale.limit_s)).files_per_s
 
+        def by_open(mine: list[str]) -> Callable[[], float]:
+            return lambda: readers.small_files(mine, scale.limit_s).files_per_s
+
         contenders = {name: again(name, mine) for name, mine in paths.items()}
         what = "warm small files, open+read+close, either backend"
         series = interleave(rounds, contenders, result, what=what, unit="files/s")
-    cpu.per_gb("warm small files: daemon CPU", result)
+        cpu.per_gb("warm small files: daemon CPU", result)
+        contenders = {name: by_open(mine) for name, mine in paths.items()}
+        what = "warm small files, Python's open(), either backend"
+        opened = interleave(rounds, contenders, result, what=what, unit="files/s")
+    shares = ", ".join(f"{name} {number(opened.ratio(name, 'ext4'))}" for name in mounts)
+    result.note(f"Python's open(): rate / ext4: {shares}")
     for name, counted in asked.items():
         sent = {key: value for key, value in counted.items() if key.startswith("fuse_") and value}
         messages = ", ".join(

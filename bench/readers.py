@@ -123,6 +123,20 @@ def small(paths: Sequence[str], limit_s: float = FOREVER) -> Reading:
     return Reading(total, files, time.perf_counter() - begun)
 
 
+def small_files(paths: Sequence[str], limit_s: float = FOREVER) -> Reading:
+    """The same by Python's own `open`, as PIL, NumPy and torch do it: it also asks whether a file is a terminal."""
+    total = files = 0
+    begun = time.perf_counter()
+    until = begun + limit_s
+    for path in paths:
+        with open(path, "rb") as file:
+            total += len(file.read())
+        files += 1
+        if not files & 15 and time.perf_counter() > until:
+            break
+    return Reading(total, files, time.perf_counter() - begun)
+
+
 T = TypeVar("T")
 
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from bench import readers
-from bench.harness import Result, interleave, scenario
+from bench.harness import Result, interleave, number, scenario
 from bench.mounts import OTHERS, PYFUSE3, Cachefs, Mount, Null, Unavailable, backend
 from bench.workspace import Workspace, can_drop_caches, drop_caches
 
@@ -142,6 +142,9 @@ def warm_small(work: Workspace, rounds: int) -> Result:
         def again(mine: list[str]) -> Callable[[], float]:
             return lambda: readers.small(mine, scale.limit_s / 2).files_per_s
 
+        def again_by_open(mine: list[str]) -> Callable[[], float]:
+            return lambda: readers.small_files(mine, scale.limit_s / 2).files_per_s
+
         series = interleave(
             rounds,
             {name: again(mine) for name, mine in paths.items()},
@@ -149,6 +152,14 @@ def warm_small(work: Workspace, rounds: int) -> Result:
             what="warm small files, open+read+close",
             unit="files/s",
         )
+        opened = interleave(
+            rounds,
+            {name: again_by_open(mine) for name, mine in paths.items()},
+            result,
+            what="warm small files, Python's open()",
+            unit="files/s",
+        )
+    result.note(f"{PYFUSE3}, Python's open(): rate / ext4 {number(opened.ratio(PYFUSE3, 'ext4'))}")
     result.ceiling(series, "ext4")
     result.demand("pyfuse3, warm small files: rate / ext4", series.ratio(PYFUSE3, "ext4"), "≥", 0.18)
     if "rclone mount" in series.values:

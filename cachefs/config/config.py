@@ -277,8 +277,8 @@ class Config:
         value="auto",
     )
     zero_open: bool = SWITCH(
-        "Open files without asking the daemon, for many small files that never change. Needs --fuse native or auto, and "
-        "--consistency immutable.",
+        "Open files without asking the daemon, for many small files that never change and stay in the page cache: what that "
+        "does not hold is read through the daemon. Needs --fuse native or auto, and --consistency immutable.",
         value=False,
     )
     restart: bool = SWITCH(

@@ -620,6 +620,8 @@ async def keys_below(origin: Origin, prefix: str) -> list[ObjectInfo]:
                 page = await origin.list_page(below, token=token)
             except NotFound:
                 return  # a store with real directories says it this way
+            if page.unread:
+                await trio.to_thread.run_sync(getattr, page, "objects")
             found.extend(page.objects)
             more.extend(page.prefixes)
             token = page.next_token

@@ -21,7 +21,7 @@ from cachefs.fs.tree import Directory, KernelListing
 
 if TYPE_CHECKING:
     from cachefs.fs.freshness import Freshness
-    from cachefs.fs.listing import Lister
+    from cachefs.fs.listing import Lister, Listing
     from cachefs.fs.rows import Row
     from cachefs.fs.tree import Tree
 
@@ -181,7 +181,7 @@ class DirectoryReader:
                 listing = self._lister.demand(directory, float("-inf"))
                 self._lister.allow(directory, listing, AHEAD)
                 rows = listing.passed(rows)
-            entries = self._entries(handle, rows)
+            entries = self._entries(handle, rows, listing)
             if entries:
                 handle.chunk, handle.last = rest + entries, rows[-1][0]
                 handle.places = {entry.next_offset: index for index, entry in enumerate(handle.chunk, 1)}
@@ -193,15 +193,18 @@ class DirectoryReader:
             else:
                 await listing.turn.wait()
 
-    def _entries(self, handle: DirectoryHandle, rows: list[tuple[bytes, Row]]) -> list[Entry]:
+    def _entries(
+        self, handle: DirectoryHandle, rows: list[tuple[bytes, Row]], listing: Listing | None
+    ) -> list[Entry]:
+        """What is shown of these rows, all of which `listing` has decided, if it is under way."""
         directory = handle.directory
         rows = self._tree.shown(directory, rows, handle.generation)
         if self._freshness.hidden:
             rows = [one for one in rows if not self._freshness.is_hidden(directory, name_in(one[0]))]
         now, shape, freshness = self._tree.clock(), self._shape, self._freshness
         # One listing decides all names, unless another is under way.
-        same = directory.listing is None
-        cover = freshness.whole(directory) if same else None
+        same = directory.listing is listing
+        cover = freshness.coverage(directory, name_in(rows[0][0])) if same and rows else None
         entries: list[Entry] = []
         for mark, row in rows:
             is_dir = mark[-1] == _SLASH

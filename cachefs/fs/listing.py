@@ -226,14 +226,17 @@ class Lister:
             if directory.is_top:
                 raise OriginFailed(f"what is mounted is gone: {exc}") from exc
             listed = ListPage([], [], None)  # so says a store with real directories
-        page = read_page(listed, directory.prefix)
-        self._check_order(directory, listing, page, listed)
         done = listed.next_token is None
         if not done and listed.next_token == listing.token:
             raise OriginFailed(f"listing {directory.prefix!r}: the origin repeats the same page for ever")
         if not done and directory.listing is listing and listing.pages + 1 < listing.allowed:
             listing.asked = Asked(listed.next_token, self._tree.clock(), self._tree.changes)
             nursery.start_soon(self._ask, listing.asked, origin, directory.prefix)
+        if listed.unread:
+            page = await trio.to_thread.run_sync(read_page, listed, directory.prefix)
+        else:
+            page = read_page(listed, directory.prefix)
+        self._check_order(directory, listing, page, listed)
         async with self._tree.writing:
             if directory.listing is not listing:
                 return False

@@ -482,7 +482,6 @@ class NativeBackend:
         self._device = device
         self._write = device.write
         self._walks = self.operations.walks.threads
-        self._reopen, self._close_known = fs.open_known, fs.close_known
         self._zero_open = zero_open
         self._records = records
         self._keep_listings = keep_listings
@@ -549,6 +548,7 @@ class NativeBackend:
         if self._records is not None and self._records.follows:
             self._records.take_over(self._device, self.operations.writers)
             self._records.answering()
+        self._reopen, self._close_known = self._fs.open_known, self._fs.close_known
         ready()
         async with trio.open_nursery() as self._nursery:
             with self._reading:

@@ -24,6 +24,7 @@ from cachefs.base.errors import (
     NoSuchUpload,
     NotFound,
     ObjectChanged,
+    OriginFailed,
     Throttled,
     Transient,
     Unsupported,
@@ -48,9 +49,10 @@ PATIENCE = 12
 an upload). Guessed: S3 documents minutes."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class ObjectInfo:
-    """One object as a LIST page or a HEAD shows it.
+    """One object as a LIST page or a HEAD shows it; never changed. Not frozen: making one takes a third of the time then,
+    and a listing makes one for each name.
 
     `key` is the origin's full key, with the mount's prefix. `etag` is the value for If-Match, with quotes where the origin
     quotes; a store without etags gets one made of mtime and size. `size` is in bytes, -1 where a listing does not tell it
@@ -85,6 +87,45 @@ class ListPage:
     prefixes: list[str]
     next_token: str | None
     ordered: bool = True
+
+    @property
+    def unread(self) -> bool:
+        """Whether the first look at its keys takes milliseconds, and should be a worker thread's."""
+        return False
+
+
+class UnreadPage(ListPage):
+    """An ordered page of which `next_token` is known, so that the next page can be requested at once. `read` reads all of
+    it when its keys are asked for; its `OriginFailed` is raised there."""
+
+    __slots__ = ("_page", "_read")
+    _page: ListPage | None
+    _read: Callable[[], ListPage]
+
+    def __init__(self, next_token: str, read: Callable[[], ListPage]) -> None:
+        for name, value in {"next_token": next_token, "ordered": True, "_read": read, "_page": None}.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def unread(self) -> bool:
+        return self._page is None
+
+    @property
+    def objects(self) -> list[ObjectInfo]:
+        return self._whole().objects
+
+    @property
+    def prefixes(self) -> list[str]:
+        return self._whole().prefixes
+
+    def _whole(self) -> ListPage:
+        if self._page is None:
+            page = self._read()
+            if page.next_token != self.next_token:
+                raise OriginFailed("a page of a listing names two places where the next one begins")
+            object.__setattr__(self, "_page", page)
+            return page
+        return self._page
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from datetime import datetime
 from functools import lru_cache, partial
 from typing import Any
 from urllib.parse import quote, unquote_plus
-from xml.etree.ElementTree import Element
+from xml.etree.ElementTree import Element, ParseError, fromstring
 from xml.sax.saxutils import escape
 
 from cachefs.base.errors import (
@@ -64,6 +64,7 @@ from cachefs.origin.protocol import (
     ObjectInfo,
     Part,
     Preconditions,
+    UnreadPage,
     Writer,
     Written,
     conflicts,
@@ -73,6 +74,10 @@ from cachefs.origin.protocol import (
 
 LIMITS = Limits(5 * GIB, 5 * GIB, 5 * MIB, 5 * GIB, 10_000, 5 * TIB, batch=1000)
 """As documented for AWS, where an object may be larger by now; other S3 stores kept to this. Keys have 1,024 bytes."""
+
+UNREAD_BYTES = 32 << 10
+"""A page of a listing from this size on is read after the next one was requested, by another turn of a worker thread. That
+turn takes 0.1 ms, and reading so many bytes 0.6 ms. Derived."""
 
 FORBIDDEN = {"AccessDenied": 403}
 """Status of an error code that stands inside a successful reply."""
@@ -363,12 +368,17 @@ class S3Objects(Writer):
         if reply.status != 200 and isinstance(place, Bucket) and place.moved(reply):
             reply = self._http.exchange(request)
         self._http.checked(request, reply)
-        try:
-            return parse_page(reply.body)
-        except ValueError as exc:
-            raise OriginFailed(
-                f"{self._http.name(prefix)}: the origin's listing is not S3's XML: {exc}"
-            ) from exc
+
+        def read() -> ListPage:
+            try:
+                return parse_page(reply.body)
+            except ValueError as exc:
+                raise OriginFailed(
+                    f"{self._http.name(prefix)}: the origin's listing is not S3's XML: {exc}"
+                ) from exc
+
+        following = next_token(reply.body) if len(reply.body) >= UNREAD_BYTES else None
+        return read() if following is None else UnreadPage(following, read)
 
     def put(self, key: str, body: Body, preconditions: Preconditions) -> Written:
         with conflicts(preconditions):
@@ -514,22 +524,48 @@ class S3Objects(Writer):
         return {name: f"/{self._bucket}/{quote(key)}", **condition}
 
 
+_TRUNCATED, _TOKEN = b"<IsTruncated>true<", re.compile(rb"<NextContinuationToken>([^<&]+)<")
+
+
+def next_token(body: bytes) -> str | None:
+    """The token of a truncated page, found without reading the page; None where it has to be read. No key can look like it:
+    a "<" of a key is escaped."""
+    found = _TOKEN.findall(body)
+    return found[0].decode() if len(found) == 1 and _TRUNCATED in body and b"<![CDATA[" not in body else None
+
+
 def parse_page(body: bytes) -> ListPage:
     """A ListBucketResult; `ValueError` when it is none."""
-    page = xml(body)
-    truncated = child(page, "IsTruncated") == "true"
-    decode = unquote_plus if page.findtext("EncodingType") == "url" else str
-    objects = [
-        ObjectInfo(
-            decode(child(node, "Key")),
-            int(child(node, "Size")),
-            seconds_ns(datetime.fromisoformat(child(node, "LastModified"))),
-            quoted(node.findtext("ETag", "")),
+    try:
+        page = fromstring(body)
+    except ParseError as exc:
+        raise ValueError(str(exc)) from exc
+    # The namespace, in braces. Taking it off each node would take a third of the time.
+    space = page.tag[: page.tag.find("}") + 1]
+    if page.find(f"{space}IsTruncated") is None:
+        page, space = xml(body), ""
+    truncated = child(page, f"{space}IsTruncated") == "true"
+    encoded = page.findtext(f"{space}EncodingType") == "url"
+    tags = [f"{space}{name}" for name in ("Key", "Size", "LastModified", "ETag")]
+    objects = [_listed(node, encoded, *tags) for node in page.iterfind(f"{space}Contents")]
+    prefixes = [child(node, f"{space}Prefix") for node in page.iterfind(f"{space}CommonPrefixes")]
+    if encoded:
+        prefixes = [unquote_plus(prefix) for prefix in prefixes]
+    following = child(page, f"{space}NextContinuationToken") if truncated else None
+    return ListPage(objects, prefixes, following)
+
+
+def _listed(node: Element, encoded: bool, key: str, size: str, modified: str, etag: str) -> ObjectInfo:
+    name, length, time = node.findtext(key), node.findtext(size), node.findtext(modified)
+    if name is None or length is None or time is None:
+        raise ValueError(
+            f"no {'Key' if name is None else 'Size' if length is None else 'LastModified'} in Contents"
         )
-        for node in page.iterfind("Contents")
-    ]
-    prefixes = [decode(child(node, "Prefix")) for node in page.iterfind("CommonPrefixes")]
-    return ListPage(objects, prefixes, child(page, "NextContinuationToken") if truncated else None)
+    if encoded and ("%" in name or "+" in name):
+        name = unquote_plus(name)
+    return ObjectInfo(
+        name, int(length), seconds_ns(datetime.fromisoformat(time)), quoted(node.findtext(etag, ""))
+    )
 
 
 def plain(key: str) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import pytest
 import trio
 
 from cachefs.base.errors import ObjectChanged
+from cachefs.origin.protocol import ListPage, UnreadPage
 from tests.fs.bucket import Bucket
 from tests.fs.mount import ROOT, Mount, mounted
 
@@ -28,6 +30,38 @@ async def test_ls_of_ten_thousand_names_is_ten_lists_and_none_again() -> None:
         bucket.reset()
         assert len(await mount.entries()) == 10_000
         assert bucket.counts == (0, 0)
+
+
+class Unread(Bucket):
+    """Its pages are read when their keys are asked for, which takes until the page behind them is requested."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.requested: dict[str | None, threading.Event] = {}
+        self.late: list[str | None] = []
+
+    async def list_page(self, prefix: str, *, token: str | None = None, limit: int = 1000) -> ListPage:
+        self.requested.setdefault(token, threading.Event()).set()
+        page = await super().list_page(prefix, token=token, limit=limit)
+        if page.next_token is None or limit == 1:
+            return page
+        following = self.requested.setdefault(page.next_token, threading.Event())
+
+        def read() -> ListPage:
+            if not following.wait(5):
+                self.late.append(token)
+            return page
+
+        return UnreadPage(page.next_token, read)
+
+
+@pytest.mark.threads
+async def test_the_next_page_is_requested_before_one_is_read() -> None:
+    bucket = Unread(f"img_{i:06d}.jpg" for i in range(500))
+    bucket.page = 100
+    async with mounted(bucket) as mount:
+        assert len(await mount.entries()) == 500
+        assert bucket.counts == (5, 0) and not bucket.late
 
 
 async def test_ten_processes_listing_at_once_cost_as_one() -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from datetime import UTC, datetime
 from email.utils import formatdate
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from cachefs.base.errors import PermissionDenied
+from cachefs.base.errors import OriginFailed, PermissionDenied
 from cachefs.origin.fsspec_client import in_our_words
 from cachefs.origin.http import refusal
-from cachefs.origin.s3 import parse_page
+from cachefs.origin.protocol import ListPage, ObjectInfo, UnreadPage, of_endpoint
+from cachefs.origin.s3 import AMAZON, S3Objects, next_token, parse_page
 
 ENTRY = "<Contents><Key>{}</Key><LastModified>2026-01-01T00:00:00Z</LastModified>{}<Size>1</Size></Contents>"
 
@@ -36,6 +39,101 @@ def test_an_entry_without_a_size_is_no_listing() -> None:
         parse_page(
             f"<ListBucketResult>{ENTRY.format('a', '')}{without}<IsTruncated>false</IsTruncated></ListBucketResult>".encode()
         )
+
+
+NAMESPACE = ' xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
+
+
+@pytest.mark.parametrize("outer", ["", NAMESPACE])
+@pytest.mark.parametrize("inner", ["", ' xmlns=""', NAMESPACE])
+def test_namespaces_of_a_listing_do_not_matter(outer: str, inner: str) -> None:
+    entries = ENTRY.format("a+b%2Fc", "<ETag>&quot;1&quot;</ETag>") + ENTRY.format("d", "")
+    said = f"<EncodingType>url</EncodingType><IsTruncated>false</IsTruncated>{entries}"
+    said += "<CommonPrefixes><Prefix>e%2F</Prefix></CommonPrefixes>"
+    for name in ("EncodingType", "IsTruncated", "Contents", "CommonPrefixes"):
+        said = said.replace(f"<{name}>", f"<{name}{inner}>")
+    page = parse_page(f"<ListBucketResult{outer}>{said}</ListBucketResult>".encode())
+    assert [(o.key, o.etag, o.size, o.mtime_ns) for o in page.objects] == [
+        ("a b/c", '"1"', 1, 1_767_225_600 * 10**9),
+        ("d", "", 1, 1_767_225_600 * 10**9),
+    ]
+    assert page.prefixes == ["e/"] and page.next_token is None
+
+
+@pytest.mark.parametrize(
+    ("said", "token"),
+    [
+        ("<IsTruncated>true</IsTruncated><NextContinuationToken>n=/+</NextContinuationToken>", "n=/+"),
+        ("<NextContinuationToken>n</NextContinuationToken><IsTruncated>true</IsTruncated>", "n"),
+        ("<IsTruncated>false</IsTruncated><NextContinuationToken>n</NextContinuationToken>", None),
+        ("<IsTruncated>true</IsTruncated>", None),
+        ("<IsTruncated>true</IsTruncated><NextContinuationToken>a&amp;b</NextContinuationToken>", None),
+        ("<IsTruncated>true</IsTruncated><NextContinuationToken></NextContinuationToken>", None),
+        (
+            "<IsTruncated>true</IsTruncated>"
+            "<Contents><Key><![CDATA[<NextContinuationToken>x</NextContinuationToken>]]></Key></Contents>",
+            None,
+        ),
+        ("<IsTruncated>true</IsTruncated>" + 2 * "<NextContinuationToken>n</NextContinuationToken>", None),
+    ],
+)
+def test_the_token_is_found_before_a_page_is_read_or_not_at_all(said: str, token: str | None) -> None:
+    assert next_token(f"<ListBucketResult>{said}</ListBucketResult>".encode()) == token
+
+
+def test_an_unread_page_is_read_once_when_its_keys_are_asked_for() -> None:
+    reads: list[str] = []
+    objects = [ObjectInfo("a", 1, 0, "")]
+
+    def read() -> ListPage:
+        reads.append("")
+        return ListPage(objects, ["d/"], "n")
+
+    page = UnreadPage("n", read)
+    assert page.unread and page.next_token == "n" and page.ordered and not reads
+    assert (page.objects, page.prefixes) == (objects, ["d/"]) and len(reads) == 1
+    assert not page.unread and not ListPage([], [], None).unread
+
+
+@pytest.mark.parametrize(("count", "unread"), [(10, False), (1000, True)])
+@pytest.mark.parametrize("whole", [True, False], ids=["", "cut short"])
+def test_a_long_page_is_read_later(count: int, unread: bool, whole: bool) -> None:
+    entries = "".join(ENTRY.format(f"k{number}", "") for number in range(count))
+    said = f"<IsTruncated>true</IsTruncated><NextContinuationToken>n</NextContinuationToken>{entries}"
+    body = f"<ListBucketResult>{said}{'</ListBucketResult>' if whole else ''}".encode()
+
+    class Http:
+        place = None
+
+        def exchange(self, request: object) -> SimpleNamespace:
+            return SimpleNamespace(status=200, body=body)
+
+        def checked(self, *_: object) -> None:
+            pass
+
+        def name(self, prefix: str) -> str:
+            return f"s3://b/{prefix}"
+
+    http: Any = Http()
+    listing = S3Objects(http, "b", AMAZON, of_endpoint(None))
+    if not whole and not unread:
+        with pytest.raises(OriginFailed, match="s3://b/d/: the origin's listing is not S3's XML"):
+            listing.list_page("d/", None, 1000)
+        return
+    page = listing.list_page("d/", None, 1000)
+    assert page.unread is unread and page.next_token == "n"
+    if whole:
+        assert [info.key for info in page.objects] == [f"k{number}" for number in range(count)]
+    else:
+        with pytest.raises(OriginFailed, match="s3://b/d/: the origin's listing is not S3's XML"):
+            assert page.objects
+
+
+def test_a_page_that_names_two_tokens_is_no_listing() -> None:
+    page = UnreadPage("n", lambda: ListPage([], [], "m"))
+    for _ in range(2):
+        with pytest.raises(OriginFailed, match="two places"):
+            assert page.objects
 
 
 @pytest.mark.parametrize(("off_s", "word"), [(900, "behind"), (-900, "ahead")])
