@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import signal
 import sys
 import threading
@@ -35,8 +34,7 @@ Derived: a tenth of a stage."""
 EXIT_CODE = 70
 """EX_SOFTWARE: not what a service manager takes for a clean stop."""
 
-_SIGNALS = sum(1 << (number - 1) for number in (signal.SIGTERM, signal.SIGINT))
-_PENDING = re.compile(r"^(?:ShdPnd|SigPnd):\s*([0-9a-f]+)$", re.MULTILINE)
+SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
 
 class Stopping:
@@ -45,11 +43,11 @@ class Stopping:
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
-        pending: Callable[[], bool] | None = None,
+        pending: Callable[[], bool] = lambda: not SIGNALS.isdisjoint(signal.sigpending()),
         leave: Callable[[int], object] = os._exit,
     ) -> None:
         self._clock = clock
-        self._pending = pending or _signal_pending
+        self._pending = pending
         self._leave = leave
         self._ended = threading.Event()
         self._until: float | None = None
@@ -76,6 +74,9 @@ class Stopping:
     # -- the thread --------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        signal.pthread_sigmask(
+            signal.SIG_BLOCK, SIGNALS
+        )  # `sigpending` names only those that this thread blocks
         while not self._ended.wait(LOOK_EVERY_S):
             self.look()
 
@@ -101,12 +102,3 @@ class Stopping:
 def _say(line: str) -> None:
     log.error(line)
     print(f"cachefs: {line}", file=sys.stderr, flush=True)
-
-
-def _signal_pending() -> bool:
-    """True if a signal to stop is pending, because the main thread does not take it."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return False
-    return any(int(found, 16) & _SIGNALS for found in _PENDING.findall(status))

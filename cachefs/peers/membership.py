@@ -106,7 +106,6 @@ class Member:
     name: str
     addresses: tuple[Address, ...]
     weight: float
-    group: str
     life: str = ""
 
     @property
@@ -239,14 +238,8 @@ class Membership:
             last[handshake.node] = handshake
             where.setdefault((handshake.node, handshake.life), []).append(address)
         members = {
-            name: Member(
-                name,
-                tuple(sorted(where[name, handshake.life])),
-                handshake.weight,
-                handshake.group,
-                handshake.life,
-            )
-            for name, handshake in last.items()
+            name: Member(name, tuple(sorted(where[name, known.life])), known.weight, known.life)
+            for name, known in last.items()
         }
         own = frozenset({me.node} & members.keys())
         if (members, own, incompatible) == (self.members, self.own, self.incompatible):

@@ -33,7 +33,7 @@ from cachefs.peers.client import Client, Resolver
 from cachefs.peers.cluster import Cluster
 from cachefs.peers.etcd import Gateway, Registry
 from cachefs.peers.health import PeerTable
-from cachefs.peers.listed import Dns, Identify, Listed, is_local
+from cachefs.peers.listed import LOOK_DEADLINE_S, Dns, Identify, Listed, is_local
 from cachefs.peers.membership import COPIED, Membership, Source, fingerprint, sources_for_people
 from cachefs.peers.server import Server
 from cachefs.peers.settings import DnsPeers, EtcdPeers, Peers, Settings, StaticPeers, settings
@@ -47,8 +47,6 @@ list it knows at once, with etcd after the first replies."""
 
 DRAIN_S = 1.0
 """For replies in progress at a stop. A client whose reply is broken off asks the next member."""
-
-RESOLVE_S = 10.0
 
 
 class PeerNode:
@@ -251,7 +249,7 @@ async def _own_address(peers: StaticPeers) -> Address:
     """The address of the list that is this machine's."""
     resolver, found = Resolver(), []
     for address in peers.addresses:
-        with trio.move_on_after(RESOLVE_S):
+        with trio.move_on_after(LOOK_DEADLINE_S):
             try:
                 if any(is_local(ip) for ip in await resolver(*address)):
                     found.append(address)

@@ -20,11 +20,12 @@ import select
 import socket
 import ssl
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import trio
 
@@ -58,6 +59,8 @@ from cachefs.peers.wire import (
     parse_target,
 )
 
+log = logging.getLogger(__name__)
+
 SLICE = 1 << 20
 """Bytes of one `sendfile`. Derived: about 0.2 ms of copying."""
 
@@ -88,28 +91,46 @@ class Threads(NamedTuple):
     disk: trio.CapacityLimiter
 
 
-class Wire(Protocol):
-    """One accepted connection. Every method raises `Gone` when the connection is lost."""
+class Wire(ABC):
+    """One accepted connection. Takes over its non-blocking socket. Every method raises `Gone` when the connection is
+    lost."""
 
-    file_bytes: int
-    """Bytes of pieces sent so far."""
+    def __init__(self, sock: socket.socket, threads: Threads) -> None:
+        self.file_bytes = 0
+        """Bytes of pieces sent so far."""
+        self._socket = sock
+        self._threads = threads
 
+    @abstractmethod
     async def begin(self) -> None:
         """Set up TLS, if it is used. Called first."""
 
+    @abstractmethod
     async def receive(self) -> bytes:
         """Some bytes; b"" when the client has closed its side."""
 
+    @abstractmethod
     async def send(self, data: bytes, *, more: bool) -> None:
         """Send all of `data`. With `more`, a run follows at once, and both may be sent together."""
 
+    @abstractmethod
     async def send_run(self, run: Sequence[Piece | bytes], progressed: Callable[[], None]) -> None:
         """Send all of these pieces and bytes. Calls `progressed` whenever it must wait and the client has taken some."""
 
     async def hung_up(self) -> None:
         """Return when the client closes the connection; never if it sends something instead."""
+        await trio.lowlevel.wait_readable(self._socket)
+        try:
+            early = self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return await self.hung_up()
+        except OSError:
+            return
+        if early:  # of the next request: reading it will show whether the client is still there
+            await trio.sleep_forever()
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._socket.close()  # without TLS's close_notify: a reply has a length
 
 
 class _Range:
@@ -121,14 +142,12 @@ class _Range:
         self.fd, self.at, self.left = piece.fd, piece.offset, piece.length
 
 
-class PlainWire:
-    """`Wire` on a non-blocking socket, which it takes over. Calls that succeed at once have no checkpoint: trio's own
-    sockets have one in every call, which doubles what a small reply costs. Waiting for the next request is a checkpoint."""
+class PlainWire(Wire):
+    """Without TLS. Calls that succeed at once have no checkpoint: trio's own sockets have one in every call, which doubles
+    what a small reply costs. Waiting for the next request is a checkpoint."""
 
     def __init__(self, sock: socket.socket, threads: Threads) -> None:
-        self.file_bytes = 0
-        self._socket = sock
-        self._threads = threads
+        super().__init__(sock, threads)
         self._out: deque[_Range | bytes] = deque()
 
     async def begin(self) -> None:
@@ -233,12 +252,6 @@ class PlainWire:
         poll.register(self._socket, select.POLLOUT)
         return bool(poll.poll(seconds * 1000))
 
-    async def hung_up(self) -> None:
-        await _closed_by_peer(self._socket)
-
-    def close(self) -> None:
-        self._socket.close()
-
 
 @contextmanager
 def _lost_is_gone() -> Iterator[None]:
@@ -248,15 +261,13 @@ def _lost_is_gone() -> Iterator[None]:
         raise Gone from exc
 
 
-class TlsWire:
-    """`Wire` with TLS."""
+class TlsWire(Wire):
+    """With TLS."""
 
     def __init__(self, sock: socket.socket, threads: Threads, context: ssl.SSLContext) -> None:
-        self.file_bytes = 0
-        self._socket = sock
+        super().__init__(sock, threads)
         transport = trio.SocketStream(trio.socket.from_stdlib_socket(sock))
         self._stream = trio.SSLStream(transport, context, server_side=True, https_compatible=True)
-        self._threads = threads
 
     async def begin(self) -> None:
         with _lost_is_gone():
@@ -294,30 +305,9 @@ class TlsWire:
             self.file_bytes += len(data)
             progressed()
 
-    async def hung_up(self) -> None:
-        await _closed_by_peer(self._socket)
-
-    def close(self) -> None:
-        self._socket.close()  # without TLS's goodbye: a reply has a length
-
 
 def _nothing() -> None:
     """Of a reply that has one deadline."""
-
-
-async def _closed_by_peer(sock: socket.socket) -> None:
-    await trio.lowlevel.wait_readable(sock)
-    try:
-        said = sock.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return await _closed_by_peer(sock)
-    except OSError:
-        return
-    if said:  # an early request: reading it will show whether the client is still there
-        await trio.sleep_forever()
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ import json
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Literal, NamedTuple, Protocol
 from urllib.parse import quote, unquote
 
@@ -232,23 +232,20 @@ class Handshake:
     def parse(cls, body: bytes) -> Handshake:
         """Raises `Malformed`. Unknown fields are ignored; the last three may be missing, as in an earlier version."""
         try:
-            said = json.loads(body)
-            node, version, group, sources, weight = (
-                said[name] for name in ("node", "version", "group", "sources", "weight")
-            )
-            life, block_size, shows = said.get("life", ""), said.get("block_size", 0), said.get("shows", "")
-            texts = (node, group, sources, life, shows)
-            if not all(isinstance(text, str) and len(text) <= MAX_HANDSHAKE_TEXT for text in texts):
-                raise Malformed("not a handshake")
-            if not all(type(number) is int for number in (version, block_size)):
-                raise Malformed("not a handshake")
-            if type(weight) not in (int, float):
-                raise Malformed("not a handshake")
-            if not 0 <= weight <= 1e6:  # also turns away NaN
-                raise Malformed("an impossible weight")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+            parsed = json.loads(body)
+            found = cls(**{field.name: parsed[field.name] for field in fields(cls) if field.name in parsed})
+        except (ValueError, TypeError, RecursionError) as exc:
             raise Malformed("not a handshake") from exc
-        return cls(node, version, group, sources, float(weight), life, block_size, shows)
+        texts = (found.node, found.group, found.sources, found.life, found.shows)
+        if (
+            not all(isinstance(text, str) and len(text) <= MAX_HANDSHAKE_TEXT for text in texts)
+            or not all(type(number) is int for number in (found.version, found.block_size))
+            or type(found.weight) not in (int, float)
+        ):
+            raise Malformed("not a handshake")
+        if not 0 <= found.weight <= 1e6:  # also refuses NaN
+            raise Malformed("an impossible weight")
+        return replace(found, weight=float(found.weight))
 
 
 VERSION = 2

@@ -58,8 +58,8 @@ def polled(membership: Membership) -> Membership:
 def test_members_and_the_ring_of_them() -> None:
     found = after([Sighting(HERE, ME), Sighting(THERE, replace(OTHER, weight=3.0))])
     assert found.members == {
-        "me": Member("me", (HERE,), 1.0, "g", "life"),
-        "other": Member("other", (THERE,), 3.0, "g", "another"),
+        "me": Member("me", (HERE,), 1.0, "life"),
+        "other": Member("other", (THERE,), 3.0, "another"),
     }
     assert (found.own, found.own_addresses, found.incompatible) == ({"me"}, {HERE}, {})
     assert found.ring.members == {"me": 1.0, "other": 3.0}
