@@ -321,7 +321,7 @@ STATUS = {
         {"name": "a", "url": "s3://a", "client": "curl", "origin": {"concurrency": 64, "last_error": ""}}
     ],
     "fuse": "pyfuse3",
-    "fuse_reason": "only root may speak to the kernel without help",
+    "fuse_reason": "as asked",
     "tiers": [
         {"name": "ram", "path": "/dev/shm/x", "used_bytes": 512 << 20, "cap_bytes": 1 << 30, "blocks": 1234}
     ],
@@ -383,7 +383,7 @@ def test_status_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
             "1,200 files prefetched, 1,000 used, 20.0 MiB waiting, pausing: no room",
             "rank0: epoch 2, file 1,234 of 5,000, 400 ahead",
             "rank1: no order yet of 10",
-            "pyfuse3: only root may speak to the kernel without help",
+            "pyfuse3: as asked",
             "writable, here first (--writeback)",
             "3.0 GiB through the daemon, 2.0 GiB sent in 5 PUT, 256 parts; 3 COPY, 4 DELETE",
             "1,234 files, 1.0 GiB, for 1m 1s, 2 of them failed: s3://a/x: denied",

@@ -272,7 +272,7 @@ class Config:
 
     foreground: bool = SWITCH("Stay in the foreground and log to stderr.", value=False, flags=("-f",))
     fuse: FuseChoice = choice(FuseChoice)(
-        "The FUSE backend. With native (root) the kernel reads whole cached files by itself (Linux 6.9); auto takes it "
+        "The FUSE backend. With native, as root, the kernel reads whole cached files by itself (Linux 6.9); auto takes it "
         "where it can.",
         value="auto",
     )

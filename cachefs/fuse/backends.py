@@ -1,4 +1,4 @@
-"""The choice of the backend that serves a mount: native where this process may speak to the kernel itself, else pyfuse3."""
+"""The choice of the backend that serves a mount: native where a connection can be had from the kernel, else pyfuse3."""
 
 from __future__ import annotations
 
@@ -96,6 +96,9 @@ def choose(
     if config.descriptor is not None and _serves_descriptor_natively(config):
         return _native(config, title, places, fs, metrics, writable)
     if config.descriptor is None and config.fuse != "pyfuse3":
+        helped = os.geteuid() != 0
+        if helped:
+            clear()  # the mount is visible at once
         try:
             chosen = _native(config, title, places, fs, metrics, writable, held)
         except NotHere as exc:
@@ -103,6 +106,8 @@ def choose(
                 raise MountError(f"--fuse native cannot serve here: {exc}: leave the option out") from exc
             why = str(exc)
         else:
+            if helped:
+                return chosen
             clear()
             try:
                 chosen.backend.mount(config.mountpoint, title, allow_other=config.allow_other)
@@ -148,8 +153,10 @@ def _native(
     places = () if config.zero_open else places
     if held is not None and held.taking_over:
         device, agreed, refused = adopt(held, config.mountpoint, places, writable=writable)
-    elif config.descriptor is None:
+    elif config.descriptor is None and os.geteuid() == 0:
         device, agreed, refused = connect(title, config.allow_other, places, writable=writable)
+    elif config.descriptor is None:
+        device, agreed, refused = connect_with_help(config, title, places, writable=writable)
     else:
         device, agreed, refused = take(config.descriptor, places, writable=writable)
     backend = NativeBackend(
@@ -178,8 +185,6 @@ def _native(
 
 def connect(name: str, allow_other: bool, places: Sequence[Path], *, writable: bool = False) -> Connected:
     """A new, detached mount. Raises `NotHere`."""
-    if os.geteuid() != 0:
-        raise NotHere("only root may speak to the kernel without help")
     # A backing file may itself lie on a stacked filesystem (overlayfs, as in a container without a volume). A mount that
     # allows this counts as stacked twice, and no other filesystem can be stacked on it. So only if it is needed.
     for depth in (1, 2):
@@ -194,6 +199,17 @@ def connect(name: str, allow_other: bool, places: Sequence[Path], *, writable: b
             break
         device.close()
     return Connected(device, agreed, refused)
+
+
+def connect_with_help(config: Config, name: str, places: Sequence[Path], *, writable: bool) -> Connected:
+    """A new mount at the mountpoint, for a user without rights. Raises `NotHere`."""
+    try:
+        device, agreed = Device.connect_with_help(
+            config.mountpoint, name, allow_other=config.allow_other, writable=writable
+        )
+    except (OSError, MountError) as exc:
+        raise NotHere(f"no connection through fusermount3: {_reason(exc)}") from exc
+    return Connected(device, agreed, dict.fromkeys(places, "only root may register backing files"))
 
 
 def take(fd: int, places: Sequence[Path], *, writable: bool = False) -> Connected:

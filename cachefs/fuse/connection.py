@@ -14,7 +14,11 @@ from __future__ import annotations
 import os
 import re
 import select
+import socket
 import stat
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from cachefs.base.errors import MountError
@@ -27,6 +31,9 @@ MAX_BACKGROUND, CONGESTION = 128, 96
 """Read-aheads in flight; above the second the kernel begins no more. Guessed, and three quarters as in the kernel."""
 
 FORCE, DETACH = 1, 2  # flags of umount2(2)
+
+FUSERMOUNT_S = 30.0
+"""How long fusermount3 may take, which mounts for users without rights. Guessed: it takes milliseconds."""
 
 _FUSE = os.makedev(10, 229)
 """The device number of /dev/fuse, the same at every path."""
@@ -96,6 +103,47 @@ def remarks(mount: Mount, uid: int) -> list[str]:
     return [f"{mount.path} is mounted for user {owner} alone: user {uid}, who serves it, cannot look at it"]
 
 
+# -- mounts of a user without rights ---------------------------------------------------------------
+
+
+def fusermount(*arguments: str, passing: socket.socket | None = None) -> None:
+    """Run fusermount3, which is set-uid root. It sends a descriptor over `passing`. Raises `MountError` with its message."""
+    environ = {**os.environ, "LC_ALL": "C"}
+    if passing is not None:
+        environ["_FUSE_COMMFD"] = str(passing.fileno())
+    fds = () if passing is None else (passing.fileno(),)
+    try:
+        done = subprocess.run(
+            ["fusermount3", *arguments],
+            env=environ,
+            pass_fds=fds,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=FUSERMOUNT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        raise MountError(f"fusermount3: {exc}") from exc
+    if done.returncode != 0:
+        raise MountError((done.stderr.strip().splitlines() or ["fusermount3 failed"])[-1])
+
+
+def mount_with_help(mountpoint: Path, options: Sequence[str]) -> int:
+    """Mount at once, visibly. Returns a descriptor of /dev/fuse. Raises `MountError`."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(FUSERMOUNT_S)
+        fusermount("-o", ",".join(options), "--", str(mountpoint), passing=theirs)
+        try:
+            _, fds, _, _ = socket.recv_fds(ours, 1, 1)
+        except OSError as exc:
+            raise MountError(f"fusermount3 has passed no descriptor: {exc}") from exc
+    if not fds:
+        raise MountError("fusermount3 has passed no descriptor")
+    os.set_inheritable(fds[0], False)
+    return fds[0]
+
+
 # -- ending one ------------------------------------------------------------------------------------
 
 
@@ -117,8 +165,10 @@ def end(mountpoint: Path, device: str) -> None:
 
 
 def unmount(mountpoint: Path, flags: int) -> None:
-    """Unmount, if this process may; a failure is ignored."""
-    libc.umount2(os.fsencode(mountpoint), flags)
+    """Unmount, if this process may; a failure is ignored. A user without rights can only detach."""
+    if libc.umount2(os.fsencode(mountpoint), flags) != 0 and os.geteuid() != 0:
+        with suppress(MountError):
+            fusermount("-u", "-z", "--", str(mountpoint))
 
 
 # -- tuning ----------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def why_not(config: Config) -> str:
     if config.fuse == "pyfuse3":
         return "the FUSE backend is pyfuse3 (as asked)"
     if os.geteuid():
-        return "only root may speak to the kernel without help"
+        return "only a mount that root makes outlives its daemon"
     if linux.release() < RESENDS_SINCE:
         return TOO_OLD
     return ""

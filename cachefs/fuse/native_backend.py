@@ -196,10 +196,22 @@ class Device:
             raise
 
     @classmethod
-    def take(cls, fd: int, *, stack_depth: int, writable: bool = False) -> tuple[Device, Negotiated]:
-        """The same over a descriptor that another process has mounted, and will unmount."""
+    def connect_with_help(
+        cls, mountpoint: Path, name: str, *, allow_other: bool, writable: bool = False
+    ) -> tuple[Device, Negotiated]:
+        """The same for a user without rights, with the help of fusermount3: the mount is visible at once."""
+        options = [f"fsname={name}", "subtype=cachefs", "default_permissions"]
+        options += ["allow_other"] * allow_other + ["ro"] * (not writable)
+        fd = connection.mount_with_help(mountpoint, options)
+        return cls.take(fd, stack_depth=1, writable=writable, mountpoint=mountpoint)
+
+    @classmethod
+    def take(
+        cls, fd: int, *, stack_depth: int, writable: bool = False, mountpoint: Path | None = None
+    ) -> tuple[Device, Negotiated]:
+        """The same over a descriptor that is mounted: by another process, which will unmount it, or at `mountpoint`."""
         device = cls(fd, writable=writable)
-        device.number = connection.device_of(fd)
+        device.number, device._attached = connection.device_of(fd), mountpoint
         try:
             os.set_blocking(fd, False)
             return device, device._shake_hands(stack_depth)

@@ -16,7 +16,7 @@ from cachefs.base.errors import MountError
 from cachefs.base.metrics import Metrics
 from cachefs.config import layers
 from cachefs.config.config import Config
-from cachefs.fuse import backends, pyfuse3_backend
+from cachefs.fuse import backends, connection, pyfuse3_backend
 from cachefs.fuse.backends import LISTINGS_KEPT_SINCE, choose, connect
 from cachefs.fuse.native_backend import WANTED, Device, Negotiated
 from cachefs.fuse.protocol import Init
@@ -163,9 +163,18 @@ def test_pyfuse3_as_asked(machine: Machine, places: list[Path]) -> None:
     assert machine.depths == []
 
 
-def test_not_root(machine: Machine, places: list[Path]) -> None:
+def test_not_root(machine: Machine, places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """fusermount3 mounts; what it refuses is a reason for the other backend."""
     machine.uid = 1000
-    says_why_not(machine, places, "only root")
+    asked: list[str] = []
+
+    def refuses(*arguments: str, passing: Any = None) -> None:
+        asked.extend(arguments)
+        raise MountError("no")
+
+    monkeypatch.setattr(connection, "fusermount", refuses)
+    says_why_not(machine, places, "no connection through fusermount3: no")
+    assert "fsname=s3://b/p,subtype=cachefs,default_permissions,ro" in asked
     assert machine.depths == []
 
 

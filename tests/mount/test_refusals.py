@@ -355,20 +355,44 @@ class TestMachine:
             user=True,
         )
         assert done.returncode == 0, done.stderr
-        why = "only root may speak to the kernel without help"
-        assert f"fuse        pyfuse3: {why}\n" in done.stdout
-        assert f"backend: pyfuse3 ({why})" in log.read_text()
+        why = "the kernel reads nothing by itself: only root may register backing files"
+        assert f"fuse        native: {why}\n" in done.stdout
+        assert f"backend: native ({why})" in log.read_text()
 
     @as_nobody
-    def test_the_native_backend_is_not_for_users(self, stage: Stage, bucket: Bucket) -> None:
+    @pytest.mark.parametrize("backend", ["native", pytest.param("pyfuse3", marks=pytest.mark.long)])
+    @pytest.mark.parametrize(
+        "end",
+        [
+            "cachefs umount $M",
+            "fusermount3 -u $M",
+            "kill -TERM $D",
+            # What is killed leaves a dead mount, which the next start clears away.
+            'kill -KILL $D; gone; test -z "$(ls $M 2>/dev/null)"; writes; D=$(pid); cachefs umount $M',
+        ],
+        ids=["cachefs umount", "fusermount3", "SIGTERM", "SIGKILL"],
+    )
+    def test_a_user_writes_and_each_end_leaves_no_mount(
+        self, stage: Stage, bucket: Bucket, backend: str, end: str
+    ) -> None:
         done = stage.play(
-            f"mount_it --fuse=native {bucket.url}", before=f"cd {stage.home}; {device('666')}", user=True
+            f"""
+pid() {{ cachefs status --json $M | python3 -c 'import json, sys; print(json.load(sys.stdin)["pid"])'; }}
+gone() {{ while kill -0 $D 2>/dev/null; do sleep 0.02; done; }}
+writes() {{ mount_it --fuse={backend} {bucket.url}; echo new > $M/new; mv $M/new $M/name; cat $M/name; }}
+writes; D=$(pid)
+{end}
+gone
+! grep -q "$M " /proc/self/mountinfo
+""",
+            before=f"cd {stage.home}; {device('666')}",
+            user=True,
         )
-        one_line(done)
-        assert "--fuse native cannot serve here: only root" in done.stderr
+        assert done.returncode == 0, done.stderr
+        assert set(done.stdout.split()) == {"new"}
 
     @as_nobody
-    def test_a_user_has_no_files_opened_without_asking(self, stage: Stage, bucket: Bucket) -> None:
+    def test_a_user_can_have_no_files_opened_with_a_request(self, stage: Stage, bucket: Bucket) -> None:
         bucket.put("file", 10)
         done = stage.play(
             f"mount_it --zero-open --consistency=immutable {bucket.url}; cat $M/file | wc -c; cachefs status $M; "
@@ -378,7 +402,19 @@ class TestMachine:
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("10\n")
-        assert "warning     --zero-open has no effect: only root may speak" in done.stdout
+        assert "fuse        native: no file is opened" in done.stdout
+        assert "warning" not in done.stdout
+
+    @as_nobody
+    def test_what_fusermount3_refuses_is_said(self, stage: Stage, bucket: Bucket) -> None:
+        refuse = "printf '#!/bin/sh\\necho refused >&2\\nexit 1\\n' > no; chmod 755 no"
+        done = stage.play(
+            f"mount_it --fuse=native {bucket.url}",
+            before=f"cd {stage.home}; {device('666')}; {refuse}; mount --bind no $(command -v fusermount3)",
+            user=True,
+        )
+        one_line(done)
+        assert "--fuse native cannot serve here: no connection through fusermount3: refused" in done.stderr
 
     @as_nobody
     def test_a_device_a_user_may_not_open(self, stage: Stage, bucket: Bucket) -> None:
