@@ -725,10 +725,18 @@ class Uploads:
     async def _settle_together(self, waiting: Sequence[DirtyFile]) -> None:
         """Small files that lie in memory, and are not in use: the cache makes its files of them in one turn of a thread. One
         that was removed meanwhile has cost nothing of that."""
-        going = [dirty_file for dirty_file in waiting if self._begins_to_settle(dirty_file)]
-        for dirty_file in set(waiting).difference(going):
-            if self._dirty_files.get(dirty_file.id) is dirty_file:
+        going = list[DirtyFile]()
+        for dirty_file in waiting:
+            if self._dirty_files.get(dirty_file.id) is not dirty_file:
+                continue
+            if not self._goes_with_others(dirty_file):
                 contained(self._queue.nursery, f"settling {dirty_file.key}", self._settle, dirty_file)
+            elif not self.on_settling(dirty_file):
+                self._settle_later(dirty_file)
+            else:
+                dirty_file.lock.acquire_nowait()
+                dirty_file.content.settle()
+                going.append(dirty_file)
         if not going:
             return
         with ExitStack() as used:
@@ -753,29 +761,16 @@ class Uploads:
                     self._release_later(dirty_file)
                 await self._settle(dirty_file, adopt=False)
 
-    def _begins_to_settle(self, dirty_file: DirtyFile) -> bool:
-        """Whether it goes to the cache with others; then its lock is taken."""
+    def _goes_with_others(self, dirty_file: DirtyFile) -> bool:
+        """Whether the cache may take it as it is; `_settle` knows what else is to be done."""
         stored = dirty_file.content.stored
-        if (
-            self._dirty_files.get(dirty_file.id) is not dirty_file
-            or dirty_file.handles
-            or dirty_file.lock.locked()
-        ):
+        if dirty_file.handles or dirty_file.discarded or dirty_file.lock.locked():
             return False
         if dirty_file.content.state is not State.CLEAN or dirty_file.sender.upload is not None:
             return False
-        if stored is None or stored.overtaken or dirty_file.discarded or not dirty_file.file.held:
+        if stored is None or stored.overtaken or not dirty_file.file.held or dirty_file.file.spoiled:
             return False
-        if (
-            dirty_file.file.spoiled
-            or self._store.hangs
-            or self._disk.hangs
-            or not self.on_settling(dirty_file)
-        ):
-            return False
-        dirty_file.lock.acquire_nowait()
-        dirty_file.content.settle()
-        return True
+        return not (self._store.hangs or self._disk.hangs)
 
     async def _adopt_together(self, dirty_files: Sequence[DirtyFile]) -> list[bool]:
         versions = list[tuple[ObjectId, bytes]]()
