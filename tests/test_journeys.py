@@ -75,13 +75,6 @@ KNOWN = {"OPEN": 9, "RELEASE": 5}
 and 13 calls for a file that is in memory on a mount that can be written."""
 
 
-LOOP = {"serve", "_serve_burst", "read", "wait"}
-KNOWN = {"OPEN": 9, "RELEASE": 5}
-"""Most calls of functions of cachefs for a request about a known file (`OpenFiles`), the reply's write included, the loop's
-(`LOOP`) left out. Tasks, the database and names take no part. In passthrough an OPEN takes 6. Without the table it was 74
-and 13 calls for a file that is in memory on a mount that can be written."""
-
-
 class Passed:
     """Files of the product in which a function began, and the named functions, in any thread that `traced` was put into."""
 
