@@ -26,7 +26,7 @@ import trio.testing
 from cachefs.base import client
 from cachefs.base.client import ControlError, NotRunning, request
 from cachefs.base.errors import NotFound
-from cachefs.base.linux import is_dead, probe
+from cachefs.base.linux import Mount, is_dead, probe
 from cachefs.daemon import control
 
 
@@ -308,6 +308,32 @@ def test_a_mount_that_hangs_is_given_up_on(monkeypatch: pytest.MonkeyPatch) -> N
     hung = not goes_on.is_set()
     goes_on.set()
     assert hung and isinstance(answer, OSError) and answer.errno == errno.ETIMEDOUT and not is_dead(answer)
+
+
+@pytest.mark.parametrize("dies", [1, 2])
+def test_a_daemon_that_dies_before_it_answers_is_followed_by_the_next(
+    monkeypatch: pytest.MonkeyPatch, dies: int
+) -> None:
+    """Once the mount answers again. A second one in a row is told of."""
+    steps: list[str] = []
+
+    def asked(*_: Any, **__: Any) -> str:
+        steps.append("ask")
+        if steps.count("ask") <= dies:
+            raise client.HungUp("the daemon hung up: Connection reset by peer")
+        return "answer"
+
+    mount = Mount("0:1", "/", "/mnt", "fuse.cachefs", "s3://b", ("user_id=0",))
+    monkeypatch.setattr(client, "mount_at", lambda path: mount)
+    monkeypatch.setattr(client, "request", asked)
+    monkeypatch.setattr(client, "probe", lambda path: steps.append("probe"))
+    monkeypatch.setattr(client, "is_dead", lambda answer: False)
+    if dies == 1:
+        assert client.ask(Path("/mnt"), "status") == "answer"
+    else:
+        with pytest.raises(ControlError, match="hung up"):
+            client.ask(Path("/mnt"), "status")
+    assert steps == ["ask", "probe", "ask"]
 
 
 def test_a_daemon_that_says_nothing(path: Path) -> None:

@@ -54,6 +54,10 @@ class OfAnother(NotRunning):
     """Another user owns the socket or its directory, so no request is sent."""
 
 
+class HungUp(ControlError):
+    """The daemon ended the connection before it answered. It may have died."""
+
+
 # -- where ------------------------------------------------------------------------------------------
 
 
@@ -111,7 +115,7 @@ def ask(mountpoint: Path, verb: str, /, timeout_s: float = 5.0, **arguments: Any
                 continue
         raise NotRunning(f"no cachefs answers for {mountpoint}")
 
-    with suppress(NotRunning):
+    with suppress(NotRunning, HungUp):
         return answer()
     if mount is None or not mount.is_cachefs:
         raise MountError(f"{mountpoint} is not a cachefs mount: cachefs status lists those there are")
@@ -161,7 +165,8 @@ def request(
     path: Path, verb: str, /, timeout_s: float = 5.0, *, owners: Collection[int] = (), **arguments: Any
 ) -> Any:
     """Send one request to the daemon at `path`; returns its result. Takes about `timeout_s` at most. Raises `NotRunning` if
-    no daemon of root, this user or one of `owners` listens there, `ControlError` with the daemon's line if it refuses."""
+    no daemon of root, this user or one of `owners` listens there, `HungUp`, and `ControlError` with the daemon's line if it
+    refuses."""
     until = time.monotonic() + timeout_s
     received = bytearray()
     with connected(path, timeout_s, owners) as connection:
@@ -176,12 +181,12 @@ def request(
         except TimeoutError as exc:
             raise ControlError(f"the daemon at {path} did not answer within {timeout_s:g} s") from exc
         except OSError as exc:
-            raise ControlError(f"the daemon at {path} hung up: {exc.strerror or exc}") from exc
+            raise HungUp(f"the daemon at {path} hung up: {exc.strerror or exc}") from exc
     try:
         reply = json.loads(received)
         ok = reply["ok"]
     except (ValueError, KeyError, TypeError) as exc:
-        raise ControlError(f"the daemon at {path} hung up before it answered") from exc
+        raise HungUp(f"the daemon at {path} hung up before it answered") from exc
     if not ok:
         raise ControlError(str(reply.get("error", "refused")))
     return reply.get("result")
