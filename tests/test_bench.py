@@ -136,7 +136,7 @@ def test_a_training_loop_announces_its_orders(tmp_path: Path, monkeypatch: pytes
         paths.append(str(tmp_path / f"{number}"))
         Path(paths[-1]).write_bytes(b"x")
     told: list[tuple[int, list[int]]] = []
-    monkeypatch.setattr(hints._Files, "tell", lambda self, epoch, order: told.append((epoch, list(order))))
+    monkeypatch.setattr(hints._Files, "send", lambda self, epoch, order: told.append((epoch, list(order))))
     loop = training.Loop(training.SHAPES["resnet50"], workers=2, batch=2, step_s=0, hints=True)
     epochs = list(loop.epochs(paths, 2))
     assert hints.wait(10)

@@ -328,6 +328,10 @@ def test_a_daemon_that_dies_before_it_answers_is_followed_by_the_next(
     monkeypatch.setattr(client, "request", asked)
     monkeypatch.setattr(client, "probe", lambda path: steps.append("probe"))
     monkeypatch.setattr(client, "is_dead", lambda answer: False)
+    with pytest.raises(ControlError, match="hung up"):
+        client.ask(Path("/mnt"), "upgrade")
+    assert steps == ["ask"]
+    steps.clear()
     if dies == 1:
         assert client.ask(Path("/mnt"), "status") == "answer"
     else:

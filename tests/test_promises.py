@@ -550,7 +550,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "`--fuse auto` uses pyfuse3 where the native backend cannot run, and status and log say why; `--fuse "
     "native` fails there with a one-line error.": (
         "tests/mount/test_refusals.py::TestMachine::test_a_user_is_told_which_backend_serves_and_why",
-        "tests/mount/test_refusals.py::TestMachine::test_the_native_backend_is_not_for_users",
+        "tests/mount/test_refusals.py::TestMachine::test_what_fusermount3_refuses_is_said",
     ),
     "A cache directory belongs to one daemon: a second daemon is refused with a one-line error and does "
     "not disturb the first.": (

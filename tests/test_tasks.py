@@ -30,7 +30,7 @@ SERVICES = {
     "peers/server.py": {"watch"},
     "prefetch/prefetcher.py": {"self._sweep_now_and_then"},
     "store/store.py": {"self._moves.run", "self.backing_files.run", "self._watch_disks"},
-    "upload/uploads.py": {"self._records.run", "self._passthrough.run"},
+    "upload/uploads.py": {"self._records.run", "self.passthrough.run"},
 }
 """What of a room is started without `contained`: parts of a call that its caller contains, and of a room's own service."""
 

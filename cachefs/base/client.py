@@ -38,6 +38,9 @@ MAX_REPLY_BYTES = 64 << 20
 CREDENTIALS = struct.Struct("3i")
 """pid, uid and gid of the process that listens (SO_PEERCRED)."""
 
+HANDS_OVER = "upgrade"
+"""The verb after which the daemon ends. A daemon that hangs up may have done it, so the next one is not sent it again."""
+
 _SOCKET_PATH_MAX = 107
 """Derived: sun_path is 108 bytes with its terminating NUL."""
 
@@ -115,7 +118,7 @@ def ask(mountpoint: Path, verb: str, /, timeout_s: float = 5.0, **arguments: Any
                 continue
         raise NotRunning(f"no cachefs answers for {mountpoint}")
 
-    with suppress(NotRunning, HungUp):
+    with suppress(NotRunning, *(() if verb == HANDS_OVER else (HungUp,))):
         return answer()
     if mount is None or not mount.is_cachefs:
         raise MountError(f"{mountpoint} is not a cachefs mount: cachefs status lists those there are")

@@ -161,10 +161,10 @@ async def test_what_went_while_it_got_its_new_name_is_gone_under_both(
             lambda call, finish: run(call, finish) if gone == "nothing" else beside(call, finish),
         )
 
-        async def beside(call: Any, finish: Any) -> bool:
+        async def beside(call: Any, finish: Any) -> Any:
             done = await trio.to_thread.run_sync(call)
             finish(done)
-            return bool(done)
+            return done
 
         if gone == "nothing":
             monkeypatch.setattr(tier, "link", link)
