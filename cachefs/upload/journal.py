@@ -32,8 +32,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -307,14 +307,25 @@ class Records:
 
     async def keep(self, dirty_file: DirtyFile, within_s: float = math.inf) -> None:
         """Write the dirty file's row as it is now. Raises `NoRoom`, `CacheUnusable`; `DiskHangs` after `within_s`."""
-        async with taken(dirty_file.record.turn):
+        async with self._turn(dirty_file, within_s):
             if not dirty_file.discarded:
                 dirty_file.content.row = max(dirty_file.content.row, Row.NOTED)
                 await self._put(dirty_file, dirty_file.row(), within_s)
 
-    async def acknowledge(self, dirty_file: DirtyFile) -> None:
+    @asynccontextmanager
+    async def _turn(self, dirty_file: DirtyFile, within_s: float) -> AsyncIterator[None]:
+        """The turn to write the row of a dirty file. Raises `DiskHangs` after `within_s`: who has it waits for the disk."""
+        turn = dirty_file.record.turn
+        with trio.move_on_after(within_s) as waiting:
+            async with taken(turn):
+                waiting.deadline = math.inf
+                yield
+        if waiting.cancelled_caught:
+            raise DiskHangs("the disk of the journal does not answer")
+
+    async def acknowledge(self, dirty_file: DirtyFile, within_s: float = math.inf) -> None:
         """What it holds now is on the disk, and so is a row that says so. Raises `NoRoom`, `CacheUnusable`, of
-        which `Lost` and `JournalRemoved`."""
+        which `Lost` and `JournalRemoved`; `DiskHangs` when the journal takes longer than `within_s`."""
         dirty_file.look()
         generation, content = dirty_file.content.generation, None
         changed = dirty_file.content.synced < generation or dirty_file.kernel.in_passthrough
@@ -331,13 +342,13 @@ class Records:
             # Or the next mount would be promised a file that it cannot find.
             dirty_file.file.check_name()
             self.journal.check_name()
-        async with taken(dirty_file.record.turn):
+        async with self._turn(dirty_file, within_s):
             # The content that the journal has is an older one.
             other = changed and (content is not None or self.journal.has_content(dirty_file.id))
             # What the origin has got meanwhile must not come back after a crash.
             if dirty_file.dirty and not dirty_file.discarded and (other or not dirty_file.acknowledged):
                 dirty_file.content.row = max(dirty_file.content.row, Row.NOTED)
-                await self._put(dirty_file, {**dirty_file.row(), "acknowledged": True}, content=content)
+                await self._put(dirty_file, {**dirty_file.row(), "acknowledged": True}, within_s, content=content)
                 dirty_file.content.row = Row.ACKNOWLEDGED
                 dirty_file.record.content_of = -1 if content is None else generation
         if changed:
@@ -371,7 +382,7 @@ class Records:
     ) -> None:
         """The origin has it, or it was removed: it must not come back. Raises `DiskHangs` after `within_s`. `patient`: no
         caller waits for this."""
-        async with taken(dirty_file.record.turn):
+        async with self._turn(dirty_file, within_s):
             was, dirty_file.content.row = dirty_file.content.row, Row.NONE
             if was is not Row.NONE:
                 file = dirty_file.file.path if was is Row.ACKNOWLEDGED else None

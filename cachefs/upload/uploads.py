@@ -534,7 +534,7 @@ class Uploads:
             first = upload and whole and dirty_file.dirty and own is not None
             before = dirty_file.origin, dirty_file.key, dirty_file.base, dirty_file.record.tokens
             if first:
-                await self._records.acknowledge(dirty_file)
+                await self._records.acknowledge(dirty_file, HANGS_AFTER_S)
             comes_back = dirty_file.acknowledged or self._disk.shared is not None
             if own is not None and leaves is not None and dirty_file.dirty and comes_back:
                 await leaves(own)

@@ -14,6 +14,7 @@ import trio
 
 from cachefs.base.errors import CacheUnusable
 from cachefs.upload import DirtyFile, staging, uploads
+from cachefs.upload.journal import DiskHangs
 from tests.fetch.scripted import content
 from tests.interrupting import interrupted
 from tests.upload.scripted import PART, Desk, desk, in_trio
@@ -160,6 +161,30 @@ async def test_on_a_disk_that_hangs_a_cancelled_rename_keeps_the_old_name(
             assert dirty_file.key == "a" and d.uploads.journal.rows("drafts")[dirty_file.id]["key"] == "a"
             await ends(d, dirty_file)
     assert step >= 3
+
+
+@pytest.mark.parametrize("verb", ["acknowledge", "keep", "forget"])
+@in_trio
+async def test_a_row_that_waits_for_another_of_its_file_waits_no_longer_than_it_may(
+    tmp_path: Path, verb: str
+) -> None:
+    """A close waits as long as the disk does, and has the turn. The kernel holds the directory for a change of a name."""
+    async with desk(tmp_path, writeback=True, upload_delay_s=1e6) as d:
+        dirty_file, _ = await file_in(d, "changed")
+
+        async def closes(task_status: trio.TaskStatus[None]) -> None:
+            async with dirty_file.record.turn:
+                task_status.started()
+                await trio.sleep_forever()
+
+        async with trio.open_nursery() as nursery:
+            await nursery.start(closes)
+            began = trio.current_time()
+            with trio.fail_after(60), pytest.raises(DiskHangs):
+                await getattr(d.uploads._records, verb)(dirty_file, uploads.HANGS_AFTER_S)
+            assert trio.current_time() - began == pytest.approx(uploads.HANGS_AFTER_S)
+            nursery.cancel_scope.cancel()
+        await ends(d, dirty_file)
 
 
 async def refused(d: Desk, dirty_file: DirtyFile) -> None:
