@@ -459,12 +459,13 @@ class DirtyFile:
     # -- for its sender ----------------------------------------------------------------------------
 
     async def source(self, size: int) -> Source:
-        """Its first `size` bytes, for who is a user and sends them."""
+        """Its first `size` bytes, to be sent. The caller is a user of its file until they are."""
         if self.record.content_of == self.content.generation:
             content = self._owner.journaled(self)
             if content is not None and len(content) == size:
                 if self.file.read_now(0, size) != content:
-                    # It was not synced: the disk may have failed to take it, without a word to its writer.
+                    # The page cache has none of it any more, or other bytes. It was not synced, and a disk that fails to
+                    # take such a file tells no writer.
                     await self.file.restore(content)
                 return InMemory(content)
         return await self.file.source(size)

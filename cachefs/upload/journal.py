@@ -36,7 +36,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import trio
 
@@ -180,14 +180,14 @@ class Journal:
         staging, found = self._staging, self._database.scan(CONTENTS)
         if not found or staging is None:
             return
-        rows, here = self.rows(DIRTY_FILES), bool(self._sizes) or self._database.same_boot
+        rows, still_runs = self.rows(DIRTY_FILES), bool(self._sizes) or self._database.same_boot
         for name, content in found:
             row = rows.get(name.decode())
             if row is None or not row["acknowledged"]:
                 continue
             path = staging / row["file"]
             # A file that was removed while the machine ran was removed on purpose.
-            if here and (sync_bytes(path) or not path.exists()):
+            if still_runs and (sync_bytes(path) or not path.exists()):
                 continue
             rewrite(path, content)
             orphans.describe(path, row)
@@ -205,7 +205,7 @@ class Journal:
         key: str,
         row: Mapping[str, Any] | None,
         *,
-        content: bytes | str | None = UNCHANGED,
+        content: bytes | Literal["unchanged"] | None = UNCHANGED,
         first: Callable[[], None] | None = None,
         then: Callable[[], None] | None = None,
         within_s: float = math.inf,
@@ -281,8 +281,9 @@ class Journal:
             self._secure()
         except CachefsError as exc:
             log.warning("%s", exc)
-            self._database.close(clean=False)
-        self._database.close()
+            self._database.close(clean=False)  # the next start does it
+        else:
+            self._database.close()
 
 
 # -- rows --------------------------------------------------------------------------------
@@ -314,7 +315,8 @@ class Records:
 
     @asynccontextmanager
     async def _turn(self, dirty_file: DirtyFile, within_s: float) -> AsyncIterator[None]:
-        """The turn to write the row of a dirty file. Raises `DiskHangs` after `within_s`: who has it waits for the disk."""
+        """Hold the turn to write the row of a dirty file. Raises `DiskHangs` after `within_s`: a close that has it waits for
+        the disk without a limit."""
         turn = dirty_file.record.turn
         with trio.move_on_after(within_s) as waiting:
             async with taken(turn):
@@ -343,12 +345,16 @@ class Records:
             dirty_file.file.check_name()
             self.journal.check_name()
         async with self._turn(dirty_file, within_s):
+            if dirty_file.content.synced > generation:
+                return  # another caller has acknowledged a later content meanwhile, and this one must not replace it
             # The content that the journal has is an older one.
             other = changed and (content is not None or self.journal.has_content(dirty_file.id))
             # What the origin has got meanwhile must not come back after a crash.
             if dirty_file.dirty and not dirty_file.discarded and (other or not dirty_file.acknowledged):
                 dirty_file.content.row = max(dirty_file.content.row, Row.NOTED)
-                await self._put(dirty_file, {**dirty_file.row(), "acknowledged": True}, within_s, content=content)
+                await self._put(
+                    dirty_file, {**dirty_file.row(), "acknowledged": True}, within_s, content=content
+                )
                 dirty_file.content.row = Row.ACKNOWLEDGED
                 dirty_file.record.content_of = -1 if content is None else generation
         if changed:
@@ -360,7 +366,7 @@ class Records:
         row: Mapping[str, Any],
         within_s: float = math.inf,
         *,
-        content: bytes | str | None = UNCHANGED,
+        content: bytes | Literal["unchanged"] | None = UNCHANGED,
     ) -> None:
         self._stale.discard(dirty_file.id)
         if not row["acknowledged"]:

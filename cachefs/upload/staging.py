@@ -489,8 +489,8 @@ class StagingFile:
             return None if data is None or self._cut_at is not None else bytes(data)
 
     async def restore(self, data: bytes) -> None:
-        """It holds these bytes, whatever the disk has made of them."""
-        await self._on_disk(partial(_put_all, data=data))
+        """It begins with these bytes, whatever the disk has made of them. What was appended meanwhile stays."""
+        await self._on_disk(lambda fd: _write(fd, 0, data))
 
     def check_name(self) -> None:
         """Raises `Lost` if its name was removed from outside: users still have the file, and no other start finds it."""
@@ -594,7 +594,8 @@ def rewrite(path: Path, data: bytes) -> None:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
-            _put_all(fd, data)
+            os.ftruncate(fd, len(data))
+            _write(fd, 0, data)
             os.fdatasync(fd)
         finally:
             os.close(fd)
@@ -704,11 +705,6 @@ def _write(fd: int, offset: int, data: Buffer) -> None:
     while view:
         count = os.pwrite(fd, view, offset)
         view, offset = view[count:], offset + count
-
-
-def _put_all(fd: int, data: bytes) -> None:
-    os.ftruncate(fd, len(data))
-    _write(fd, 0, data)
 
 
 def _copy(source: int, sink: int, size: int) -> None:

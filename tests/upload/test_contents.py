@@ -94,6 +94,34 @@ async def test_a_power_cut_leaves_the_last_content_that_was_acknowledged(tmp_pat
 
 
 @in_trio
+async def test_a_content_that_was_read_before_a_later_one_was_acknowledged_does_not_replace_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk(tmp_path / "a", writeback=True, upload_delay_s=1000) as d:
+        dirty_file = await d.create("k", b"1" * 100)
+        read, has_read, goes_on = dirty_file.file.content, trio.Event(), trio.Event()
+
+        async def slow(size: int) -> bytes | None:
+            found = await read(size)
+            has_read.set()
+            await goes_on.wait()
+            return found
+
+        monkeypatch.setattr(dirty_file.file, "content", slow)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(d.uploads.commit, dirty_file)
+            await has_read.wait()
+            await add(dirty_file, b"2" * HELD)
+            await d.uploads.commit(dirty_file)
+            goes_on.set()
+        after = cut(tmp_path / "a", tmp_path / "b")
+        mark = after / "state" / "journal" / MARK
+        mark.write_text(re.sub(r"\bopen \S+", "open another", mark.read_text()))
+        d.uploads.release(dirty_file)
+    assert await left(after) == {"k": b"1" * 100 + b"2" * HELD}
+
+
+@in_trio
 async def test_a_kill_leaves_what_was_written_after_the_last_promise(tmp_path: Path) -> None:
     async with desk(tmp_path / "a", writeback=True, upload_delay_s=1000) as d:
         dirty_file = await d.save("k", b"1")

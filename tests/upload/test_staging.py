@@ -287,3 +287,15 @@ def test_one_of_a_descriptor_is_only_read_through_it(tmp_path: Path) -> None:
         assert await file.read(0, 100) == b"what"
 
     trio.run(use)
+
+
+@in_trio
+async def test_what_was_appended_stays_when_the_begin_is_written_again(tmp_path: Path) -> None:
+    """An append goes on while an attempt sends what was there before, and may restore it."""
+    file = StagingFile(StagingDisk(tmp_path), "f", new=True)
+    file.take()
+    await file.write(0, b"1" * 10 + b"2" * 5)
+    await file.restore(b"1" * 10)
+    assert await file.read(0, 15) == b"1" * 10 + b"2" * 5
+    file.give_back()
+    file.remove()
