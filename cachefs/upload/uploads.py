@@ -737,59 +737,21 @@ class Uploads:
                 dirty_file.lock.acquire_nowait()
                 dirty_file.content.settle()
                 going.append(dirty_file)
-        if not going:
-            return
-        with ExitStack() as used:
+        try:
+            await self._give_to_cache(going)
+        finally:
             for dirty_file in going:
-                used.enter_context(dirty_file.file.used())
-            adopted, stored = [False] * len(going), [dirty_file.content.stored for dirty_file in going]
-            try:
-                adopted = await self._adopt_together(going)
-                for dirty_file, done, one in zip(going, adopted, stored, strict=True):
-                    if done and one is not None:
-                        await self._adopted_as(dirty_file, one)
-            finally:
-                for dirty_file, done in zip(going, adopted, strict=True):
-                    dirty_file.content.settled(done)
-                    dirty_file.lock.release()
-            for dirty_file, done in zip(going, adopted, strict=True):
-                # A removal that is under way may fail: then the file stays, or else `_drop` removes it.
-                if dirty_file.discarded and not done and not dirty_file.trying.turn.locked():
-                    dirty_file.file.remove()
-                if not dirty_file.handles and self._shown_from_cache(dirty_file):
-                    dirty_file.open()
-                    self._release_later(dirty_file)
-                await self._settle(dirty_file, adopt=False)
+                dirty_file.lock.release()
+        for dirty_file in going:
+            await self._settle(dirty_file, adopt=False)
 
     def _goes_with_others(self, dirty_file: DirtyFile) -> bool:
-        """Whether the cache may take it as it is; `_settle` knows what else is to be done."""
-        stored = dirty_file.content.stored
+        """Whether the cache may be given it as it is; `_settle` knows what else is to be done."""
         if dirty_file.handles or dirty_file.discarded or dirty_file.lock.locked():
             return False
         if dirty_file.content.state is not State.CLEAN or dirty_file.sender.upload is not None:
             return False
-        if stored is None or stored.overtaken or not dirty_file.file.held or dirty_file.file.spoiled:
-            return False
-        return not (self._store.hangs or self._disk.hangs)
-
-    async def _adopt_together(self, dirty_files: Sequence[DirtyFile]) -> list[bool]:
-        versions = list[tuple[ObjectId, bytes]]()
-        for dirty_file in dirty_files:
-            assert dirty_file.stored is not None
-            version = dirty_file.stored.version(dirty_file.origin.source)
-            versions.append((version, dirty_file.file.held or b""))
-        try:
-            adopted = await self._store.adopt_bytes(versions)
-        except CachefsError as exc:
-            log.info("what was written is not kept here: %s", exc)
-            return [False] * len(dirty_files)
-        except Exception:
-            log.exception("the cache failed to take what was written")
-            return [False] * len(dirty_files)
-        for dirty_file, done in zip(dirty_files, adopted, strict=True):
-            if done:
-                dirty_file.file.remove()
-        return adopted
+        return bool(dirty_file.file.held) and not dirty_file.file.spoiled
 
     async def _settle(self, dirty_file: DirtyFile, *, adopt: bool = True) -> None:
         """It is not in use and the origin has it: the cache adopts the file, unless it has refused it."""
@@ -813,11 +775,7 @@ class Uploads:
                 await dirty_file.sender.abandon()
             if not dirty_file.content.adopted and adopt:
                 dirty_file.content.settle()
-                await self._give_to_cache(dirty_file)
-                # A removal that is under way may fail: then the file stays, or else `_drop` removes it.
-                gone = dirty_file.discarded and not dirty_file.trying.turn.locked()
-                if gone and not dirty_file.content.adopted:
-                    dirty_file.file.remove()
+                await self._give_to_cache([dirty_file])
             if dirty_file.handles or dirty_file.dirty or dirty_file.discarded:
                 return  # the last user that came meanwhile does the rest
             if not self.on_settling(dirty_file):
@@ -832,42 +790,64 @@ class Uploads:
         if self._dirty_files.pop(dirty_file.id, None) is not None:
             self.on_settled(dirty_file)
 
-    async def _give_to_cache(self, dirty_file: DirtyFile) -> None:
-        adopted, stored = False, dirty_file.content.stored
+    async def _give_to_cache(self, dirty_files: Sequence[DirtyFile]) -> None:
+        """The cache takes the files of these, if it will. All are settling, and the caller holds their locks."""
+        adopted, stored = (
+            [False] * len(dirty_files),
+            [dirty_file.content.stored for dirty_file in dirty_files],
+        )
         with ExitStack() as used:
             try:
-                with suppress(CachefsError):  # then the cache says why
-                    used.enter_context(dirty_file.file.used())
-                adopted = await self._adopt(dirty_file, stored)
-                if adopted and stored is not None:
-                    await self._adopted_as(dirty_file, stored)
+                for dirty_file in dirty_files:
+                    with suppress(CachefsError):  # then the cache says why
+                        used.enter_context(dirty_file.file.used())
+                adopted = await self._adopt(dirty_files, stored)
+                for dirty_file, done, one in zip(dirty_files, adopted, stored, strict=True):
+                    if done and one is not None:
+                        await self._adopted_as(dirty_file, one)
             finally:
-                dirty_file.content.settled(adopted)
-            if not dirty_file.handles and self._shown_from_cache(dirty_file):
-                dirty_file.open()
-                self._release_later(dirty_file)
+                for dirty_file, done in zip(dirty_files, adopted, strict=True):
+                    dirty_file.content.settled(done)
+            for dirty_file, done in zip(dirty_files, adopted, strict=True):
+                # A removal that is under way may fail: then the file stays, or else `_drop` removes it.
+                if dirty_file.discarded and not done and not dirty_file.trying.turn.locked():
+                    dirty_file.file.remove()
+                if not dirty_file.handles and self._shown_from_cache(dirty_file):
+                    dirty_file.open()
+                    self._release_later(dirty_file)
 
-    async def _adopt(self, dirty_file: DirtyFile, stored: Stored | None) -> bool:
-        if stored is None or stored.overtaken or not dirty_file.size:
-            return False
-        if self._store.hangs or self._disk.hangs:
-            return False
+    async def _adopt(self, dirty_files: Sequence[DirtyFile], stored: Sequence[Stored | None]) -> list[bool]:
+        """For each, whether the cache has its file now as the version that is `stored`."""
+        adopted, in_memory = [False] * len(dirty_files), dict[int, tuple[ObjectId, bytes]]()
         try:
-            dirty_file.file.check()
-            version = stored.info.version(dirty_file.origin.source)
-            with dirty_file.file.used():
-                if (held := dirty_file.file.held) is not None:
-                    (adopted,) = await self._store.adopt_bytes([(version, held)])
-                    if adopted:
-                        dirty_file.file.remove()
-                    return adopted
-                return await self._store.adopt(version, dirty_file.file.path)
+            for place, (dirty_file, one) in enumerate(zip(dirty_files, stored, strict=True)):
+                file = dirty_file.file
+                if (
+                    one is None
+                    or one.overtaken
+                    or not dirty_file.size
+                    or self._store.hangs
+                    or self._disk.hangs
+                ):
+                    continue
+                file.check()
+                version = one.info.version(dirty_file.origin.source)
+                if (held := file.held) is not None:
+                    in_memory[place] = version, held
+                else:
+                    with file.used():
+                        adopted[place] = await self._store.adopt(version, file.path)
+            if in_memory:
+                kept = await self._store.adopt_bytes(list(in_memory.values()))
+                for place, done in zip(in_memory, kept, strict=True):
+                    adopted[place] = done
+                    if done:
+                        dirty_files[place].file.remove()
         except CachefsError as exc:
-            log.info("%s is not kept here: %s", dirty_file.origin.name(dirty_file.key), exc)
-            return False
+            log.info("not kept here: %s: %s", _names(dirty_files), exc)
         except Exception:
-            log.exception("the cache failed to take %s", dirty_file.origin.name(dirty_file.key))
-            return False
+            log.exception("the cache failed to take %s", _names(dirty_files))
+        return adopted
 
     async def _adopted_as(self, dirty_file: DirtyFile, stored: Stored) -> None:
         """The cache has it as `stored`. If it was renamed meanwhile, it is cached under its new name."""
@@ -1054,3 +1034,7 @@ def _status(pending: Sequence[DirtyFile], now_ns: int) -> dict[str, Any]:
             for dirty_file in pending[:SHOWN]
         ],
     }
+
+
+def _names(dirty_files: Sequence[DirtyFile]) -> str:
+    return ", ".join(dirty_file.origin.name(dirty_file.key) for dirty_file in dirty_files)
