@@ -267,7 +267,7 @@ def test_another_mount_is_not_taken_away(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (meant.number, meant.owner) == (40, 7)
     taken: list[object] = []
     monkeypatch.setattr(mounting.linux, "umount", lambda *_, **__: taken.append("umount2"))
-    monkeypatch.setattr(mounting.subprocess, "run", lambda *_, **__: taken.append("fusermount3"))
+    monkeypatch.setattr(mounting.connection, "fusermount", lambda *_, **__: taken.append("fusermount3"))
     for other in (
         line.format(41, 50, "s3://a"),
         line.format(40, 51, "s3://a"),

@@ -12,7 +12,6 @@ import os
 import resource
 import shutil
 import stat
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -264,16 +263,11 @@ def detach(mount: Mount, *, lazy: bool) -> None:
     if os.getuid() == 0:
         linux.umount(path, linux.MNT_DETACH if lazy else 0)
         return
-    tool = shutil.which("fusermount3") or shutil.which("fusermount")
-    if tool is None:
-        raise OSError(errno.ENOENT, "fusermount3 is missing: apt-get install fuse3", str(path))
-    command = [tool, "-u", *(["-z"] if lazy else []), "--", str(path)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=30, env={**os.environ, "LC_ALL": "C"}
-    )
-    if done.returncode != 0:
-        said = done.stderr.strip().splitlines()[-1:] or ["fusermount3 failed"]
-        raise OSError(errno.EBUSY if "busy" in said[0].lower() else errno.EPERM, said[0], str(path))
+    try:
+        connection.fusermount("-u", *(["-z"] if lazy else []), "--", str(path))
+    except MountError as exc:
+        number = errno.EBUSY if "busy" in str(exc).lower() else errno.EPERM
+        raise OSError(number, str(exc), str(path)) from exc
 
 
 def holders(mount: Mount, most: int = 8) -> list[str]:

@@ -122,6 +122,8 @@ def fusermount(*arguments: str, passing: socket.socket | None = None) -> None:
             text=True,
             timeout=FUSERMOUNT_S,
         )
+    except FileNotFoundError as exc:
+        raise MountError("fusermount3 is missing: apt-get install fuse3") from exc
     except (OSError, subprocess.TimeoutExpired) as exc:
         raise MountError(f"fusermount3: {exc}") from exc
     if done.returncode != 0:

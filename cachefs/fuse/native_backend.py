@@ -211,7 +211,10 @@ class Device:
     ) -> tuple[Device, Negotiated]:
         """The same over a descriptor that is mounted: by another process, which will unmount it, or at `mountpoint`."""
         device = cls(fd, writable=writable)
-        device.number, device._attached = connection.device_of(fd), mountpoint
+        if mountpoint is None:
+            device.number = connection.device_of(fd)
+        else:
+            device._is_at(mountpoint)
         try:
             os.set_blocking(fd, False)
             return device, device._shake_hands(stack_depth)
@@ -270,9 +273,12 @@ class Device:
     def attach(self, mountpoint: Path) -> None:
         """Make the mount visible at `mountpoint`."""
         _call(_MOVE_MOUNT, self._mount, b"", _AT_FDCWD, os.fsencode(mountpoint), _FROM_FD)
-        self._attached = mountpoint
         os.close(self._mount)  # it would keep the mount busy
         self._mount = -1
+        self._is_at(mountpoint)
+
+    def _is_at(self, mountpoint: Path) -> None:
+        self._attached = mountpoint
         mount = mount_at(mountpoint)  # fstat would send a request that this thread cannot answer now
         self.number = mount.device if mount is not None else ""
 

@@ -122,7 +122,7 @@ INIT_IN_FLAGS2 = Struct("=I")  # behind INIT_IN, with INIT_EXT
 OPEN_IN = Struct("=II")  # flags, open_flags
 READ_IN = Struct("=QQIIQII")  # fh, offset, size, read_flags, lock_owner, flags, padding
 RELEASE_IN = Struct("=QIIQ")  # fh, flags, release_flags, lock_owner
-RELEASE_IN_USED = Struct("=Q16x")
+RELEASE_IN_USED = Struct("=Q16x")  # fh alone
 GETXATTR_IN = Struct("=II")  # size, padding; then the name
 SETXATTR_IN = Struct("=II")  # size, flags; then the name and the value
 INTERRUPT_IN = Struct("=Q")  # unique of the request whose calling process has a signal
