@@ -621,7 +621,7 @@ async def keys_below(origin: Origin, prefix: str) -> list[ObjectInfo]:
             except NotFound:
                 return  # a store with real directories says it this way
             if page.unread:
-                await trio.to_thread.run_sync(getattr, page, "objects")
+                page = await trio.to_thread.run_sync(page.read)
             found.extend(page.objects)
             more.extend(page.prefixes)
             token = page.next_token

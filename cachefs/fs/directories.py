@@ -166,7 +166,7 @@ class DirectoryReader:
         if directory.origin is None or not directory.origin.can_list:
             raise Unsupported("this origin cannot be listed: open its files by their full names")
         listing = self._lister.demand(directory, horizon)
-        directory.listed.early = False  # a reader has it now, as it is
+        directory.listed.early = False  # a directory is read as it is listed: what came since is not missed
         return listing.generation
 
     async def _fill(self, handle: DirectoryHandle, after: bytes, rest: list[Entry]) -> bool:

@@ -90,20 +90,29 @@ class ListPage:
 
     @property
     def unread(self) -> bool:
-        """Whether the first look at its keys takes milliseconds, and should be a worker thread's."""
+        """Whether `read` takes milliseconds, so that a worker thread should call it."""
         return False
+
+    def read(self) -> ListPage:
+        """The page with its keys. Raises `OriginFailed`."""
+        return self
 
 
 class UnreadPage(ListPage):
-    """An ordered page of which `next_token` is known, so that the next page can be requested at once. `read` reads all of
-    it when its keys are asked for; its `OriginFailed` is raised there."""
+    """An ordered page of which `next_token` is known, so that the next page can be requested at once. `parse` makes the page
+    of the reply, once its keys are asked for; its `OriginFailed` is raised then."""
 
-    __slots__ = ("_page", "_read")
+    __slots__ = ("_page", "_parse")
     _page: ListPage | None
-    _read: Callable[[], ListPage]
+    _parse: Callable[[], ListPage]
 
-    def __init__(self, next_token: str, read: Callable[[], ListPage]) -> None:
-        for name, value in {"next_token": next_token, "ordered": True, "_read": read, "_page": None}.items():
+    def __init__(self, next_token: str, parse: Callable[[], ListPage]) -> None:
+        for name, value in {
+            "next_token": next_token,
+            "ordered": True,
+            "_parse": parse,
+            "_page": None,
+        }.items():
             object.__setattr__(self, name, value)
 
     @property
@@ -112,15 +121,15 @@ class UnreadPage(ListPage):
 
     @property
     def objects(self) -> list[ObjectInfo]:
-        return self._whole().objects
+        return self.read().objects
 
     @property
     def prefixes(self) -> list[str]:
-        return self._whole().prefixes
+        return self.read().prefixes
 
-    def _whole(self) -> ListPage:
+    def read(self) -> ListPage:
         if self._page is None:
-            page = self._read()
+            page = self._parse()
             if page.next_token != self.next_token:
                 raise OriginFailed("a page of a listing names two places where the next one begins")
             object.__setattr__(self, "_page", page)
