@@ -80,6 +80,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: rank.get(item.path.relative_to(here).parts[0], len(rank)))
 
 
+class FailuresAtOnce:
+    """Names a failure when it comes: a run that is ended from outside prints no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:  # None: a process of pytest-xdist, which reports to the one that prints
+            terminal.ensure_newline()
+            terminal.write_line(f"{report.nodeid} failed ({report.when})")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(FailuresAtOnce(config))
+
+
 def open_files() -> Counter[str]:
     """What this process has open of files and directories."""
     found: Counter[str] = Counter()
