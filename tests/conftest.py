@@ -89,8 +89,7 @@ class FailuresAtOnce:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         terminal = self._config.pluginmanager.get_plugin("terminalreporter")
         if report.failed and terminal is not None:  # None: a process of pytest-xdist, which reports to the one that prints
-            terminal.ensure_newline()
-            terminal.write_line(f"{report.nodeid} failed ({report.when})")
+            terminal.write_line(f"\n{report.nodeid} failed ({report.when})")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -15,6 +15,7 @@ import trio
 from cachefs.base.errors import NoRoom, OriginFailed
 from cachefs.base.names import ObjectId
 from cachefs.upload import staging
+from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.staging import HELD
 from cachefs.upload.uploads import TOGETHER
 from tests import threads
@@ -78,6 +79,29 @@ async def test_small_files_go_to_the_cache_together_and_those_that_were_removed_
         await trio.testing.wait_all_tasks_blocked(0.01)
         assert given[2:] == [TOGETHER], "they wait for no clock then"
         assert d.uploads._disk.memory_left == staging.HELD_ALTOGETHER
+
+
+@in_trio
+async def test_one_that_is_opened_while_others_are_settled_keeps_its_content(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        first, second = [await d.save(key, b"1" * 100) for key in ("a", "b")]
+        settled = d.uploads.on_settled
+
+        def open_second(dirty_file: DirtyFile) -> None:
+            settled(dirty_file)
+            if dirty_file is first:
+                d.uploads.open(second)
+
+        d.uploads.on_settled = open_second
+        await d.quiet()
+        assert d.settled == ["a"]
+        await second.write(0, b"2")
+        assert await second.read(0, 200) == b"2" + b"1" * 99
+        await d.uploads.commit(second)
+        assert d.store.content("b") == b"2" + b"1" * 99
+        d.uploads.release(second)
+        await d.quiet()
+        assert d.settled == ["a", "b"]
 
 
 @pytest.mark.parametrize("adopts", [True, False])
