@@ -129,6 +129,9 @@ class Journal:
         self._staging = staging
         self._next = _Batch()
         self._sizes: dict[str, int] = {}  # of the contents
+        # What a failed transaction has left. The next one removes it together with its own rows, so that the row of a file
+        # that was replaced never outlives the row which says so.
+        self._left: set[tuple[str, bytes]] = set()
         self._room = CONTENTS_BYTES
         self.hangs_elsewhere: Callable[[], bool] = lambda: False
         self._since = math.inf  # when the transaction under way began
@@ -153,6 +156,15 @@ class Journal:
         """Raises `JournalRemoved`."""
         if self.removed:
             raise JournalRemoved(f"{self._database.path} was removed while it is in use: mount again")
+
+    @property
+    def left(self) -> str | None:
+        """A dirty file whose row was to be removed, and is still there."""
+        return next((key.decode() for table, key in self._left if table == DIRTY_FILES), None)
+
+    def remove_later(self, key: str) -> None:
+        """The next transaction removes the row of this dirty file."""
+        self._left |= {(DIRTY_FILES, key.encode()), (CONTENTS, key.encode())}
 
     def rows(self, table: str) -> dict[str, dict[str, Any]]:
         """All rows of a table, as they were before this start; later ones are their owners' to know."""
@@ -256,15 +268,29 @@ class Journal:
                     await self._next.hurry.wait()
             batch, self._next = self._next, _Batch()
             self._since = trio.current_time()
-            puts = [(where, name, value) for (where, name), value in batch.rows.items()]
+            rows = {**dict.fromkeys(self._left), **batch.rows}
+            puts = [(where, name, value) for (where, name), value in rows.items()]
             try:
                 await in_thread(partial(self._write, puts, batch))
             except OSError as exc:
                 batch.error = CacheUnusable(f"the journal cannot be written: {exc.strerror}")
             except Exception as exc:
                 batch.error = exc
+            if batch.error is None:
+                self._left -= rows.keys()
+            else:
+                self._refused(batch)
             batch.ended.set()
         self._since = math.inf
+
+    def _refused(self, batch: _Batch) -> None:
+        """The database has what it had before."""
+        self._left |= {key for key, value in batch.rows.items() if value is None}
+        for table, key in batch.rows:
+            if table == CONTENTS:
+                self._sizes.setdefault(
+                    key.decode(), 0
+                )  # an older content is there: each later close replaces it
 
     def _write(self, puts: list[Put], batch: _Batch) -> None:
         for call in batch.first:
@@ -278,6 +304,8 @@ class Journal:
     def close(self) -> None:
         """Blocking."""
         try:
+            if self._left:
+                self._database.write([(table, key, None) for table, key in self._left])
             self._secure()
         except CachefsError as exc:
             log.warning("%s", exc)
@@ -298,7 +326,6 @@ class Records:
         self.orphans: dict[str, dict[str, Any]] = {}
         self.elsewhere: list[tuple[str, int]] = []  # what waits for another source: that, and bytes
         self._origins = origins
-        self._stale: set[str] = set()  # rows that could not be removed
         self._wake = trio.Event()
 
     def origin(self, source: str, key: str) -> Origin | None:
@@ -368,7 +395,6 @@ class Records:
         *,
         content: bytes | Literal["unchanged"] | None = UNCHANGED,
     ) -> None:
-        self._stale.discard(dirty_file.id)
         if not row["acknowledged"]:
             await self.journal.write(DIRTY_FILES, dirty_file.id, row, content=None, within_s=within_s)
             return
@@ -410,6 +436,7 @@ class Records:
                     await self.journal.write(DIRTY_FILES, over.id, over.row(), content=None, first=forget)
                 except CachefsError as exc:
                     log.warning("%s", exc)
+                    self.journal.remove_later(over.id)
 
     async def orphaned(self, source: str, key: str, upload: Mapping[str, Any]) -> None:
         """This upload (its `state`) is to be aborted, if need be by a later run."""
@@ -425,14 +452,12 @@ class Records:
     async def run(self) -> None:
         """Clear away what could not be cleared away at once, until cancelled."""
         while True:
-            for name in list(self._stale):
-                if name in self._stale:
-                    self._stale.discard(name)
-                    await self._remove(name)
+            if (name := self.journal.left) is not None:
+                await self._remove(name)
             for name, row in list(self.orphans.items()):
                 await self._abort(name, row)
             self._wake = trio.Event()
-            with trio.move_on_after(AGAIN_S if self.orphans or self._stale else float("inf")):
+            with trio.move_on_after(AGAIN_S if self.orphans or self.journal.left else float("inf")):
                 await self._wake.wait()
                 await trio.sleep(1)
 
@@ -446,7 +471,6 @@ class Records:
             raise
         except CachefsError as exc:
             log.warning("%s; trying again", exc)
-            self._stale.add(name)
             self._wake.set()
 
     async def _abort(self, name: str, row: dict[str, Any]) -> None:

@@ -103,6 +103,6 @@ def check_rows(uploads: Uploads) -> None:
         row, name = rows.get(dirty_file.id), dirty_file.key
         acknowledged = row is not None and row["acknowledged"]
         assert acknowledged or not dirty_file.acknowledged, f"{name}: it would not come back after a crash"
-        if dirty_file.id not in uploads._records._stale:
+        if (DIRTY_FILES, dirty_file.id.encode()) not in uploads.journal._left:
             assert dirty_file.acknowledged or not acknowledged, f"{name}: it would come back after a crash"
             assert dirty_file.content.row is not Row.NONE or row is None, f"{name}: a row is left of it"

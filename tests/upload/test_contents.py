@@ -7,13 +7,14 @@ import errno
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
 
-from cachefs.base.database import MARK
+from cachefs.base.database import MARK, Put
 from cachefs.base.errors import CacheUnusable, NoRoom
 from cachefs.upload import journal, staging
 from cachefs.upload.journal import CONTENTS, Journal
@@ -46,6 +47,54 @@ async def left(path: Path, store: Any = None) -> dict[str, bytes]:
         assert d.uploads.journal._database.scan(CONTENTS) == []
         assert await d.uploads.flush() == []
         return {key: d.store.content(key) for key in d.store.objects}
+
+
+@pytest.mark.parametrize("discarded", [True, False])
+@in_trio
+async def test_a_replaced_file_whose_row_the_disk_refused_to_change_does_not_come_back(
+    tmp_path: Path, discarded: bool
+) -> None:
+    """Its row says that it was acknowledged. It goes with the row of the file which has replaced it, if not before."""
+    async with desk(tmp_path / "a", writeback=True, upload_delay_s=1000) as d:
+        old, new = await d.save("k", b"old"), await d.save("tmp", b"new")
+        write, refused = d.uploads.journal._database.write, list[Put]()
+
+        def refuses(puts: Sequence[Put]) -> None:
+            if not refused and any(name == old.id.encode() for _, name, _ in puts):
+                refused.extend(puts)
+                raise CacheUnusable("Input/output error")
+            write(puts)
+
+        d.uploads.journal._database.write = refuses  # type: ignore[method-assign, assignment]
+        await d.rename(new, "k", over=old)
+        if discarded:
+            await d.uploads.discard(old, replaced=True)
+        await d.uploads._queue.upload(new)
+        await d.quiet()
+        assert refused and d.store.content("k") == b"new"
+        after = cut(tmp_path / "a", tmp_path / "b", "missing")
+    assert await left(after) == {}
+
+
+@in_trio
+async def test_a_content_that_the_disk_refused_to_replace_is_replaced_by_the_next_close(
+    tmp_path: Path,
+) -> None:
+    """It is an older one, and no later close may leave it there."""
+    async with desk(tmp_path / "a", writeback=True, upload_delay_s=1000) as d:
+        dirty_file = await d.create("k", b"1")
+        await d.uploads.commit(dirty_file)
+        write = d.uploads.journal._database.write
+        d.uploads.journal._database.write = lambda puts: (_ for _ in ()).throw(
+            CacheUnusable("Input/output error")
+        )  # type: ignore[assignment]
+        await add(dirty_file, b"2" * HELD)
+        with pytest.raises(CacheUnusable):
+            await d.uploads.commit(dirty_file)
+        d.uploads.journal._database.write = write  # type: ignore[method-assign]
+        await d.uploads.commit(dirty_file)
+        assert d.uploads.journal._database.scan(CONTENTS) == []
+        d.uploads.release(dirty_file)
 
 
 @LOST

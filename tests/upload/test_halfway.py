@@ -6,12 +6,14 @@ import hashlib
 import itertools
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
 
+from cachefs.base.database import Put
 from cachefs.base.errors import CachefsError, CacheUnusable, Conflict, NoRoom, OriginFailed
 from cachefs.origin import Part
 from cachefs.upload import orphans, sending
@@ -324,22 +326,22 @@ async def test_a_row_that_could_not_be_removed_is_removed_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
     async with desk(tmp_path, writeback=True) as d:
-        write, left = d.uploads.journal.write, [NoRoom("full") for _ in range(failures)]
+        write, left = d.uploads.journal._database.write, [NoRoom("full") for _ in range(failures)]
 
-        async def fails(table: str, key: str, row: Any, **how: Any) -> None:
-            if row is None and left:
+        def fails(puts: Sequence[Put]) -> None:
+            if left and any(value is None for _, _, value in puts):
                 raise left.pop()
-            await write(table, key, row, **how)
+            write(puts)
 
         dirty_file = await d.create("k", b"data")
         await d.uploads.commit(dirty_file)
-        monkeypatch.setattr(d.uploads.journal, "write", fails)
+        monkeypatch.setattr(d.uploads.journal._database, "write", fails)
         await d.uploads._queue.upload(dirty_file)
         await d.quiet()
         assert len(d.uploads.journal.rows(DIRTY_FILES)) == (failures > 0)
         await trio.sleep(2 + max(0, failures - 1) * (AGAIN_S + 2))
         await d.quiet()
-        assert not d.uploads.journal.rows(DIRTY_FILES) and not d.uploads._records._stale
+        assert not d.uploads.journal.rows(DIRTY_FILES) and d.uploads.journal.left is None
         await d.close(dirty_file)
 
 
@@ -351,18 +353,18 @@ async def test_a_removal_that_the_disk_cannot_note_may_be_undone_by_a_crash_unti
     """Of what the origin does not have yet. Where the staging file goes, as it does unless the power fails, all is well."""
     async with desk(tmp_path, writeback=True, upload_delay_s=1e6) as d:
         dirty_file = await d.save("k", b"data")
-        write, unlink, broken = d.uploads.journal.write, Path.unlink, [True]
+        write, unlink, broken = d.uploads.journal._database.write, Path.unlink, [True]
 
-        async def fails(table: str, key: str, row: Any, **how: Any) -> None:
+        def fails(puts: Sequence[Put]) -> None:
             if broken:
                 raise CacheUnusable("input/output error")
-            await write(table, key, row, **how)
+            write(puts)
 
         def stays(path: Path, missing_ok: bool = False) -> None:
             if path != dirty_file.file.path or unlinks:
                 unlink(path, missing_ok)
 
-        monkeypatch.setattr(d.uploads.journal, "write", fails)
+        monkeypatch.setattr(d.uploads.journal._database, "write", fails)
         monkeypatch.setattr(Path, "unlink", stays)
         await d.uploads.discard(dirty_file)
         await d.quiet()
