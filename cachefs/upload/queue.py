@@ -22,7 +22,7 @@ from cachefs.base.tasks import contained, taken
 from cachefs.origin import ObjectInfo, new_token
 from cachefs.upload.content import Attempt, Row, Stored
 from cachefs.upload.dirty_file import DirtyFile
-from cachefs.upload.journal import Records
+from cachefs.upload.journal import DiskHangs, Records
 from cachefs.upload.sending import Piece, Preconditions, expected
 from cachefs.upload.staging import LOOK_S, Lost
 
@@ -133,13 +133,20 @@ class Queue:
             if attempt.error is not None:
                 raise type(attempt.error)(*attempt.error.args) from attempt.error
 
-    async def halt(self, dirty_file: DirtyFile) -> None:
+    async def halt(self, dirty_file: DirtyFile, *, gives_up: bool = False) -> None:
         """No attempt is in progress afterwards. The caller holds the dirty file's `turn`, so that none begins. One whose
-        outcome is out of our hands is waited for."""
+        outcome is out of our hands is waited for. `gives_up`: raises `DiskHangs` while a disk is known to hang, because the
+        last step of an attempt, its row, waits for the disk without a limit."""
         while (attempt := dirty_file.attempt) is not None:
             if not dirty_file.sender.final:
                 attempt.scope.cancel()
-            await attempt.done.wait()
+            while not attempt.done.is_set():
+                with trio.move_on_after(LOOK_S if gives_up else math.inf):
+                    await attempt.done.wait()
+                if gives_up and not attempt.done.is_set() and self._records.journal.hangs_elsewhere():
+                    raise DiskHangs(
+                        f"{dirty_file.origin.name(dirty_file.key)}: the disk of its row does not answer"
+                    )
 
     async def _started(self, dirty_file: DirtyFile) -> Attempt | None:
         """The attempt under way, or a new one."""

@@ -525,7 +525,7 @@ class Uploads:
         what, before a crash may bring the dirty file back under the new one. Raises what uploads and copies do, and then it
         has its old name."""
         async with dirty_file.trying.turn:
-            await self._queue.halt(dirty_file)
+            await self._queue.halt(dirty_file, gives_up=True)
             if dirty_file.discarded:
                 return False
             dirty_file.look()
@@ -647,7 +647,7 @@ class Uploads:
         dirty_file.content.removed = True
         async with dirty_file.trying.turn:
             try:
-                await self._queue.halt(dirty_file)
+                await self._queue.halt(dirty_file, gives_up=True)
                 if instead is not None:
                     await instead()
             except BaseException:

@@ -187,6 +187,36 @@ async def test_a_row_that_waits_for_another_of_its_file_waits_no_longer_than_it_
         await ends(d, dirty_file)
 
 
+@pytest.mark.parametrize("verb", ["rename", "discard"])
+@in_trio
+async def test_a_change_of_a_name_waits_for_no_upload_whose_row_waits_for_a_disk_that_hangs(
+    tmp_path: Path, verb: str
+) -> None:
+    """All of the file is at the origin, and the last step of its upload is to remove its row."""
+    async with desk(tmp_path, writeback=True, upload_delay_s=1) as d:
+        dirty_file = await d.save("a", b"1")
+        hangs, answers, write = trio.Event(), trio.Event(), d.uploads.journal.write
+
+        async def waits(table: str, key: str, row: Any, **how: Any) -> None:
+            if row is None:
+                hangs.set()
+                with trio.CancelScope(shield=True):
+                    await answers.wait()
+            await write(table, key, row, **how)
+
+        d.uploads.journal.write = waits  # type: ignore[method-assign, assignment]
+        await hangs.wait()
+        d.uploads.journal.hangs_elsewhere = lambda: True
+        changed = (
+            partial(d.rename, dirty_file, "b") if verb == "rename" else partial(d.uploads.discard, dirty_file)
+        )
+        with trio.fail_after(1), pytest.raises(DiskHangs):
+            await changed()
+        answers.set()
+        await d.quiet()
+        assert d.store.content("a") == b"1" and d.uploads._dirty_files == {}
+
+
 async def refused(d: Desk, dirty_file: DirtyFile) -> None:
     with suppress(CacheUnusable):
         await d.uploads.rename(dirty_file, d.store, "b")
