@@ -225,8 +225,8 @@ def _peers(peers: Mapping[str, Any], metrics: Counter[str]) -> Iterator[tuple[st
         return
     others = [member for member in members if not member["here"]]
     states = {state: sum(member["state"] == state for member in others) for state in ("suspect", "dead")}
-    apart = Counter(other["state"] for other in peers.get("incompatible", ()))
-    trouble = "".join(f", {number} {state}" for state, number in {**states, **apart}.items() if number)
+    incompatible = Counter(other["state"] for other in peers.get("incompatible", ()))
+    trouble = "".join(f", {number} {state}" for state, number in {**states, **incompatible}.items() if number)
     listens = f", listening on {peers['listen']}" if peers.get("listen") else ", giving nothing"
     yield (
         "peers",
