@@ -226,7 +226,7 @@ class Passthrough:
                 settled = Settled(self._catalog, obj, copies)
         return settled
 
-    def to_seal(self, obj: CachedObject) -> tuple[Tier, list[Copy]] | None:
+    def to_make_immutable(self, obj: CachedObject) -> tuple[Tier, list[Copy]] | None:
         """The tier that `open` takes once its file is made immutable, if that may have to wait for a disk, and the copies
         there."""
         if obj.backing is not None or self._closed:
@@ -240,8 +240,8 @@ class Passthrough:
         return None
 
     async def make_immutable(self, obj: CachedObject) -> None:
-        """Make the file that `to_seal` has found immutable, if possible; then `open` does not wait for the disk."""
-        found = self.to_seal(obj)
+        """Make the file that `to_make_immutable` has found immutable, if possible: `open` then need not wait."""
+        found = self.to_make_immutable(obj)
         if found is None:
             return
         tier, copies = found
