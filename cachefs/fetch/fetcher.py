@@ -20,7 +20,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count, blocks_covering
 from cachefs.base.tasks import contained
 from cachefs.fetch.readahead import Budget, Readahead
-from cachefs.fetch.upstream import Comparing, Here, Upstream
+from cachefs.fetch.upstream import Comparing, Here, Piece, Upstream
 from cachefs.origin import Origin, Ticket
 from cachefs.peers.wire import Busy
 from cachefs.store import Backing, CachedObject, Fill, FillClosed, Settled, Store, Tier, TierFill
@@ -276,7 +276,7 @@ class InFlightFetch:
                             fill.stop,
                             fill,
                             whole=fill.landed == 0 and fill.stop == object_id.size,
-                            turn=self._ticket,
+                            ticket=self._ticket,
                             failed=self._failed,
                         )
         except Exception as exc:
@@ -521,7 +521,7 @@ class Fetcher:
         obj = self._store.look(object_id)
         if obj.backing is not None:
             return False
-        return (bool(self._flying) and self._arrivals.soon(obj)) or self._store.must_seal(obj)
+        return (bool(self._flying) and self._arrivals.soon(obj)) or self._store.must_make_immutable(obj)
 
     async def arrival(self, object_id: ObjectId, pid: int) -> None:
         obj = self._store.object(object_id)
@@ -663,7 +663,7 @@ class Fetcher:
 
     # -- other nodes -------------------------------------------------------------------------------
 
-    def kept_here(self, object_id: ObjectId, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
+    def kept_here(self, object_id: ObjectId, start: int, stop: int) -> Iterator[Piece]:
         """As `Upstream.kept_here`."""
         return self._upstream.kept_here(object_id, start, stop, self._block_size)
 
