@@ -37,9 +37,12 @@ count_option = click.option(
 
 Answer = Mapping[str, Any]
 
+Sample = tuple[Answer, Answer, float]
+"""(before, after, seconds between them)."""
 
-def _samples(mountpoint: Path, interval: str, count: int | None) -> Iterator[tuple[Answer, Answer, float]]:
-    """(before, after, seconds between them), until Ctrl-C. Raises `ControlError` or `MountError` when the daemon ends."""
+
+def _samples(mountpoint: Path, interval: str, count: int | None) -> Iterator[Sample]:
+    """Samples until Ctrl-C. Raises `ControlError` or `MountError` when the daemon ends."""
     interval_s = parse_seconds(interval, "--interval")
     if not 0.05 <= interval_s <= 86400:
         raise ConfigError(f"--interval: {interval!r} is not between 50ms and 1d")
