@@ -61,7 +61,7 @@ OF_THE_ORIGIN = ("cachefs/fs/*.py", "cachefs/upload/*.py")
 GREETING = ("hello",)
 """In the product it is a handshake; tests write it into files."""
 
-ACTORS = ("whoever", "whomever", "somebody", "nobody")
+ACTORS = ("whoever", "whomever", "somebody", "nobody", "everybody", "anybody", "the one who")
 """The product names the actor. In tests, `nobody` is a user."""
 
 ALLOWED = {

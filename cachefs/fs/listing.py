@@ -1,4 +1,4 @@
-"""Listing a directory, once, for everybody who wants to know.
+"""Listing a directory, once for all callers.
 
 Idea: per directory at most one listing pages on, as a task of its own that no reader's cancellation touches. Each page
 is written down and then announced; its waiters look at the tree again. How far it goes is a matter of demand: a

@@ -2,7 +2,7 @@
 
 Two kinds of questions. `known`, `version`, `siblings` and `count_files` read what is written down, however old, and never
 make a request: who uses what they say reads it conditionally, so old knowledge costs a refused GET and never a wrong byte.
-`resolve` and `walk` ask the origin as a lookup and an `ls -R` would, and what they learn is there for everybody.
+`resolve` and `walk` ask the origin as a lookup and an `ls -R` would, and every caller sees what they learn.
 """
 
 from __future__ import annotations
