@@ -92,8 +92,8 @@ def stats(mountpoint: Path | None, interval: str | None, count: int | None, as_j
     """Print what the mount at MOUNTPOINT did in the last second, every second.
 
     \b
-    HIT      share of the requested blocks that were cached; a file that is opened in passthrough counts with
-             its size
+    HIT      share of the requested blocks that were cached; a file that is opened in passthrough, or read from
+             the page cache alone, counts with its size
     DAEMON   the same of the blocks that were read through the daemon
     READS    bytes to readers through the daemon; OPENS, and the share of them in passthrough (PASS)
     ORIGIN   bytes from the origin, in GET requests; PEERS: from other nodes; SENT: to the origin

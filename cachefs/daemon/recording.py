@@ -162,9 +162,9 @@ class RecordedReader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.reader, name)
 
-    def close(self, opened: Any) -> None:
+    def close(self, opened: Any, unread_blocks: int | None = 0) -> None:
         self._recorder.closed(opened)
-        self.reader.close(opened)
+        self.reader.close(opened, unread_blocks)
 
     def read_now(self, opened: Any, offset: int, size: int, pid: int) -> Buffer | None:
         data = self.reader.read_now(opened, offset, size, pid)

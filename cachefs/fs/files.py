@@ -304,7 +304,7 @@ class OpenFiles:
             return False
         del self.handles[fh], self._by_ino[ino]
         if handle.backing is None:
-            self._reader.close(handle.opened)
+            self._reader.close(handle.opened, known.cached.blocks)
         else:
             self._reader.release_backing(handle.backing)
         self._known.closed[ino] = known
@@ -426,7 +426,8 @@ class OpenFiles:
         if handle.backing is not None and handle.size != DIRTY_FILE:
             self._reader.release_backing(handle.backing)
         if handle.opened is not None:
-            self._reader.close(handle.opened)
+            seen = handle.backing is None and handle.node is None  # by this daemon, READ by READ
+            self._reader.close(handle.opened, None if seen else 0)
             if ino not in self._by_ino:
                 self._remember(ino, handle, handle.backing or self._settled(handle))
         for opened in handle.former:

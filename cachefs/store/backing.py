@@ -38,13 +38,14 @@ TO_PREPARE = 256
 
 
 class BackingFile:
-    """A file on its way to the kernel. `id` is the kernel's name for it, 0 until it has one; `fd` is -1 from then on."""
+    """A file on its way to the kernel. `id` is the kernel's name for it, 0 until it has one; `fd` is -1 from then on.
+    `blocks` is how many the cache has of it."""
 
-    __slots__ = ("fd", "id")
+    __slots__ = ("blocks", "fd", "id")
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.id = 0
+        self.id = self.blocks = 0
 
     def registered(self, backing_id: int) -> None:
         """The kernel holds the file by itself now."""
@@ -64,7 +65,7 @@ class BackingFile:
 class Backing(BackingFile):
     """A whole, verified, immutable file of the cache. `users` counts the opens that share it."""
 
-    __slots__ = ("_idle", "_metrics", "_passthrough", "blocks", "copies", "object", "reused", "tier", "users")
+    __slots__ = ("_idle", "_metrics", "_passthrough", "copies", "object", "reused", "tier", "users")
 
     def __init__(
         self, passthrough: Passthrough, obj: CachedObject, tier: Tier, fd: int, copies: list[Copy]
@@ -98,12 +99,13 @@ class Backing(BackingFile):
 class Settled:
     """A version that is whole on one tier, and that no passthrough can serve from there."""
 
-    __slots__ = ("_catalog", "_copies", "_object")
+    __slots__ = ("_catalog", "_copies", "_object", "blocks")
 
     def __init__(self, catalog: Catalog, obj: CachedObject, copies: list[Copy]) -> None:
         self._catalog = catalog
         self._object = obj
         self._copies = [(copy, copy.bitmap) for copy in copies]
+        self.blocks = sum(copy.bitmap.bit_count() for copy in copies)
 
     def reuse(self) -> bool:
         """Whether that is still so."""
