@@ -64,14 +64,16 @@ IDENTITIES = """\
 When nothing is in progress, these hold, in the names of `status --json`. Tests check them:
 
 - The hit ratio of what the daemon reads is `hits / (hits + misses)`, with `hits` the sum of the three `…_hits`.
-- The hit ratio of the mount also counts passthrough, whose reads the daemon does not see: each open with the size of its
-  file. It is `(hits + passthrough_blocks) / (hits + passthrough_blocks + misses)`.
+- The hit ratio of the mount also counts what the daemon does not see: reads in passthrough, and those that the kernel's page
+  cache answers. An open in passthrough counts with the size of its file, and so does one without a READ of a file that is
+  cached whole, up to 4 GiB. With `unseen = passthrough_blocks + page_cache_blocks` it is
+  `(hits + unseen) / (hits + unseen + misses)`. With `--zero-open` there are no opens to count.
 - `ram_hits + ssd_hits + heap_hits + misses` are the blocks that reads asked of the daemon.
 - `misses` is the sum of the six `misses_…`.
 - `origin_bytes + peer_bytes_in` is `admitted_bytes + bypassed_bytes + discarded_bytes`, except for what uploads read.
 - Each `origin_…` counter of requests or bytes is the sum over all datasets.
 - `read_wait_seconds_count` is the number of reads that could not be answered at once; its sum is that of `waited_seconds`
-  for `store`, `peer` and `disk`.
+  for `origin`, `peer` and `disk`.
 """
 
 EXIT_CODES = (

@@ -197,6 +197,31 @@ def test_no_class_of_a_room_has_more_attributes_than_a_reader_can_follow(room: s
     assert not {name: len(found) for name, found in classes.items() if len(found) > MOST_ATTRIBUTES}
 
 
+def unnamed_tuples(annotation: ast.expr | None) -> bool:
+    """True if an annotation spells a tuple of more than two kinds of elements, instead of a name that says what they are."""
+    if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+        annotation = ast.parse(annotation.value, mode="eval").body
+    return annotation is not None and any(
+        isinstance(node, ast.Subscript)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "tuple"
+        and isinstance(node.slice, ast.Tuple)
+        and len(node.slice.elts) > 2
+        for node in ast.walk(annotation)
+    )
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_tuples_in_signatures_have_names(path: Path) -> None:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            if any(map(unnamed_tuples, [node.returns, *(argument.annotation for argument in given)])):
+                found.append(f"{node.lineno}: {node.name}")
+    assert not found
+
+
 def test_every_exception_of_ours_has_an_errno() -> None:
     for module in pkgutil.walk_packages([str(PACKAGE)], "cachefs."):
         if not module.name.endswith("__main__"):

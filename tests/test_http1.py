@@ -17,12 +17,12 @@ from cachefs.base.http1 import (
     spell_request,
 )
 
-TARGET = "/v1/hello?key=a%20b/c&etag=%22x%22"
+TARGET = "/v1/handshake?key=a%20b/c&etag=%22x%22"
 PIECES = st.sampled_from(
     [
         b"GET ",
         b"POST ",
-        b"/v1/hello",
+        b"/v1/handshake",
         b"?x=%20",
         b" HTTP/1.1\r\n",
         b" HTTP/1.0\r\n",

@@ -138,7 +138,7 @@ class FakeReader:
         await trio.lowlevel.checkpoint()
         return b"y" * size
 
-    def close(self, opened: Any) -> None:
+    def close(self, opened: Any, unread_blocks: int | None = 0) -> None:
         self.closed.append(opened)
 
 

@@ -214,7 +214,7 @@ async def test_what_other_nodes_keep_is_theirs_to_fetch() -> None:
     assert (job["fetched_bytes"], job["elsewhere_bytes"], job["done_bytes"]) == (3 * MIB, MIB, 4 * MIB)
     assert ("d/0001", 0, MIB // 2) in world.calls
     assert (world.probed, job["silent"]) == (1, ["10.0.0.9:7070"])
-    world.held["d/0001"] = MIB  # whole here, some of it only borrowed: that is not where others look for it
+    world.held["d/0001"] = MIB  # partly remote-owned: other nodes do not look for it here
     job = await run(world, ["d"], cluster=True)
     assert sorted(world.asked) == [("d/0001", MIB // 2, MIB), ("d/0003", MIB // 2, MIB)]
     assert (job["done_bytes"], job["elsewhere_bytes"]) == (4 * MIB, MIB)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import trio
 
-from cachefs.base.database import Database, Put
+from cachefs.base.database import Database, KeyRange, Put
 from cachefs.base.errors import CachefsError, CacheUnusable
 from cachefs.base.shared_memory import RowLog
 from cachefs.base.tasks import RETRY_S
@@ -196,9 +196,7 @@ class WriteBehind:
 
     # -- writing -----------------------------------------------------------------------------------
 
-    def write(
-        self, puts: Iterable[Put], ranges: Iterable[tuple[str, bytes, bytes]] = (), *, soon: bool = False
-    ) -> None:
+    def write(self, puts: Iterable[Put], ranges: Iterable[KeyRange] = (), *, soon: bool = False) -> None:
         """See `Database`. Never waits, and raises only if `ranges` cannot be read. `soon`: commit without gathering more."""
         rows: dict[bytes, bytes | None] = {}
         for table, start, stop in ranges:

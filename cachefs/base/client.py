@@ -130,7 +130,7 @@ def ask(mountpoint: Path, verb: str, /, timeout_s: float = 5.0, **arguments: Any
     with suppress(NotRunning):
         return answer()
     raise MountError(
-        f"the daemon of {mountpoint} does not answer this user: ask as the one who mounted it, or as root"
+        f"the daemon of {mountpoint} does not answer this user: run this as the user who mounted it, or as root"
     )
 
 

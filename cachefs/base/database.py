@@ -94,6 +94,9 @@ T = TypeVar("T")
 Put = tuple[str, bytes, bytes | None]
 """(table, key, value) to write; a value of None deletes the key."""
 
+KeyRange = tuple[str, bytes, bytes]
+"""(table, start, stop): the keys of a table in [start, stop), to delete."""
+
 
 class Database:
     """A set of ordered tables in one LMDB environment. Keys are at most 511 bytes."""
@@ -384,8 +387,8 @@ class Database:
             time.sleep(0.001)
         return True
 
-    def write(self, puts: Iterable[Put], ranges: Iterable[tuple[str, bytes, bytes]] = ()) -> None:
-        """Delete the (table, start, stop) `ranges`, then apply `puts`, in one transaction. Raises `NoRoom` if the disk is
+    def write(self, puts: Iterable[Put], ranges: Iterable[KeyRange] = ()) -> None:
+        """Delete the `ranges`, then apply `puts`, in one transaction. Raises `NoRoom` if the disk is
         full, `CacheUnusable` for any other failure; then nothing is written."""
         puts, ranges = list(puts), list(ranges)
         with self._exclusive():
@@ -398,7 +401,7 @@ class Database:
                     raise
                 self._write(puts, ranges)
 
-    def _write_or_reopen(self, puts: Sequence[Put], ranges: Sequence[tuple[str, bytes, bytes]]) -> None:
+    def _write_or_reopen(self, puts: Sequence[Put], ranges: Sequence[KeyRange]) -> None:
         """Write. If the environment is or becomes useless, open it again and repeat the write once."""
         if self._opened is None:
             self._reopen()
@@ -423,7 +426,7 @@ class Database:
             return True
         return False
 
-    def _write(self, puts: Sequence[Put], ranges: Sequence[tuple[str, bytes, bytes]]) -> None:
+    def _write(self, puts: Sequence[Put], ranges: Sequence[KeyRange]) -> None:
         opened = self._opened
         assert opened is not None
         self._check_length(opened)

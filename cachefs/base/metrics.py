@@ -94,6 +94,10 @@ class Metrics:
     passthrough_blocks: int = _counter(
         "blocks", "blocks of those files: each open counts with the size of its file"
     )
+    page_cache_blocks: int = _counter(
+        "blocks",
+        "blocks of other cached files that were opened and closed without a READ: the kernel's page cache has answered",
+    )
     fuse_read: int = _counter("requests", "reads the kernel could not answer from its page cache")
     fuse_read_bytes: int = _counter("bytes", "bytes returned to those reads")
     fuse_release: int = _counter("requests", "files closed for the last time")
@@ -211,11 +215,13 @@ class Metrics:
 def hit_ratios(counted: Mapping[str, int]) -> tuple[float | None, float | None]:
     """(the share of all blocks that were cached, the same of blocks read through the daemon); None of no blocks.
 
-    The daemon does not see how much of a passthrough file the kernel reads, so an open counts as a read of all blocks."""
+    The daemon does not see what the kernel reads of a passthrough file, or from its page cache. So an open of such a file
+    counts as a read of all blocks."""
     hits = sum(counted.get(f"{tier}_hits", 0) for tier in ("ram", "ssd", "heap"))
-    misses, passthrough = counted.get("misses", 0), counted.get("passthrough_blocks", 0)
-    blocks = hits + passthrough + misses
-    overall = (hits + passthrough) / blocks if blocks else None
+    misses = counted.get("misses", 0)
+    unseen = counted.get("passthrough_blocks", 0) + counted.get("page_cache_blocks", 0)
+    blocks = hits + unseen + misses
+    overall = (hits + unseen) / blocks if blocks else None
     return overall, hits / (hits + misses) if hits + misses else None
 
 

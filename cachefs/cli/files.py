@@ -267,7 +267,9 @@ def _extent(row: Mapping[str, Any], now: float) -> str:
     parts = []
     for copy in row["tiers"]:
         if copy["blocks"]:
-            more = [word for word, key in (("pinned", "pinned"), ("remote-owned", "borrowed")) if copy[key]]
+            more = [
+                word for word, key in (("pinned", "pinned"), ("remote-owned", "remote_owned")) if copy[key]
+            ]
             if copy["verified"] < copy["blocks"]:
                 more.append("not verified yet")
             some = "" if copy["blocks"] == row["blocks"] else f" {copy['blocks']} of {row['blocks']} blocks"

@@ -37,9 +37,12 @@ count_option = click.option(
 
 Answer = Mapping[str, Any]
 
+Sample = tuple[Answer, Answer, float]
+"""(before, after, seconds between them)."""
 
-def _samples(mountpoint: Path, interval: str, count: int | None) -> Iterator[tuple[Answer, Answer, float]]:
-    """(before, after, seconds between them), until Ctrl-C. Raises `ControlError` or `MountError` when the daemon ends."""
+
+def _samples(mountpoint: Path, interval: str, count: int | None) -> Iterator[Sample]:
+    """Samples until Ctrl-C. Raises `ControlError` or `MountError` when the daemon ends."""
     interval_s = parse_seconds(interval, "--interval")
     if not 0.05 <= interval_s <= 86400:
         raise ConfigError(f"--interval: {interval!r} is not between 50ms and 1d")
@@ -89,8 +92,8 @@ def stats(mountpoint: Path | None, interval: str | None, count: int | None, as_j
     """Print what the mount at MOUNTPOINT did in the last second, every second.
 
     \b
-    HIT      share of the requested blocks that were cached; a file that is opened in passthrough counts with
-             its size
+    HIT      share of the requested blocks that were cached; a file that is opened in passthrough, or read from
+             the page cache alone, counts with its size
     DAEMON   the same of the blocks that were read through the daemon
     READS    bytes to readers through the daemon; OPENS, and the share of them in passthrough (PASS)
     ORIGIN   bytes from the origin, in GET requests; PEERS: from other nodes; SENT: to the origin

@@ -156,6 +156,7 @@ def _counts(metrics: Counter[str]) -> Iterator[tuple[str, str]]:
     if overall is not None:
         names = {
             "passthrough_blocks": "in passthrough",
+            "page_cache_blocks": "in the page cache",
             "ram_hits": "RAM",
             "ssd_hits": "SSD",
             "misses": "waited for",
@@ -163,7 +164,7 @@ def _counts(metrics: Counter[str]) -> Iterator[tuple[str, str]]:
         parts = [f"{metrics[name]:,} {words}" for name, words in names.items() if metrics[name]]
         total = sum(metrics[name] for name in (*names, "heap_hits"))
         daemon = ""
-        if through_daemon is not None and metrics["passthrough_blocks"]:
+        if through_daemon is not None and (metrics["passthrough_blocks"] or metrics["page_cache_blocks"]):
             daemon = f"; {100 * through_daemon:.1f} % of those read through the daemon"
         yield "hits", f"{100 * overall:.1f} % of {total:,} blocks ({', '.join(parts)}){daemon}"
     yield (
@@ -225,8 +226,8 @@ def _peers(peers: Mapping[str, Any], metrics: Counter[str]) -> Iterator[tuple[st
         return
     others = [member for member in members if not member["here"]]
     states = {state: sum(member["state"] == state for member in others) for state in ("suspect", "dead")}
-    apart = Counter(other["state"] for other in peers.get("incompatible", ()))
-    trouble = "".join(f", {number} {state}" for state, number in {**states, **apart}.items() if number)
+    incompatible = Counter(other["state"] for other in peers.get("incompatible", ()))
+    trouble = "".join(f", {number} {state}" for state, number in {**states, **incompatible}.items() if number)
     listens = f", listening on {peers['listen']}" if peers.get("listen") else ", giving nothing"
     yield (
         "peers",

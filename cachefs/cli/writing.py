@@ -89,7 +89,7 @@ def recover(place: Path, to: Path | None, remove: bool, as_json: bool) -> None:
         found = orphans.found(state_dir, waiting=unused)
         if not found:
             note(f"{state_dir}: no such files")
-        outcomes: Iterable[tuple[Orphan, Path | None, str]] = ((orphan, None, "") for orphan in found)
+        outcomes: Iterable[recovering.Outcome] = ((orphan, None, "") for orphan in found)
         if to is not None:
             outcomes = recovering.copy(found, recovering.Target(to), remove=remove)
         failed, rows = 0, []

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import trio
 
@@ -47,8 +47,17 @@ FORMAT = 1
 """Of a line that has no member `format`."""
 
 
-def parsed(text: str) -> tuple[str, int, int, int]:
-    """Path, size, offset and length of a line of a recording, which any program may have written.
+class Line(NamedTuple):
+    """What a line of a recording says was opened or read. Sizes are in bytes."""
+
+    path: str
+    size: int
+    offset: int
+    length: int
+
+
+def parsed(text: str) -> Line:
+    """A line of a recording, which any program may have written.
 
     Raises `ValueError`, whose text is for users, for what is no such line, and for one in a later format. A later version
     may add members without a new format: they are ignored."""
@@ -70,7 +79,7 @@ def parsed(text: str) -> tuple[str, int, int, int]:
         raise ValueError("size, offset and length are bytes")
     if offset + length > size:
         raise ValueError("its range goes beyond the size")
-    return path, size, offset, length
+    return Line(path, size, offset, length)
 
 
 class Recorder:
@@ -153,9 +162,9 @@ class RecordedReader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.reader, name)
 
-    def close(self, opened: Any) -> None:
+    def close(self, opened: Any, unread_blocks: int | None = 0) -> None:
         self._recorder.closed(opened)
-        self.reader.close(opened)
+        self.reader.close(opened, unread_blocks)
 
     def read_now(self, opened: Any, offset: int, size: int, pid: int) -> Buffer | None:
         data = self.reader.read_now(opened, offset, size, pid)

@@ -79,10 +79,12 @@ class Target:
         return self.to / relative
 
 
-def copy(
-    found: Sequence[Orphan], target: Target, *, remove: bool
-) -> Iterator[tuple[Orphan, Path | None, str]]:
-    """Copy each file. Yields (file, the copy, "") or (file, None, why it was not copied). Replaces no file. With `remove`, a
+Outcome = tuple[Orphan, Path | None, str]
+"""(file, its copy, "") or (file, None, why it was not copied)."""
+
+
+def copy(found: Sequence[Orphan], target: Target, *, remove: bool) -> Iterator[Outcome]:
+    """Copy each file. Replaces no file. With `remove`, a
     file is removed here once its copy is safe, unless the next mount will upload it."""
     for orphan in found:
         try:

@@ -20,7 +20,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count, blocks_covering
 from cachefs.base.tasks import contained
 from cachefs.fetch.readahead import Budget, Readahead
-from cachefs.fetch.upstream import Comparing, Here, Upstream
+from cachefs.fetch.upstream import Comparing, Here, Piece, Upstream
 from cachefs.origin import Origin, Ticket
 from cachefs.peers.wire import Busy
 from cachefs.store import Backing, CachedObject, Fill, FillClosed, Settled, Store, Tier, TierFill
@@ -276,7 +276,7 @@ class InFlightFetch:
                             fill.stop,
                             fill,
                             whole=fill.landed == 0 and fill.stop == object_id.size,
-                            turn=self._ticket,
+                            ticket=self._ticket,
                             failed=self._failed,
                         )
         except Exception as exc:
@@ -357,6 +357,10 @@ class Arrivals:
 WHOLE_BYTES = 4 << 20
 """Objects up to this size come in one GET whatever is read of them: a round trip costs more than the bytes (at 20 ms and
 200 MB/s they are equal at 4 MB). Derived."""
+
+COUNTED_BYTES = 4 << 30
+"""Larger versions are not looked at when a handle of which no READ came is closed. Derived: 4 GiB are 256 rows of the
+index."""
 
 PARTS_AT_ONCE = 8
 """Parts of one object that `bring` has under way. Derived: 64 MiB hide a round trip of 60 ms at 1 GB/s."""
@@ -493,14 +497,24 @@ class Fetcher:
         """No I/O: an open whose pages the kernel still has never touches the store."""
         return OpenedObject(origin, object_id)
 
-    def close(self, opened: OpenedObject) -> None:
+    def close(self, opened: OpenedObject, unread_blocks: int | None = 0) -> None:
         obj = opened.cached
-        if obj is not None:
+        if obj is None:
+            if unread_blocks is None:
+                unread_blocks = self._whole_blocks(opened.id)
+            self._metrics.page_cache_blocks += unread_blocks
+        else:
             opened.cached = None
             self._leave_readahead(opened, obj)
             if self.passthrough and self._store.passthrough:
                 self._store.prepare_later(obj)  # the next open may find it whole
             obj.release()
+
+    def _whole_blocks(self, object_id: ObjectId) -> int:
+        """How many blocks the version has, if all are cached, else 0."""
+        if object_id.size > COUNTED_BYTES or self._store.cached_bytes(object_id) != object_id.size:
+            return 0
+        return block_count(object_id.size, self._block_size)
 
     def open_backing(self, opened: OpenedObject) -> Backing | None:
         if not self._passthrough_ready(opened.id):
@@ -521,7 +535,7 @@ class Fetcher:
         obj = self._store.look(object_id)
         if obj.backing is not None:
             return False
-        return (bool(self._flying) and self._arrivals.soon(obj)) or self._store.must_seal(obj)
+        return (bool(self._flying) and self._arrivals.soon(obj)) or self._store.must_make_immutable(obj)
 
     async def arrival(self, object_id: ObjectId, pid: int) -> None:
         obj = self._store.object(object_id)
@@ -663,7 +677,7 @@ class Fetcher:
 
     # -- other nodes -------------------------------------------------------------------------------
 
-    def kept_here(self, object_id: ObjectId, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
+    def kept_here(self, object_id: ObjectId, start: int, stop: int) -> Iterator[Piece]:
         """As `Upstream.kept_here`."""
         return self._upstream.kept_here(object_id, start, stop, self._block_size)
 
@@ -886,11 +900,6 @@ class Fetcher:
     @property
     def in_flight_fetches(self) -> int:
         return len(self._flying)
-
-    @property
-    def heap_bytes(self) -> int:
-        """What is held in memory now, while blocks come that no tier takes."""
-        return self._heap_slots.borrowed_tokens * self._block_size
 
     def _disk_down(self, tier: Tier) -> None:
         """What is being written to this tier comes another way: its readers do not wait for it any more."""

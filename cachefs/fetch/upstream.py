@@ -43,6 +43,9 @@ ASKED_AT_ONCE = 8
 Here = Callable[[int, int], Awaitable[None]]
 """Have bytes [start, stop) of a file on this node."""
 
+Piece = tuple[int, int, bool]
+"""(start, stop, True if this node keeps it): bytes of one or more extents."""
+
 
 class Upstream:
     """The peers as the ladder sees them; without a cluster, none. On the trio thread only."""
@@ -116,10 +119,8 @@ class Upstream:
     def _asked(self, object_id: ObjectId, fill: Fill, way: str) -> None:
         self._metrics.ledger.misses.asked(object_id.digest, fill.start_block // BLOCKS_PER_EXTENT, way)
 
-    def kept_here(
-        self, object_id: ObjectId, start: int, stop: int, block_size: int
-    ) -> Iterator[tuple[int, int, bool]]:
-        """[start, stop) in pieces of one or more extents: (start, stop, True if this node keeps it)."""
+    def kept_here(self, object_id: ObjectId, start: int, stop: int, block_size: int) -> Iterator[Piece]:
+        """[start, stop) in pieces."""
         extent_bytes = BLOCKS_PER_EXTENT * block_size
         while start < stop:
             kept, end = self.keeps(object_id, start // block_size), start
@@ -204,7 +205,7 @@ class Upstream:
             yield True
         finally:
             gate.leave(ticket)
-            if not gate.in_flight and not len(gate.line):
+            if not gate.in_flight and not len(gate.queue):
                 self._gates.pop(name, None)
 
 
@@ -339,7 +340,7 @@ class Comparing:
         whole = offset == 0 and length == object_id.size
         try:
             await origin.read(
-                object_id.key, object_id.etag, offset, stop, sink, whole=whole, turn=Ticket(background=True)
+                object_id.key, object_id.etag, offset, stop, sink, whole=whole, ticket=Ticket(background=True)
             )
         finally:
             self._metrics.discarded_bytes += len(sink.data)

@@ -1,6 +1,6 @@
-"""Names that come, go and move: at the store first, then here, as the store's answer would be written.
+"""Names that come, go and move: at the origin first, then here, as the origin's answer would be written.
 
-Renaming is, at the store, a copy and a deletion for each object, and here an inode that gets another name. What the store
+Renaming is, at the origin, a copy and a deletion for each object, and here an inode that gets another name. What the origin
 does not have yet moves for nothing (`Uploads.rename`). What it has is copied before it is deleted, so that at every moment
 at least one of both names shows it. A directory is all keys below it: all are copied, then all deleted, and a note in the
 journal lets the next start finish what a crash has cut short. A copy that fails undoes the others; a deletion that fails
@@ -79,7 +79,7 @@ class Changing:
     _lister: Lister
     _files: OpenFiles
     _local_changes: LocalChanges
-    _kept: Overrides
+    _overrides: Overrides
     _writer: Uploads
     _shape: Callable[[int, bool, Row], Attributes]
 
@@ -120,8 +120,8 @@ class Changing:
         self._files.directory_removed(directory, replace(self._shape(found.ino, True, found.row), nlink=0))
 
     async def _must_be_empty(self, origin: Origin, directory: Directory) -> None:
-        """By what is written here and by the store's own word. Hidden keys count."""
-        if any(node.held for node in self._local_changes.below(directory)):
+        """By what is written here and by the origin's own word. Hidden keys count."""
+        if any(node.pending for node in self._local_changes.below(directory)):
             raise NotEmpty(f"{directory.prefix} has files in it")
         page = await origin.list_page(directory.prefix, limit=2)
         if page.prefixes or any(info.key != directory.prefix for info in page.objects):
@@ -302,9 +302,9 @@ class Changing:
                 raise
             clean = dirty_file.committed is not None
             node.stored = base is not None or clean or left
-            if node.held:
+            if node.pending:
                 async with self._local_changes.applying():
-                    self._reheld(node, to)
+                    self._move_pending(node, to)
             else:
                 assert dirty_file.committed is not None
                 async with self._local_changes.applying():
@@ -319,22 +319,22 @@ class Changing:
         with trio.CancelScope(shield=True):
             await self._writer.note(note, None)
 
-    def _reheld(self, node: Node, to: Place) -> None:
-        """What is held has another name; while `applying`."""
+    def _move_pending(self, node: Node, to: Place) -> None:
+        """A pending file gets another name; while `applying`."""
         assert node.dirty_file is not None
         row = node.row._replace(mtime_ns=node.dirty_file.mtime_ns)
         node.attrs["ctime_ns"] = self._local_changes.now_ns()
         self._local_changes.moves((node.directory, node.name), to, row)
         self._files.turn(node.ino, self._local_changes.version(node), row.mtime_ns)
-        self._kept.put(node.ino, node.attrs)
+        self._overrides.put(node.ino, node.attrs)
 
     def _moved(self, place: Place, row: Row, to: Place, info: ObjectInfo) -> None:
         """Write down that a file is at another path, and that the origin has it there as `info`; while `applying`."""
         generation = to[0].listed.generation
         self._local_changes.moves(place, to, _row_of(row, info)._replace(generation=generation))
         self._turn(to[0], row, info)
-        kept = _of_copy(self._kept.get(row.ino), row.mtime_ns, info)
-        self._kept.put(row.ino, {**kept, "ctime_ns": self._local_changes.now_ns()})
+        overrides = _of_copy(self._overrides.get(row.ino), row.mtime_ns, info)
+        self._overrides.put(row.ino, {**overrides, "ctime_ns": self._local_changes.now_ns()})
 
     def _turn(self, directory: Directory, row: Row, info: ObjectInfo) -> None:
         """Readers of a file read on from its copy."""
@@ -437,7 +437,7 @@ class Changing:
                 sent.append((node, left))
 
     async def _send_back(self, inside: Directory, sent: list[tuple[Node, bool]], to: Place) -> None:
-        """What has gone to its new key comes back, as far as the store lets it. What cannot is shown where it is."""
+        """What has gone to its new key comes back, as far as the origin lets it. What cannot is shown where it is."""
         for node, _ in reversed(sent):
             dirty_file = node.dirty_file
             assert dirty_file is not None
@@ -447,16 +447,18 @@ class Changing:
                     await node.origin.delete(gone)
             except CachefsError as exc:
                 log.warning("what was written to %s stays there: %s", gone, exc)
-                if node.held:
+                if node.pending:
                     async with self._local_changes.applying():
                         moved = self._local_changes.below_as(*to)
-                        self._reheld(node, (self._there(node.directory, inside, moved), node.name))
+                        self._move_pending(node, (self._there(node.directory, inside, moved), node.name))
 
     def _switch(self, place: Place, inside: Directory, to: Place, copies: Copied) -> None:
         """The directory has its new name, and what is in it are the copies; in one step, while `applying`."""
         before = inside.prefix
         self._local_changes.directory_moves(place, to, inside)
-        self._kept.put(inside.ino, {**self._kept.get(inside.ino), "ctime_ns": self._local_changes.now_ns()})
+        self._overrides.put(
+            inside.ino, {**self._overrides.get(inside.ino), "ctime_ns": self._local_changes.now_ns()}
+        )
         directories: dict[str, Directory | None] = {"": inside}  # by path below it
 
         def directory_at(path: str) -> Directory | None:
@@ -478,9 +480,9 @@ class Changing:
         """A file below a directory that moves is at the origin as `info`: it keeps what was set of it; while `applying`."""
         self._tree.database.write([("names", directory.key + name, encode(_row_of(row, info)))])
         self._turn(directory, row, info)
-        kept = self._kept.get(row.ino)
-        if kept or self._files.held(row.ino):
-            self._kept.put(row.ino, _of_copy(kept, row.mtime_ns, info))
+        overrides = self._overrides.get(row.ino)
+        if overrides or self._files.is_open(row.ino):
+            self._overrides.put(row.ino, _of_copy(overrides, row.mtime_ns, info))
 
     def _goes_along(self, node: Node, left: bool) -> None:
         """A dirty file below a directory that moves, whose key has changed already."""
@@ -488,7 +490,7 @@ class Changing:
         assert dirty_file is not None
         clean = dirty_file.committed is not None
         node.stored = clean or left
-        if node.held:
+        if node.pending:
             self._files.turn(node.ino, self._local_changes.version(node), node.row.mtime_ns)
             return
         row = self._tree.row(node.directory, node.name)
@@ -619,7 +621,7 @@ async def keys_below(origin: Origin, prefix: str) -> list[ObjectInfo]:
             try:
                 page = await origin.list_page(below, token=token)
             except NotFound:
-                return  # a store with real directories says it this way
+                return  # an origin with real directories says it this way
             if page.unread:
                 page = await trio.to_thread.run_sync(page.read)
             found.extend(page.objects)
@@ -640,10 +642,12 @@ def _row_of(row: Row, info: ObjectInfo) -> Row:
     return row._replace(mtime_ns=info.mtime_ns, size=info.size, etag=info.etag, known=True)
 
 
-def _of_copy(kept: dict[str, Any], mtime_ns: int, made: ObjectInfo) -> dict[str, Any]:
+def _of_copy(overrides: dict[str, Any], mtime_ns: int, made: ObjectInfo) -> dict[str, Any]:
     """What is kept of a copy of something that was set so: it shows the time of the original."""
-    mtime_ns = kept.get("mtime_ns", mtime_ns)
-    return kept if mtime_ns == made.mtime_ns else {"atime_ns": mtime_ns, **kept, "mtime_ns": mtime_ns}
+    mtime_ns = overrides.get("mtime_ns", mtime_ns)
+    return (
+        overrides if mtime_ns == made.mtime_ns else {"atime_ns": mtime_ns, **overrides, "mtime_ns": mtime_ns}
+    )
 
 
 def _key(place: Place) -> tuple[Origin, str]:

@@ -1,4 +1,4 @@
-"""Writing the content of files: from open for writing, or create, to the moment when the store has it.
+"""Writing the content of files: from open for writing, or create, to the moment when the origin has it.
 
 Opening a file for writing costs nothing and begins nothing, unless it is emptied: its dirty file begins with the first
 change, with the content of the version that is open. From then on all its handles on this node read the dirty file, under
@@ -53,14 +53,14 @@ class DirtyFiles:
     def __init__(
         self,
         local_changes: LocalChanges,
-        kept: Overrides,
+        overrides: Overrides,
         files: OpenFiles,
         writer: Uploads,
         locks: NameLocks,
     ) -> None:
         self._locks = locks
         self._local_changes = local_changes
-        self._kept = kept
+        self._overrides = overrides
         self._files = files
         self._writer = writer
         self._resumed: dict[int, Node] = {}  # by inode: those that the daemon before was writing
@@ -73,7 +73,7 @@ class DirtyFiles:
     async def create(
         self, directory: Directory, name: bytes, attrs: dict[str, Any], pid: int
     ) -> tuple[Node, Opened]:
-        """A new, empty file, where there is nothing, and a handle to write it. It reaches the store when it is closed."""
+        """A new, empty file, where there is nothing, and a handle to write it. It reaches the origin when it is closed."""
         node = Node(directory, name, 0, stored=False)
         node.attrs = attrs
         await self._hold(node, None)
@@ -93,7 +93,7 @@ class DirtyFiles:
         node = self._local_changes.nodes.get(ino) or self._local_changes.current(directory, name, obj)
         if node is None:
             node = Node(directory, name, ino, stored=True)
-            node.attrs = self._kept.get(ino)
+            node.attrs = self._overrides.get(ino)
             await self._take(node, obj)
             if node.dirty_file is None and self._files.backing_of(self._files.under(ino)) is not None:
                 await self._local_changes.leave_to_readers(directory, name, ino)
@@ -127,7 +127,7 @@ class DirtyFiles:
     async def _to_write(
         self, opened: Opened, node: Node, empty: Callable[[], Awaitable[None]] | None = None
     ) -> Opened:
-        """A handle that was opened is to write. If this fails, it is closed."""
+        """Make a handle that was just opened a writer's. If this fails, the handle is closed."""
         self._writes(opened, node)
         try:
             if empty is not None:
@@ -143,9 +143,9 @@ class DirtyFiles:
         node.writers += 1
 
     async def _take(self, node: Node, obj: ObjectId) -> None:
-        """Give a node that readers have in passthrough its dirty file: that very file, so that they see what is written. It
-        begins with the open, because a mapping is written unseen. Nothing is given if no reader has it so, or if others use
-        the cache's file for longer than `TAKEN_S`."""
+        """Make the cache file that readers have in passthrough the dirty file of a node, so that they see what is written.
+        This happens at the open, because the daemon does not hear of writes to a mapping. Nothing changes if no reader has
+        the file in passthrough, or if others use it for longer than `TAKEN_S`."""
         if not any(handle.backing for handle in self._files.under(node.ino)):
             return
         await self._writer.disk_answers()
@@ -163,8 +163,8 @@ class DirtyFiles:
                 await trio.sleep(TAKEN_S / 100)
 
     async def _opened_in_passthrough(self, opened: Opened) -> Opened:
-        """The same handle, of the dirty file's own file, if all handles under its number can be: to be answered with at
-        once."""
+        """Give a handle the staging file as its backing file, if all handles of the inode can have it. The reply must follow
+        without an await."""
         fh, _ = opened
         handle = self._files.handles[fh]
         node, handle.backing = handle.node, None
@@ -183,7 +183,7 @@ class DirtyFiles:
         if own is None:
             raise ObjectChanged(f"{node.key} is in passthrough for others, and cannot be any more")
         handle.backing = backing
-        if not node.held:
+        if not node.pending:
             await self._begin(node, handle, None)  # the daemon does not hear of the first change
         return fh, backing.id
 
@@ -206,7 +206,7 @@ class DirtyFiles:
         return opened
 
     def release(self, fh: int) -> None:
-        """Never raises, never waits."""
+        """Release a handle. Never raises, never waits."""
         handle = self._files.release(fh)
         if handle is None or (node := handle.node or self._local_changes.nodes.get(handle.ino)) is None:
             return
@@ -228,7 +228,7 @@ class DirtyFiles:
         return len(data)
 
     def write_now(self, fh: int, offset: int, data: Buffer) -> int | None:
-        """The same if that takes no waiting; None: nothing has happened."""
+        """As `write`, if it need not wait; None if it would have to, and then nothing has happened."""
         handle = self._files.handles[fh]
         node = handle.node
         if node is None or node.dirty_file is None or not handle.writes or not self._is_begun(node):
@@ -247,7 +247,7 @@ class DirtyFiles:
         await dirty_file.allocate(offset, length)
 
     async def truncate(self, directory: Directory, name: bytes, obj: ObjectId, row: Row, size: int) -> None:
-        """Of a file that no process need have open: then it is at the store, or as good as, when this returns.
+        """Truncate a file by its name. If no process has it open for writing, this waits for what a close would wait for.
 
         The caller has claimed the name."""
         fh, _ = await self.open(directory, name, obj, row, os.O_WRONLY, 0)
@@ -273,8 +273,8 @@ class DirtyFiles:
     async def _dirty_file_of(
         self, fh: int, end: int, *, upto: int | None = None, claimed: bool = False
     ) -> tuple[Node, DirtyFile]:
-        """The dirty file that a handle writes, up to `end`; begun if it was not, with the first `upto` bytes of the file.
-        `claimed`: the caller has claimed the name."""
+        """The dirty file that a handle writes, up to the offset `end`. If there is none yet, it is begun with the first
+        `upto` bytes of the file. `claimed`: the caller has claimed the name."""
         handle = self._files.handles[fh]
         node = handle.node
         if node is None or not handle.writes:
@@ -290,11 +290,12 @@ class DirtyFiles:
         return node, node.dirty_file
 
     def _is_begun(self, node: Node) -> bool:
-        """Whether its first change is done: its name shows its dirty file, or it has none. A name that goes may yet stay."""
-        return node.held or (node.dirty_file is not None and not self._local_changes.named(node))
+        """True if the first change of a node is done: its name shows its dirty file, or the node has no name. While a
+        removal is under way it may fail, so the name counts as there."""
+        return node.pending or (node.dirty_file is not None and not self._local_changes.named(node))
 
     async def _begin_alone(self, node: Node, handle: FileHandle, upto: int | None) -> None:
-        """Begin while no other change runs at its name, which a rename may change until then."""
+        """`_begin` with the node's name claimed. A rename may change that name before the claim is granted."""
         while True:
             place = node.directory, node.name
             async with self._locks.claimed(place):
@@ -302,9 +303,9 @@ class DirtyFiles:
                     return await self._begin(node, handle, upto)
 
     async def _begin(self, node: Node, handle: FileHandle, upto: int | None) -> None:
-        """The first change of a file that is open."""
+        """Make the first change of an open file: its name shows a dirty file from now on."""
         async with node.lock:
-            if node.held:
+            if node.pending:
                 return
             if node.removed:
                 await self._begin_nameless(node, handle, upto)
@@ -315,8 +316,8 @@ class DirtyFiles:
             await self._hold(node, handle.object, upto)
 
     async def _begin_nameless(self, node: Node, handle: FileHandle, upto: int | None) -> None:
-        """The first change of a file that has lost its name: its handles go on with it, and nothing of it is uploaded.
-        Raises `ObjectChanged` where its bytes cannot be had any more."""
+        """Make the first change of a file that has lost its name. Its handles go on with the dirty file, and nothing of it
+        is uploaded. Raises `ObjectChanged` where its bytes cannot be had any more."""
         if node.dirty_file is not None:
             return
         dirty_file = await self._begun(node, handle.object, upto)
@@ -328,8 +329,8 @@ class DirtyFiles:
         await self._writer.discard(dirty_file, replaced=True)
 
     def _check_alone(self, node: Node) -> None:
-        """One dirty file has a name at a time. Raises `ObjectChanged`."""
-        if self._local_changes.held.get((node.directory.ino, node.name), node) is not node:
+        """Raise `ObjectChanged` if another dirty file has the name: there is one at a time."""
+        if self._local_changes.pending.get((node.directory.ino, node.name), node) is not node:
             raise ObjectChanged(f"{node.key} is being written under another number: look it up again")
 
     async def _empty(self, node: Node, base: ObjectId) -> None:
@@ -338,11 +339,11 @@ class DirtyFiles:
             written(node.attrs)
             if node.dirty_file is not None:
                 await node.dirty_file.truncate(0)
-            if not node.held:
+            if not node.pending:
                 await self._hold(node, base, 0)
 
     async def _hold(self, node: Node, base: ObjectId | None, upto: int | None = None) -> None:
-        """Its name shows its dirty file, which begins with `base` if there is none yet."""
+        """Make a node's name show its dirty file. If it has none, one is begun with the content of `base`."""
         begins = node.dirty_file is None
         if begins:
             self._local_changes.give(node, await self._begun(node, base, upto))
@@ -405,10 +406,10 @@ class DirtyFiles:
             node = Node(directory, name, ino, stored=True)
             self._local_changes.give(node, dirty_file)
             await self._local_changes.hold(node)
-            if kept := self._kept.get(node.ino):  # set after the file was closed
-                if kept.get("ctime_ns", 0) < dirty_file.mtime_ns:
-                    written(kept)
-                node.attrs.update(kept)
+            if overrides := self._overrides.get(node.ino):  # set after the file was closed
+                if overrides.get("ctime_ns", 0) < dirty_file.mtime_ns:
+                    written(overrides)
+                node.attrs.update(overrides)
             if dirty_file.ino:
                 self._resumed[dirty_file.ino] = node
 
@@ -437,7 +438,7 @@ class DirtyFiles:
         if node is None:
             directory, name = self._local_changes.place_of(was.ino)
             node = Node(directory, name, was.ino, stored=True)
-            node.attrs = self._kept.get(was.ino)
+            node.attrs = self._overrides.get(was.ino)
         obj = replace(was.object, key=node.key)  # it may have been renamed since
         number, _ = self._files.open(was.ino, was.origin, obj, was.mtime_ns, 0, writes=True)
         self._local_changes.add(node)
@@ -445,7 +446,8 @@ class DirtyFiles:
 
 
 def writable(directory: Directory) -> Origin:
-    """The store of what is in a directory. Raises `NotPermitted` where there is none, `ReadOnly` where it takes nothing."""
+    """The origin of a directory's names. Raises `NotPermitted` where there is none, `ReadOnly` where it cannot be
+    written."""
     origin = directory.origin
     if origin is None:
         raise NotPermitted("the list of sources is not a directory of any of them")
@@ -464,6 +466,6 @@ def check_name(directory: Directory, name: bytes) -> None:
 
 
 def check_key(origin: Origin, size: int) -> None:
-    """Whether the store takes a key of `size` bytes. Raises `NameTooLong`."""
+    """Whether the origin takes a key of `size` bytes. Raises `NameTooLong`."""
     if size > origin.limits.longest_key:
         raise NameTooLong(f"a key of {size} bytes: {origin.source} takes {origin.limits.longest_key}")

@@ -214,13 +214,13 @@ class OpenFiles:
         self.walked[ino] = walked
 
     def forget_warm(self) -> None:
-        """There is news of a name."""
+        """Forget what lately opened files are, because a name has changed."""
         self.warm.clear()
         self.walked.clear()
         self.forget_known()
 
     def lose_name(self, ino: int, *, removed: bool = False) -> None:
-        """No name leads to this inode any more: the origin has another version, or it was `removed` here."""
+        """Make an open inode nameless: the origin has another version under its name, or the name was `removed` here."""
         handles = self._by_ino.get(ino)
         if handles is None:
             return
@@ -230,26 +230,26 @@ class OpenFiles:
         self.nameless[ino] = shown
 
     def removed(self, ino: int) -> bool:
-        """Whether it is open, and its name was removed here."""
+        """True if the inode is open and its name was removed here."""
         return ino in self.nameless and not self.nameless[ino].nlink
 
     def directory_removed(self, directory: Directory, shown: Attributes) -> None:
-        """A directory is gone here, and is `shown` so to processes that are in it."""
+        """Note that a directory was removed here. Processes that are in it are shown the attributes `shown`."""
         self.gone[shown.ino] = directory, shown
         if len(self.gone) > DIRECTORIES_KEPT:
             del self.gone[next(iter(self.gone))]
 
     def withhold(self, ino: int) -> None:
-        """It is not to be read in passthrough until its last handle is closed."""
+        """Keep an inode from being opened in passthrough until its last handle is closed."""
         self._withheld.add(ino)
         self._known.closed.pop(ino, None)
 
     def under(self, ino: int) -> list[FileHandle]:
-        """The handles that are open under this number."""
+        """The open handles of an inode."""
         return list(self._by_ino.get(ino, ()))
 
-    def held(self, ino: int) -> bool:
-        """Whether handles are open under this number."""
+    def is_open(self, ino: int) -> bool:
+        """True if the inode has open handles."""
         return ino in self._by_ino
 
     # -- handles -----------------------------------------------------------------------------------
@@ -304,24 +304,27 @@ class OpenFiles:
             return False
         del self.handles[fh], self._by_ino[ino]
         if handle.backing is None:
-            self._reader.close(handle.opened)
+            self._reader.close(handle.opened, known.cached.blocks)
         else:
             self._reader.release_backing(handle.backing)
         self._known.closed[ino] = known
         return True
 
     def forget_known(self) -> None:
-        """All files are opened the general way, once or, if they are `awaited`, always."""
+        """Forget the known files. The next open of each goes the general way; so do all opens of those that are
+        `awaited`."""
         self._known.forget()
 
     def _settled(self, handle: FileHandle) -> Reusable | None:
-        """What says that the next open of a file, now closed, would be one without passthrough again."""
+        """The cached file to open again without passthrough, of a file that was just closed; None if it may go into
+        passthrough."""
         if handle.size > LARGE or handle.ino in self._withheld or handle.node is not None:
             return None
         return self._reader.settled(handle.opened)
 
     def _remember(self, ino: int, handle: FileHandle, cached: Reusable | None) -> None:
-        """The last handle of a file was closed, which is `cached` so. It is known from now on, if it may be."""
+        """Enter a file into the table of known files, if it qualifies: its last handle was closed, and it is cached as
+        `cached`."""
         warm = self.warm.get(ino)
         if warm is None or warm[2] is not handle.object or cached is None:
             return
@@ -340,7 +343,7 @@ class OpenFiles:
         self._next, self.handles.follow = first, True
 
     def restore(self, was: Former) -> None:
-        """A handle of the daemon before."""
+        """Make a handle that the previous daemon had given out."""
         opened = self._reader.open(was.origin, was.object)
         backing = self._reader.restore_backing(opened, was.backing_id) if was.backing_id else None
         handle = FileHandle(was.ino, was.origin, was.object, was.mtime_ns, opened, 0, backing)
@@ -348,15 +351,15 @@ class OpenFiles:
         self.handles[was.fh] = handle
 
     def renumber(self, number: int, fh: int) -> None:
-        """A handle that was just opened is one of the daemon before."""
+        """Give a handle that was just opened the number `fh`, which the previous daemon had given out."""
         self.handles[fh] = self.handles.pop(number)
 
     def decides(self, ino: int) -> bool:
-        """Whether the next open under this number decides how the file is read, and may decide that the kernel does."""
+        """True if the next open of the inode decides whether the file is read in passthrough."""
         return self.on_passthrough is not None and ino not in self._by_ino
 
     def open_dirty_file(self, ino: int, origin: Origin, version: ObjectId, pid: int) -> tuple[int, int]:
-        """A handle of what is being written here, which `LocalChanges` attaches."""
+        """Open a handle that reads a dirty file. `LocalChanges` attaches it."""
         others = self._by_ino.get(ino)
         if others is not None and others[0].object != version:
             raise ObjectChanged(f"{version.key} is open in an older version: look it up again")
@@ -366,7 +369,7 @@ class OpenFiles:
 
     @staticmethod
     def backing_of(handles: list[FileHandle]) -> Backing | None:
-        """The file that the kernel has for these."""
+        """The backing file that these handles share; None without one."""
         return next((handle.backing for handle in handles if handle.backing is not None), None)
 
     def _add(self, handle: FileHandle, others: list[FileHandle] | None) -> int:
@@ -381,8 +384,8 @@ class OpenFiles:
         return fh
 
     def turn(self, ino: int, version: ObjectId, mtime_ns: int, reopen: Origin | None = None) -> None:
-        """The handles under this number are of another version from now on. Those that read by themselves read on from the
-        same content under its new name at `reopen`."""
+        """Give the handles of an inode another version. With `reopen`, handles that read through the daemon open the same
+        content there, under its new key."""
         for handle in self._by_ino.get(ino, ()):
             handle.object, handle.mtime_ns, handle.description = version, mtime_ns, b""
             if reopen is not None and handle.backing is None and handle.size != DIRTY_FILE:
@@ -405,7 +408,7 @@ class OpenFiles:
         return other.backing
 
     def release(self, fh: int) -> FileHandle | None:
-        """The handle that this was, if it was one."""
+        """Close a handle. Returns it, or None for an unknown number."""
         handle = self.handles.pop(fh, None)
         if handle is None:
             self.handles.unsaved.pop(fh, None)
@@ -423,7 +426,8 @@ class OpenFiles:
         if handle.backing is not None and handle.size != DIRTY_FILE:
             self._reader.release_backing(handle.backing)
         if handle.opened is not None:
-            self._reader.close(handle.opened)
+            seen = handle.backing is None and handle.node is None  # by this daemon, READ by READ
+            self._reader.close(handle.opened, None if seen else 0)
             if ino not in self._by_ino:
                 self._remember(ino, handle, handle.backing or self._settled(handle))
         for opened in handle.former:

@@ -76,6 +76,9 @@ Opened = tuple[int, int]
 """A handle; the kernel's number of the file of the cache to read by itself (0: none, and then reads are ours). It may keep
 the pages that it has of this inode."""
 
+Created = tuple[Attributes, float, Opened]
+"""Attributes of a new file, for how many seconds the kernel may keep them, and how it was opened."""
+
 
 class FileSystem:
     """The tree below one mount point. Runs in one trio thread. `clock` is seconds since the epoch, also for times that are
@@ -157,7 +160,7 @@ class FileSystem:
         return before
 
     async def recover(self) -> None:
-        """Show what an earlier daemon did not bring to the store, and finish what it began there. Before the mount, and
+        """Show what an earlier daemon did not bring to the origin, and finish what it began there. Before the mount, and
         behind the writer's own recovery."""
         if self._writing is not None:
             await self._writing.recover()
@@ -245,15 +248,16 @@ class FileSystem:
             return self._of_open(ino)
 
     def _nameless(self, ino: int) -> tuple[Attributes, float] | None:
-        """Of what is open, and no name leads to."""
+        """Attributes of an open inode without a name, and for how many seconds they hold; None of any other."""
         if self._writing is not None and (orphan := self._writing.orphan(ino)) is not None:
             return orphan
         shown = self._files.nameless.get(ino)
         return None if shown is None else (shown, 0.0)
 
     def _of_open(self, ino: int) -> tuple[Attributes, float]:
-        """The same once its name was found to lead elsewhere. Raises the present exception if it is not open."""
-        if self._files.held(ino):
+        """Attributes of an open inode whose name was just found to lead elsewhere. Reraises the present exception if the
+        inode is not open."""
+        if self._files.is_open(ino):
             self._files.lose_name(ino)
             return self._files.nameless[ino], 0.0
         if ino in self._files.gone:
@@ -264,21 +268,22 @@ class FileSystem:
         raise
 
     def _of_handle(self, handle: FileHandle) -> Attributes:
-        """What is shown of an open file, by what it was when it was opened."""
+        """Attributes of an open file, by the version that was opened."""
         if self._writing is not None:
             return self._writing.of_handle(handle)
         row = NO_ROW._replace(size=handle.object.size, mtime_ns=handle.mtime_ns)
         return self._attributes(handle.ino, False, row)
 
     def _opened(self, directory: Directory, name: bytes, ino: int) -> Found | None:
-        """An open file is what it was when it was opened: the next walk to its name asks whether it still is."""
-        row = self._tree.row(directory, name) if self._files.held(ino) else None
+        """The row of an open file, used whatever its age: the next lookup of its name asks the origin. None if it is not
+        open."""
+        row = self._tree.row(directory, name) if self._files.is_open(ino) else None
         if row is None or not row.known or row.ino != ino or self._freshness.is_doubted(ino):
             return None
         return Found(ino, False, row, self._tree.clock())
 
     async def getattr(self, ino: int) -> tuple[Attributes, float]:
-        """The same, looking where necessary."""
+        """As `attributes_now`, with a lookup where necessary."""
         try:
             while (known := self.attributes_now(ino)) is None:
                 directory, mark = place = self._tree.locate(ino)
@@ -308,7 +313,7 @@ class FileSystem:
         return self._answer(found, directory, name)
 
     async def lookup(self, parent: int, name: bytes) -> tuple[Attributes | None, float]:
-        """The same, looking where necessary. An origin that fails raises: a failure is no absence."""
+        """As `lookup_now`, with a request where necessary. Raises if the origin fails: a failure is no absence."""
         found = self.lookup_now(parent, name)
         if found is not None:
             return found
@@ -331,7 +336,7 @@ class FileSystem:
         return max(0.0, min(until - self._tree.clock(), FOREVER))
 
     def _check(self, ino: int, found: Found | float) -> Found:
-        """What was found, if it is `ino`."""
+        """Return `found` if it is the inode `ino`, else raise `ObjectChanged`."""
         if not isinstance(found, Found) or found.ino != ino:
             raise ObjectChanged(f"inode {ino} was removed or replaced")
         return found
@@ -363,7 +368,7 @@ class FileSystem:
         return self._directories.handles.add(handle)
 
     async def readdir(self, dh: int, offset: int, limit: int) -> list[Entry]:
-        """At most `limit` entries behind `offset`, in the store's order, without "." and ".."; none at the end. Raises
+        """At most `limit` entries behind `offset`, at the origin's order, without "." and ".."; none at the end. Raises
         when the listing fails, rather than end early; `NotFound` when the directory was removed."""
         handle = self._directories.handles.get(dh)
         if handle is None:
@@ -434,8 +439,8 @@ class FileSystem:
         return None if found is None else self._open(directory, mark, ino, found, pid, patient=patient)
 
     def _open_again(self, ino: int, pid: int) -> Opened | None:
-        """Another handle of a file that is open and has no name any more: it was looked up before that, or is opened through
-        a descriptor. None where not all of its bytes can be had: then the name is looked up again."""
+        """One more handle of an open file that has no name any more: it was looked up before, or is opened through a
+        descriptor. None where not all of its bytes can be had; then the name is looked up again."""
         handle = self._files.under(ino)[0]
         if self._files.nameless[ino].nlink:
             return None  # the origin has another version: names show that
@@ -456,7 +461,7 @@ class FileSystem:
         return await self._open_claimed(ino, flags, pid)
 
     async def _open_claimed(self, ino: int, flags: int, pid: int) -> Opened:
-        """Of a name that is being removed or replaced, what comes after that is opened, or found to be missing."""
+        """Open a name that is being removed or replaced, once that change has ended: what is there then, if anything."""
         change = partial(self._open_late, ino, flags, pid)
         return await self._write.claimed(lambda: self._places_of(ino), change)
 
@@ -560,14 +565,15 @@ class FileSystem:
         return handle.node.dirty_file
 
     def release(self, fh: int) -> None:
-        """Never raises, never waits. The last one who wrote a file begins its upload, if nothing else did."""
+        """Close a handle. Never raises, never waits. The last writer's begins the upload, if nothing else did."""
         if self._writing is None:
             self._files.release(fh)
         else:
             self._writing.dirty_files.release(fh)
 
     def _lost(self, handle: FileHandle) -> ObjectChanged:
-        """The version a handle reads is gone: nothing known of its name is used until that was looked up again."""
+        """Note that the origin no longer has the version a handle reads. What is known of its name is not used until a
+        lookup."""
         if not handle.lost:
             handle.lost = True
             self._metrics.objects_changed += 1
@@ -587,7 +593,7 @@ class FileSystem:
 
     async def create(
         self, parent: int, name: bytes, flags: int, mode: int, pid: int, uid: int, gid: int
-    ) -> tuple[Attributes, float, Opened]:
+    ) -> Created:
         """A new file and a handle of it; without O_EXCL the one that is there will do. Raises `AlreadyExists`."""
         writing = self._write
 
@@ -605,7 +611,7 @@ class FileSystem:
     async def mknod(
         self, parent: int, name: bytes, mode: int, pid: int, uid: int, gid: int
     ) -> tuple[Attributes, float]:
-        """A new, empty file at the store. `NotPermitted` for anything but a regular file."""
+        """A new, empty file at the origin. `NotPermitted` for anything but a regular file."""
         make = partial(self._write.mknod, mode=mode, pid=pid, uid=uid, gid=gid)
         return await self.getattr(await self._claimed((parent, name), make))
 
@@ -619,11 +625,11 @@ class FileSystem:
         return None if self._writing is None else self._writing.dirty_files.write_now(fh, offset, data)
 
     def clear_set_ids(self, fh: int, *, later: bool = False) -> None:
-        """The file was changed by a process that may not keep its set-uid and set-gid bits; `later`: or may be."""
+        """Clear set-uid and set-gid bits of a file that an unprivileged process changed, or, with `later`, may change."""
         self._write.clear_set_ids(fh, later)
 
     async def flush(self, fh: int) -> None:
-        """What close(2) waits for, and what it says. Nothing for handles that only read."""
+        """Wait for what close(2) promises, and raise its error. Returns at once for handles that only read."""
         if self._writing is not None:
             await self._writing.dirty_files.flush(fh)
 
@@ -663,7 +669,7 @@ class FileSystem:
         kept = bool(news) and writing.keep(ino, news)
         shown_now = self.attributes_now(ino)  # in the same step: the name may go to another file meanwhile
         if kept:
-            await writing.kept()
+            await writing.overrides_committed()
         return shown_now or await self.getattr(ino)
 
     # -- changing names ----------------------------------------------------------------------------
@@ -671,7 +677,7 @@ class FileSystem:
     async def mkdir(
         self, parent: int, name: bytes, mode: int, uid: int, gid: int
     ) -> tuple[Attributes, float]:
-        """A marker at the store, so that all see it. Raises `AlreadyExists`."""
+        """A marker at the origin, so that all see it. Raises `AlreadyExists`."""
         make = partial(self._write.mkdir, mode=mode, uid=uid, gid=gid)
         found: Found = await self._claimed((parent, name), make)
         return self._shape(found.ino, True, found.row), self._seconds_until(found.until)
@@ -754,7 +760,7 @@ class FileSystem:
     def _tell(self, directory: Directory, ino: int, name: bytes) -> None:
         """The kernel is to look at a name again. Pages of a number that is open are of the version that is open: their
         readers may keep them."""
-        self.on_invalidate(0 if self._files.held(ino) else ino, directory.ino, name)
+        self.on_invalidate(0 if self._files.is_open(ino) else ino, directory.ino, name)
 
     # -- the whole ---------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ STALE_S = 1.0
 """How long the kernel may keep what is used only because its origin is out. Guessed: soon enough after an outage."""
 
 
-class HeldNames(dict[tuple[int, bytes], "Node"]):
+class PendingNames(dict[tuple[int, bytes], "Node"]):
     """The files that are written here, by directory number and name: what is true of these names, whatever a listing says.
     `LocalChanges` writes it. `in_directory` counts them by directory."""
 
@@ -56,8 +56,8 @@ class HeldNames(dict[tuple[int, bytes], "Node"]):
             del self.in_directory[node.directory]
 
     def names_in(self, directory: Directory) -> frozenset[bytes]:
-        """Names of directories in this one below which something is held: they are there, whatever an origin says that has
-        nothing below them yet."""
+        """Names of directories in this one below which something is pending: they are there, whatever an origin says that
+        has nothing below them yet."""
         names: set[bytes] = set()
         for below in self.in_directory:
             while below.parent is not None:
@@ -76,7 +76,7 @@ class Freshness:
         self._arrived: dict[int, float] = {}  # when the answer came; kept only for bursts
         self._stale: dict[int, float] = {}
         self._absent: dict[tuple[int, bytes], float] = {}
-        self.held = HeldNames()
+        self.pending = PendingNames()
         self.doubts = 0  # how often something was found to have changed, or a refresh requested
         # Names that are missing here whatever the origin says, by directory number and name (`EVERY_NAME`: all in it).
         self.hidden: set[tuple[int, bytes]] = set()
@@ -112,8 +112,8 @@ class Freshness:
         """What is fresh of a name: found; absent, for so many seconds; or None, when the origin has to be asked."""
         if self.hidden and self.is_hidden(directory, name):
             return 0.0
-        if self.held and (held := self.held.get((directory.ino, name))) is not None:
-            return held.found(now)
+        if self.pending and (pending := self.pending.get((directory.ino, name))) is not None:
+            return pending.found(now)
         as_dir, as_file = self._tree.find(directory, name)
         cover = self.coverage(directory, name)
         ttls = directory.ttls
@@ -145,7 +145,7 @@ class Freshness:
         return None
 
     def last_known(self, directory: Directory, name: bytes, now: float) -> Found | float | None:
-        """The same without a limit to how old it is, and of refreshes below a directory: for a store that cannot
+        """The same without a limit to how old it is, and of refreshes below a directory: for an origin that cannot
         be asked. Not a file that is known to have changed since, or whose refresh was requested."""
         as_dir, as_file = self._tree.find(directory, name)
         listing, generation = directory.listing, directory.listed.complete
@@ -173,8 +173,8 @@ class Freshness:
         """A name that exists by an answer of this burst: one about that very name, or a listing. A directory exists, too,
         when something below it does."""
         now = self._tree.clock()
-        if self.held and (held := self.held.get((directory.ino, name))) is not None:
-            return held.found(now)
+        if self.pending and (pending := self.pending.get((directory.ino, name))) is not None:
+            return pending.found(now)
         cover = self.coverage(directory, name) if listings else None
         if directory.listed.came < now - BURST_S:
             cover = None

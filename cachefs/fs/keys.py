@@ -14,7 +14,7 @@ Most keys are paths already. The rules for those that are not:
 Hidden keys are counted, never silently lost.
 
 A *mark* is how the tables and the pages order names: a file is its name, a directory its name and a "/". Marks sort as
-the store lists them, so a table of marks grows at its end while a listing pages on, and the last mark of a page says
+the origin lists them, so a table of marks grows at its end while a listing pages on, and the last mark of a page says
 what is decided.
 """
 
@@ -84,7 +84,7 @@ def read_page(listed: ListPage, prefix: str) -> Page:
     skip = len(prefix)
     for info in listed.objects:
         if not info.key.startswith(prefix):
-            continue  # a store that answers with other keys than asked for: not ours to show
+            continue  # an origin that answers with other keys than asked for: not ours to show
         rest = info.key[skip:]
         seen.append(rest.encode("utf-8", "surrogatepass"))
         if not rest:
@@ -93,7 +93,7 @@ def read_page(listed: ListPage, prefix: str) -> Page:
             else:
                 page.marker = info
         elif "/" in rest:
-            # Some stores show the marker of a sub-directory as an object: it is that directory, whatever its size.
+            # Some origins show the marker of a sub-directory as an object: it is that directory, whatever its size.
             _add_directory(page, found, rest.partition("/")[0], info.key)
         elif (name := name_of(rest)) is None:
             page.hidden.append(info.key)

@@ -1,4 +1,4 @@
-"""Listing a directory, once, for everybody who wants to know.
+"""Listing a directory, once for all callers.
 
 Idea: per directory at most one listing pages on, as a task of its own that no reader's cancellation touches. Each page
 is written down and then announced; its waiters look at the tree again. How far it goes is a matter of demand: a
@@ -225,7 +225,7 @@ class Lister:
         except NotFound as exc:
             if directory.is_top:
                 raise OriginFailed(f"what is mounted is gone: {exc}") from exc
-            listed = ListPage([], [], None)  # so says a store with real directories
+            listed = ListPage([], [], None)  # so says an origin with real directories
         done = listed.next_token is None
         if not done and listed.next_token == listing.token:
             raise OriginFailed(f"listing {directory.prefix!r}: the origin repeats the same page for ever")
@@ -305,20 +305,20 @@ class Lister:
     ) -> list[tuple[bytes, ObjectInfo | None]]:
         """The entries of a page without those names of which this node knows better: what is being written here, and what
         was changed after the page was asked for. The first page shows the directories which have nothing but that."""
-        held, tree = self._freshness.held, self._tree
-        if not held and not self._freshness.hidden and tree.changes == changes:
+        pending, tree = self._freshness.pending, self._tree
+        if not pending and not self._freshness.hidden and tree.changes == changes:
             return page.entries
         entries = [
             (mark, info)
             for mark, info in page.entries
-            if (directory.ino, name := name_in(mark)) not in held
+            if (directory.ino, name := name_in(mark)) not in pending
             and not self._freshness.is_hidden(directory, name)
             and not tree.changed_since(directory, name, changes)
         ]
         if first:
             shown = {mark for mark, _ in entries}
-            kept = {mark_of_directory(name) for name in self._freshness.held.names_in(directory)}
-            entries += [(mark, None) for mark in sorted(kept - shown)]
+            shown_too = {mark_of_directory(name) for name in self._freshness.pending.names_in(directory)}
+            entries += [(mark, None) for mark in sorted(shown_too - shown)]
         return entries
 
     def _marker(self, directory: Directory, page: Page) -> list[Put]:
@@ -351,7 +351,12 @@ class Lister:
         while after is not None and directory.listed.complete == generation:
             async with self._tree.writing:
                 after, gone = await trio.to_thread.run_sync(
-                    sweep, self._tree, directory, generation, after, self._freshness.held.names_in(directory)
+                    sweep,
+                    self._tree,
+                    directory,
+                    generation,
+                    after,
+                    self._freshness.pending.names_in(directory),
                 )
             await self.lost(directory, gone)
 

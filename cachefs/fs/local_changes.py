@@ -1,11 +1,11 @@
-"""What this node knows better than the store: files that are being written here, and names that were changed here.
+"""What this node knows better than the origin: files that are being written here, and names that were changed here.
 
-A *node* is one file that a process has open for writing, or whose dirty file the store does not have yet. It is *held* from
-its first change until the origin has it and no process writes it any more: its name shows the dirty file then, whatever a
-listing says, as the inode that it was, and in one version of its own, which handles take for an etag. Held rows belong to
-the local changes: pages and answers leave them alone, so they may be written without the lock of the tree.
+A *node* is one file that a process has open for writing, or whose dirty file the origin does not have yet. It is *pending*
+from its first change until the origin has it and no process writes it any more: its name shows the dirty file then,
+whatever a listing says, as the inode that it was, and in one version of its own, which handles take for an etag. Pending
+rows belong to the local changes: pages and answers leave them alone, so they may be written without the lock of the tree.
 
-What is done at the store is written down here as an answer of the store would be (`write`).
+What is done at the origin is written down here as an answer of the origin would be (`write`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cachefs.origin.protocol import ObjectInfo
 if TYPE_CHECKING:
     from cachefs.base.shared_memory import Times
     from cachefs.fs.files import FileHandle, OpenFiles
-    from cachefs.fs.freshness import Freshness, HeldNames
+    from cachefs.fs.freshness import Freshness, PendingNames
     from cachefs.fs.listing import Lister
     from cachefs.fs.overrides import Overrides
     from cachefs.origin import Origin
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 DIRTY_FILE_ETAG = "draft "
-"""What the version of a dirty file begins with, in place of an etag; no store's etag is like that."""
+"""What the version of a dirty file begins with, in place of an etag; no origin's etag is like that."""
 
 
 Place = tuple[Directory, bytes]
@@ -47,9 +47,9 @@ Place = tuple[Directory, bytes]
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """`ino` is its inode, 0 until it has one. `stored` says that the store may have an object of its name. A node that was
+    """`ino` is its inode, 0 until it has one. `stored` says that the origin may have an object of its name. A node that was
     `removed` has no name any more, only handles; one that is `moving` is about to get another. `settled` says that its
-    dirty file is not to be opened any more: the cache has its content, or only the store. `clears`: a process that may
+    dirty file is not to be opened any more: the cache has its content, or only the origin. `clears`: a process that may
     not keep set-uid and set-gid bits may write it unseen."""
 
     directory: Directory
@@ -58,7 +58,7 @@ class Node:
     stored: bool
     dirty_file: DirtyFile | None = None
     row: Row = NO_ROW
-    held: bool = False
+    pending: bool = False
     removed: bool = False
     settled: bool = True
     moving: bool = False
@@ -88,21 +88,21 @@ class LocalChanges:
     _freshness: Freshness
     _lister: Lister
     _files: OpenFiles
-    _kept: Overrides
+    _overrides: Overrides
     _writer: Uploads
     _wall: Callable[[], float]
     times: Times
     nodes: dict[int, Node] = field(default_factory=dict)  # by number: those that are open
-    _places: dict[tuple[int, bytes], Node] = field(default_factory=dict)  # that have a name, held or open
+    _places: dict[tuple[int, bytes], Node] = field(default_factory=dict)  # that have a name, pending or open
     _by_dirty_file: dict[str, Node] = field(default_factory=dict)
     _doomed: list[int] = field(default_factory=list)  # directories that have lost their names
 
     @property
-    def held(self) -> HeldNames:
-        return self._freshness.held
+    def pending(self) -> PendingNames:
+        return self._freshness.pending
 
     def at(self, directory: Directory, name: bytes) -> Node | None:
-        """The node of a name, held or only open."""
+        """The node of a name, pending or only open."""
         return self._places.get((directory.ino, name))
 
     def named(self, node: Node) -> bool:
@@ -110,7 +110,7 @@ class LocalChanges:
         return not node.removed or self.at(node.directory, node.name) is node
 
     def of_row(self, row: Row) -> Node:
-        """The node that a held row belongs to."""
+        """The node that a pending row belongs to."""
         return self._by_dirty_file[row.etag.removeprefix(DIRTY_FILE_ETAG)]
 
     def of_dirty_file(self, dirty_file: DirtyFile) -> Node | None:
@@ -123,9 +123,9 @@ class LocalChanges:
     # -- the life of a node ------------------------------------------------------------------------
 
     def add(self, node: Node) -> None:
-        """It is open, or held."""
+        """It is open, or pending."""
         self._places[node.directory.ino, node.name] = node
-        if self._files.held(node.ino):
+        if self._files.is_open(node.ino):
             self.nodes[node.ino] = node
 
     def give(self, node: Node, dirty_file: DirtyFile) -> None:
@@ -161,7 +161,7 @@ class LocalChanges:
         return node
 
     def info(self, directory: Directory, name: bytes, obj: ObjectId) -> ObjectInfo:
-        """The store's object that is at a name, as it is known here."""
+        """The origin's object that is at a name, as it is known here."""
         row = self._tree.row(directory, name)
         return ObjectInfo(obj.key, obj.size, row.mtime_ns if row is not None else 0, obj.etag)
 
@@ -196,8 +196,8 @@ class LocalChanges:
             self._tree.database.write([*named(directory, name, new), ("inodes", inode_key(ino), None)])
             self._files.lose_name(ino)
             self._files.withhold(new.ino)
-            self._kept.put(new.ino, self._kept.get(ino))
-            self._kept.put(ino, {})
+            self._overrides.put(new.ino, self._overrides.get(ino))
+            self._overrides.put(ino, {})
             self._freshness.note_answer(directory, name, new.ino, self._tree.clock())
             self._files.forget_warm()
 
@@ -228,27 +228,27 @@ class LocalChanges:
             node.ino = node.row.ino
             self._lose(lost)
             self._files.nameless.pop(node.ino, None)  # another client's version may just have come
-            self._held(node)
+            self._make_pending(node)
             self._files.forget_warm()
             self._files.turn(node.ino, self.version(node), node.dirty_file.mtime_ns)
             self._writer.outlive(node.dirty_file, node.ino, named=True)
 
-    def _held(self, node: Node) -> None:
-        node.held = True
-        self.held.hold(node)
+    def _make_pending(self, node: Node) -> None:
+        node.pending = True
+        self.pending.hold(node)
         self.add(node)
         self._tree.note_change(node.directory, node.name)
         if not node.stored:
             self.touch(node.directory)
 
     def version(self, node: Node) -> ObjectId:
-        """What its handles are of: the dirty file while it is held, then what the store made of it."""
-        info = None if node.held or node.dirty_file is None else node.dirty_file.committed
+        """What its handles are of: the dirty file while it is pending, then what the origin made of it."""
+        info = None if node.pending or node.dirty_file is None else node.dirty_file.committed
         etag, size = (node.row.etag, 0) if info is None else (info.etag, info.size)
         return ObjectId(node.origin.source, node.key, etag, size)
 
     def fresh(self, directory: Directory, name: bytes, row: Row) -> Node | None:
-        """Where to read a version that the store has just got, as long as the cache does not have it."""
+        """Where to read a version that the origin has just got, as long as the cache does not have it."""
         node = self.at(directory, name)
         if (
             node is None
@@ -274,7 +274,7 @@ class LocalChanges:
         self.nodes[node.ino] = handle.node = node
 
     def committed(self, dirty_file: DirtyFile, info: ObjectInfo) -> None:
-        """The store has it. Its name stays held while a process writes, which may change it again."""
+        """The origin has it. Its name stays pending while a process writes, which may change it again."""
         node = self._by_dirty_file.get(dirty_file.id)
         if node is not None:
             node.stored = True
@@ -284,10 +284,10 @@ class LocalChanges:
     def settling(self, dirty_file: DirtyFile) -> bool:
         """False while a name still shows the dirty file, for it is being renamed."""
         node = self._by_dirty_file.get(dirty_file.id)
-        if node is None or node.removed or not node.held:
+        if node is None or node.removed or not node.pending:
             return True
         self._settle(node)
-        return not node.held
+        return not node.pending
 
     def settled(self, dirty_file: DirtyFile) -> None:
         """It is not to be opened any more."""
@@ -298,7 +298,7 @@ class LocalChanges:
 
     def leave(self, handle: FileHandle, node: Node) -> None:
         """One of its handles was closed."""
-        if not self._files.held(node.ino) and self.nodes.get(node.ino) is node:
+        if not self._files.is_open(node.ino) and self.nodes.get(node.ino) is node:
             del self.nodes[node.ino]
         if not node.removed:
             self._settle(node)
@@ -309,7 +309,7 @@ class LocalChanges:
     def _settle(self, node: Node) -> None:
         dirty_file = node.dirty_file
         if (
-            not node.held
+            not node.pending
             or node.writers
             or dirty_file is None
             or dirty_file.dirty
@@ -321,7 +321,7 @@ class LocalChanges:
         new = Row(node.directory.listed.generation, info.mtime_ns, info.size, info.etag, node.ino)
         key = node.directory.key + node.name
         self._tree.database.write([("names", key, encode(new)), ("local", key, None)])
-        self._kept.put(node.ino, node.attrs)
+        self._overrides.put(node.ino, node.attrs)
         self._let_go(node)
         self._freshness.note_answer(node.directory, node.name, node.ino, self._tree.clock())
         self._files.turn(node.ino, self.version(node), info.mtime_ns)
@@ -329,7 +329,7 @@ class LocalChanges:
 
     @contextmanager
     def moving(self, node: Node) -> Iterator[None]:
-        """Its name changes meanwhile. What the store gets meanwhile is written down at the end."""
+        """Its name changes meanwhile. What the origin gets meanwhile is written down at the end."""
         node.moving = True
         try:
             yield
@@ -340,15 +340,15 @@ class LocalChanges:
             self._forget(node)
 
     def _let_go(self, node: Node) -> None:
-        node.held = False
-        self.held.let_go(node)
+        node.pending = False
+        self.pending.let_go(node)
         self._tree.note_change(node.directory, node.name)
 
     def _forget(self, node: Node) -> None:
         """Drop it if it is not needed any more."""
         if node.settled and not node.moving:
             node.dirty_file = None  # a handle that reads the stored version may keep the node
-        if node.held or not (node.settled or node.removed) or node.ino in self.nodes:
+        if node.pending or not (node.settled or node.removed) or node.ino in self.nodes:
             return
         if node.removed and self.named(node):
             return  # its name goes, or stays: opens wait for that
@@ -360,9 +360,9 @@ class LocalChanges:
     async def remove(
         self, node: Node, *, replaced: bool, instead: Callable[[], Awaitable[object]] | None = None
     ) -> None:
-        """Its name goes, by what is done `instead` at the store: nothing of it is uploaded, and who has it open goes on with
-        it alone. The name itself is there until another answer is written. When `instead` raises, nothing has
-        happened."""
+        """The node loses its name by what `instead` does at the origin. Nothing of it is uploaded, and the handles that
+        have it open go on with it alone. The name itself is there until another answer is written. When `instead` raises,
+        nothing has happened."""
         node.removed = True
         ctime_ns = self.now_ns()
         try:
@@ -375,7 +375,7 @@ class LocalChanges:
             if node.dirty_file is None or not node.dirty_file.discarded:
                 node.removed = False
                 self._forget(node)
-            else:  # it is given up already: the store says what is there
+            else:  # it is given up already: the origin says what is there
                 await self.write(node.directory, node.name, False)
                 self.look_again((node.directory, node.name))
             raise
@@ -402,21 +402,24 @@ class LocalChanges:
         node = self._places.get((place[0].ino, place[1]))
         if node is not None and node.ino != row.ino:
             node = None  # of an inode that has lost this name
-        held = node is not None and node.held
+        pending = node is not None and node.pending
         if node is not None:
             del self._places[place[0].ino, place[1]]
-            if held:
+            if pending:
                 node.row = row
                 self._let_go(node)
-        also = [("local", to[0].key + to[1], b"" if held else None), ("local", place[0].key + place[1], None)]
+        also = [
+            ("local", to[0].key + to[1], b"" if pending else None),
+            ("local", place[0].key + place[1], None),
+        ]
         lost = move(self._tree, place, to, row, also)
         self._files.nameless.pop(row.ino, None)
         self._give_up(*to)
         if node is not None:
             node.directory, node.name = to
             self.add(node)
-            if held:
-                self._held(node)
+            if pending:
+                self._make_pending(node)
         self._moved(place, to, row, lost)
 
     def directory_moves(self, place: Place, to: Place, directory: Directory) -> None:
@@ -447,7 +450,7 @@ class LocalChanges:
         """These have no name any more; while `applying`."""
         for ino, mark in lost:
             self._files.lose_name(ino, removed=True)
-            self._kept.put(ino, {})
+            self._overrides.put(ino, {})
             if mark.endswith(b"/"):
                 self._doomed.append(ino)
 
@@ -476,12 +479,12 @@ class LocalChanges:
     def _give_up(self, directory: Directory, name: bytes) -> None:
         node = self._places.get((directory.ino, name))
         if node is not None and node.removed:
-            if node.held:
+            if node.pending:
                 self._let_go(node)
             del self._places[directory.ino, name]
             self._forget(node)
 
-    # -- what was done at the store ------------------------------------------------------------------
+    # -- what was done at the origin ------------------------------------------------------------------
 
     async def write(self, directory: Directory, name: bytes, said: ObjectInfo | bool) -> int:
         """There is this object under the name now, a directory (True), or nothing. Returns its number."""

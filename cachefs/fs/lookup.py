@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from cachefs.origin.protocol import ObjectInfo
 
 SINGLE_ASKS = 3
-"""Names of one directory asked for one by one within a TTL before it is listed again. Guessed: a LIST page costs a store
+"""Names of one directory asked for one by one within a TTL before it is listed again. Guessed: a LIST page costs an origin
 about as much time as two HEADs and answers a thousand."""
 
 
@@ -121,8 +121,8 @@ class Looker:
 
     async def sure(self, directory: Directory, name: bytes, *, below: bool = False) -> Found | float:
         """The same for a name that is about to be made and must replace nothing: that it is missing is not taken from what
-        is known but asked for, unless it was just now. One HEAD of the key; `below`, also a LIST of one key below it. A
-        store that is out leaves what is fresh."""
+        is known but asked for, unless it was just now. One HEAD of the key; `below`, also a LIST of one key below it.
+        While the origin does not answer, what is fresh counts."""
         found = await self.look(directory, name)
         text, origin = text_of(name), directory.origin
         if isinstance(found, Found) or text is None or origin is None:
@@ -186,8 +186,8 @@ class Looker:
             asked_at, epoch, changes = self._tree.clock(), self._tree.epoch, self._tree.changes
             if self._freshness.is_hidden(directory, name):
                 return 0.0
-            if (held := self._freshness.held.get((directory.ino, name))) is not None:
-                return held.found(asked_at)
+            if (pending := self._freshness.pending.get((directory.ino, name))) is not None:
+                return pending.found(asked_at)
             before = self._tree.find(directory, name)
             cover = self._freshness.coverage(directory, name)
             as_dir, as_file = before
@@ -200,7 +200,7 @@ class Looker:
                 as_file = None
             prefix = directory.prefix
             said = await _ask_origin(origin, prefix + text, as_dir, as_file)
-            said = name in self._freshness.held.names_in(directory) or said
+            said = name in self._freshness.pending.names_in(directory) or said
             if prefix == directory.prefix and await self._write(directory, name, said, before, changes):
                 break
         row = None if said is False else self._tree.row(directory, name + b"/" if said is True else name)
@@ -298,7 +298,7 @@ async def _has_keys(origin: Origin, prefix: str) -> bool:
         try:
             page = await origin.list_page(prefix, token=token, limit=1)
         except NotFound:
-            return False  # a store with real directories (files, an index page) says it this way
+            return False  # an origin with real directories (files, an index page) says it this way
         if page.objects or page.prefixes:
             return True
         if page.next_token is None or page.next_token == token:

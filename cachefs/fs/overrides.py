@@ -1,4 +1,4 @@
-"""What was set here of files and directories and has no place in the store: mode, owner, times.
+"""What was set here of files and directories and has no place at the origin: mode, owner, times.
 
 It belongs to an inode on this node: what another client puts under the same name is another inode. Other nodes never see it.
 """

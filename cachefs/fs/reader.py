@@ -12,7 +12,9 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Reusable(Protocol):
-    """How a version was cached when it was opened last."""
+    """How a version was cached when it was opened last. `blocks` is how many it has."""
+
+    blocks: int
 
     def reuse(self) -> bool:
         """Open it again, if it has no users and is cached as before, and takes nothing but a look. False: `Reader` knows."""
@@ -41,8 +43,9 @@ class Reader(Protocol):
     def open(self, origin: Origin, obj: ObjectId) -> Any:
         """Begin reading one version. Cheap, no I/O."""
 
-    def close(self, opened: Any) -> None:
-        """No more reads will come. Never raises."""
+    def close(self, opened: Any, unread_blocks: int | None = 0) -> None:
+        """No more reads will come. If none came, the kernel's page cache is taken to have answered, and these blocks are
+        counted as its; None: all of the version, if they are here. Never raises."""
 
     def read_now(self, opened: Any, offset: int, size: int, pid: int) -> Buffer | None:
         """The bytes, if they are here already; None when `read` has to be awaited."""

@@ -118,10 +118,10 @@ class Refreshing:
             for directory in self._tree.in_use():
                 self._lister.cancel(directory)
             self._tree.renew()
-            for (number, name), held in self._freshness.held.items():
+            for (number, name), pending in self._freshness.pending.items():
                 holder = self._tree.known(number)
                 if holder is not None:
-                    write_pinned(self._tree.database, holder, name, held.found(0.0).row)
+                    write_pinned(self._tree.database, holder, name, pending.found(0.0).row)
         except CachefsError as exc:
             log.warning("%s", exc)
 

@@ -69,7 +69,7 @@ _TIME = struct.Struct(">d")
 
 @dataclass(frozen=True)
 class Volume:
-    """One store under the mount; `name` is its top-level directory, "" when it is the mount's root itself."""
+    """One origin under the mount; `name` is its top-level directory, "" when it is the mount's root itself."""
 
     name: str
     origin: Origin
@@ -225,7 +225,7 @@ class Tree:
         self.clock = clock
         self.writing = _Turn(database)
         self._by_ino: weakref.WeakValueDictionary[int, Directory] = weakref.WeakValueDictionary()
-        self._kept: dict[int, Directory] = {}
+        self._remembered: dict[int, Directory] = {}
         self._volumes: dict[bytes, tuple[Origin, Ttls]] = {}
         self.changes = 0  # made here so far
         self._changed: dict[tuple[int, bytes], int] = {}
@@ -265,7 +265,7 @@ class Tree:
         return known == fingerprint
 
     def _forget_dirty_files(self) -> None:
-        """What was being written when the last daemon died: what is at the store under these names is not known. Each keeps
+        """What was being written when the last daemon died: what is at the origin under these names is not known. Each keeps
         its inode, if its content comes back."""
         while rows := self.database.scan("local", b"", b"\xff" * 8, 1000):
             puts: list[Put] = []
@@ -332,9 +332,9 @@ class Tree:
         origin, ttls = (parent.origin, parent.ttls) if parent.origin else self._volumes[name_in(mark)]
         prefix = parent.prefix + mark.decode("utf-8") if parent.origin else _prefix_of(origin)
         directory = Directory(ino, parent, mark, origin, prefix, ttls, self._listed(ino))
-        self._by_ino[ino] = self._kept[ino] = directory
-        if len(self._kept) > KEPT_DIRECTORIES:
-            del self._kept[next(iter(self._kept))]
+        self._by_ino[ino] = self._remembered[ino] = directory
+        if len(self._remembered) > KEPT_DIRECTORIES:
+            del self._remembered[next(iter(self._remembered))]
         return directory
 
     def _listed(self, ino: int) -> Listed:
@@ -344,7 +344,7 @@ class Tree:
     def drop(self, directory: Directory) -> None:
         """Forget the object of a directory that is gone."""
         self._by_ino.pop(directory.ino, None)
-        self._kept.pop(directory.ino, None)
+        self._remembered.pop(directory.ino, None)
 
     def replace(self, directory: Directory, parent: Directory, mark: bytes) -> list[Directory]:
         """A directory has another place now. Returns it and those below it that are in use: what they hold is under other

@@ -2,7 +2,7 @@
 
 Two kinds of questions. `known`, `version`, `siblings` and `count_files` read what is written down, however old, and never
 make a request: who uses what they say reads it conditionally, so old knowledge costs a refused GET and never a wrong byte.
-`resolve` and `walk` ask the store as a lookup and an `ls -R` would, and what they learn is there for everybody.
+`resolve` and `walk` ask the origin as a lookup and an `ls -R` would, and every caller sees what they learn.
 """
 
 from __future__ import annotations
@@ -43,6 +43,14 @@ class Sibling(NamedTuple):
     object: ObjectId
 
 
+class WalkedFile(NamedTuple):
+    """A file that `walk` met. `path` is relative to the mount."""
+
+    path: str
+    origin: Origin
+    object: ObjectId
+
+
 @dataclass(eq=False, repr=False)
 class TreeQueries:
     _tree: Tree
@@ -53,7 +61,7 @@ class TreeQueries:
     # -- from what is written ----------------------------------------------------------------------
 
     def knows(self, origin: Origin) -> bool:
-        """Whether anything is written down of what is mounted of a store."""
+        """Whether anything is written down of what is mounted of an origin."""
         tops = (top for top in self._tree.tops() if top.origin is origin)
         return any(top.listed.complete or self._tree.scan(top, b"", 1) for top in tops)
 
@@ -131,7 +139,7 @@ class TreeQueries:
         shown = self._tree.shown(directory, rows, generation)
         return [(mark, row) for mark, row in shown if row.known and not mark.endswith(b"/")], end
 
-    # -- asking the store --------------------------------------------------------------------------
+    # -- asking the origin --------------------------------------------------------------------------
 
     async def resolve(self, path: str) -> tuple[Origin, ObjectId] | None:
         """The file at `path`; None when there is no such name. Raises `IsADirectory`, and what a lookup raises."""
@@ -143,8 +151,8 @@ class TreeQueries:
         assert directory.origin is not None
         return directory.origin, object_of(directory, components(path)[-1], found.row)
 
-    async def walk(self, path: str) -> AsyncGenerator[tuple[str, Origin, ObjectId], None]:
-        """(path, origin, object) of the file at `path`, or of all files below it in the order of the listings. Holds one
+    async def walk(self, path: str) -> AsyncGenerator[WalkedFile, None]:
+        """The file at `path`, or all files below it in the order of the listings. Holds one
         slice of each directory on the way down. Raises `NotFound`, and what reading a directory raises."""
         names = components(path)
         directory, found = await self._find(path)
@@ -152,7 +160,7 @@ class TreeQueries:
             raise NotFound(f"no such path: {path}")
         if not found.is_dir:
             assert directory.origin is not None
-            yield _text(names), directory.origin, object_of(directory, names[-1], found.row)
+            yield WalkedFile(_text(names), directory.origin, object_of(directory, names[-1], found.row))
             return
         async with aclosing(self._below(self._tree.directory(found.ino), names)) as files:
             async for file in files:
@@ -172,9 +180,7 @@ class TreeQueries:
             found = answer
         return directory, found
 
-    async def _below(
-        self, directory: Directory, above: list[bytes]
-    ) -> AsyncGenerator[tuple[str, Origin, ObjectId], None]:
+    async def _below(self, directory: Directory, above: list[bytes]) -> AsyncGenerator[WalkedFile, None]:
         handle = DirectoryHandle(directory.ino, directory)
         offset = 0
         while entries := await self._directories.read(handle, offset, SLICE):
@@ -191,7 +197,7 @@ class TreeQueries:
                     answer = await self._looker.look(directory, entry.name)
                     row = answer.row if isinstance(answer, Found) and not answer.is_dir else None
                 if row is not None and directory.origin is not None:
-                    yield _text(path), directory.origin, object_of(directory, entry.name, row)
+                    yield WalkedFile(_text(path), directory.origin, object_of(directory, entry.name, row))
             offset = entries[-1].next_offset
 
 

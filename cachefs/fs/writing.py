@@ -62,13 +62,15 @@ class Writing:
         self._looker = looker
         self._files = files
         self._options = options
-        self._kept = Overrides(tree.database)
-        self._local_changes = LocalChanges(tree, freshness, lister, files, self._kept, writer, wall, times)
+        self._overrides = Overrides(tree.database)
+        self._local_changes = LocalChanges(
+            tree, freshness, lister, files, self._overrides, writer, wall, times
+        )
         self.locks = NameLocks()
-        self.dirty_files = DirtyFiles(self._local_changes, self._kept, files, writer, self.locks)
+        self.dirty_files = DirtyFiles(self._local_changes, self._overrides, files, writer, self.locks)
         writer.on_changed = self._changed_unseen
         self.names = Changing(
-            tree, looker, lister, files, self._local_changes, self._kept, writer, self.shape
+            tree, looker, lister, files, self._local_changes, self._overrides, writer, self.shape
         )
 
     async def claimed(
@@ -91,14 +93,18 @@ class Writing:
     # -- what is shown -----------------------------------------------------------------------------
 
     def shape(self, ino: int, is_dir: bool, row: Row) -> Attributes:
-        """Of what the store has."""
-        kept = self._kept.get(ino) if self._kept.any else _NOTHING
+        """Of what the origin has."""
+        overrides = self._overrides.get(ino) if self._overrides.any else _NOTHING
         if is_dir and (changed := self._local_changes.times.get(ino)) is not None:
-            kept = {**kept, "mtime_ns": changed, "ctime_ns": max(changed, kept.get("ctime_ns", changed))}
-        return self._shape(ino, is_dir, row.size, row.mtime_ns, kept)
+            overrides = {
+                **overrides,
+                "mtime_ns": changed,
+                "ctime_ns": max(changed, overrides.get("ctime_ns", changed)),
+            }
+        return self._shape(ino, is_dir, row.size, row.mtime_ns, overrides)
 
     def attributes(self, row: Row) -> Attributes:
-        """Of what is being written: a held row."""
+        """Of what is being written: a pending row."""
         return self._of_node(self._local_changes.of_row(row))
 
     def orphan(self, ino: int) -> tuple[Attributes, float] | None:
@@ -111,11 +117,11 @@ class Writing:
     def of_handle(self, handle: FileHandle) -> Attributes:
         """Of what is open, whatever its name shows."""
         if (node := handle.node) is not None and handle.size == DIRTY_FILE:
-            (size, mtime_ns), kept = _content(node), node.attrs
+            (size, mtime_ns), overrides = _content(node), node.attrs
         else:
             size, mtime_ns = handle.object.size, handle.mtime_ns
-            kept = self._kept.get(handle.ino) if self._kept.any else _NOTHING
-        return self._shape(handle.ino, False, size, mtime_ns, kept)
+            overrides = self._overrides.get(handle.ino) if self._overrides.any else _NOTHING
+        return self._shape(handle.ino, False, size, mtime_ns, overrides)
 
     def _of_node(self, node: Node) -> Attributes:
         size, mtime_ns = _content(node)
@@ -123,27 +129,27 @@ class Writing:
         return self._shape(node.ino, False, size, mtime_ns, node.attrs, links)
 
     def _shape(
-        self, ino: int, is_dir: bool, size: int, mtime_ns: int, kept: dict[str, Any], links: int = 1
+        self, ino: int, is_dir: bool, size: int, mtime_ns: int, overrides: dict[str, Any], links: int = 1
     ) -> Attributes:
         options = self._options
-        mode = kept.get("mode", options.dir_mode if is_dir else options.file_mode)
+        mode = overrides.get("mode", options.dir_mode if is_dir else options.file_mode)
         return Attributes(
             ino,
             mode | (stat.S_IFDIR if is_dir else stat.S_IFREG),
             2 if is_dir else links,
             DIRECTORY_SIZE if is_dir else size,
-            kept.get("mtime_ns", mtime_ns),
-            kept.get("uid", options.uid),
-            kept.get("gid", options.gid),
-            kept.get("atime_ns", mtime_ns),
-            kept.get("ctime_ns", mtime_ns),
+            overrides.get("mtime_ns", mtime_ns),
+            overrides.get("uid", options.uid),
+            overrides.get("gid", options.gid),
+            overrides.get("atime_ns", mtime_ns),
+            overrides.get("ctime_ns", mtime_ns),
         )
 
     def _attrs(self, above: Directory, is_dir: bool, mode: int, uid: int, gid: int) -> dict[str, Any]:
         """What has to be kept of something new: what is not shown anyhow. A set-gid directory hands its group down, and
         directories in it are set-gid, too."""
         options = self._options
-        over = self._kept.get(above.ino)
+        over = self._overrides.get(above.ino)
         if over.get("mode", options.dir_mode) & stat.S_ISGID:
             gid = over.get("gid", options.gid)
             mode |= stat.S_ISGID if is_dir else 0
@@ -157,7 +163,7 @@ class Writing:
 
     def forget_inode(self, ino: int) -> None:
         """No name leads to it any more: the origin has something else."""
-        self._kept.put(ino, {})
+        self._overrides.put(ino, {})
 
     def clear_set_ids(self, fh: int, later: bool) -> None:
         """A process that may not keep set-uid and set-gid bits has changed the open file; `later`: may change it unseen."""
@@ -167,7 +173,7 @@ class Writing:
         elif node is not None and (cleared := self._cleared(node.attrs)) is not None:
             node.attrs["mode"] = cleared
             if not node.removed:
-                self._kept.put(node.ino, node.attrs)
+                self._overrides.put(node.ino, node.attrs)
 
     def _cleared(self, attrs: dict[str, Any]) -> int | None:
         """The mode without those bits, if it has some."""
@@ -188,7 +194,7 @@ class Writing:
         if "mode" in news:
             news["mode"] = stat.S_IMODE(news["mode"])
         node = self._local_changes.nodes.get(ino)
-        if node is not None and node.dirty_file is not None and (node.held or node.removed):
+        if node is not None and node.dirty_file is not None and (node.pending or node.removed):
             return self._keep_of_node(node, node.dirty_file, news)
         if (shown := self._files.nameless.get(ino)) is not None:
             if node is not None:
@@ -207,7 +213,7 @@ class Writing:
             directory, mark = self._tree.locate(ino)
             node = self._local_changes.at(directory, name_in(mark))
             if node is not None and node.ino == ino:
-                if node.held and node.dirty_file is not None:
+                if node.pending and node.dirty_file is not None:
                     return self._keep_of_node(node, node.dirty_file, news)
                 node.attrs.update(news)  # its first change would bring the old ones back
             row = self._tree.row(directory, mark)
@@ -216,14 +222,14 @@ class Writing:
         if (changed := self._local_changes.times.get(ino)) is not None:
             mtime_ns = changed
             news = {"mtime_ns": mtime_ns, **news}
-        kept = self._kept.get(ino)
-        self._kept.put(ino, kept | _with_atime(kept, mtime_ns, news))
+        overrides = self._overrides.get(ino)
+        self._overrides.put(ino, overrides | _with_atime(overrides, mtime_ns, news))
         self._local_changes.times.drop(ino)  # not before: the process may be killed in between
         return True
 
-    async def kept(self) -> None:
+    async def overrides_committed(self) -> None:
         """Return when a kill does not undo what was set. Raises `NoRoom`, `CacheUnusable`."""
-        await self._kept.written()
+        await self._overrides.written()
 
     def _keep_of_node(self, node: Node, dirty_file: DirtyFile, news: dict[str, int]) -> bool:
         """Of what is being written. It is kept for the next start, too: the journal says what was set when the file was
@@ -231,7 +237,7 @@ class Writing:
         dirty_file.look()  # a later one would take what is set now for older than the change
         node.attrs.update(_with_atime(node.attrs, _content(node)[1], news))
         if self._local_changes.named(node):
-            self._kept.put(node.ino, node.attrs)
+            self._overrides.put(node.ino, node.attrs)
         return False
 
     # -- files -------------------------------------------------------------------------------------
@@ -287,7 +293,7 @@ class Writing:
     def open_reader(self, directory: Directory, mark: bytes, row: Row, pid: int) -> Opened | None:
         """A handle to read what is being written, or was until a moment ago; None where there is no such thing."""
         if not row.known:
-            node = self._local_changes.held.get((directory.ino, mark))
+            node = self._local_changes.pending.get((directory.ino, mark))
         else:
             node = self._local_changes.fresh(directory, mark, row)
         return None if node is None else self.dirty_files.open_reader(node, pid)
@@ -337,12 +343,12 @@ class Writing:
         writable(directory)
         check_name(directory, name)
         found = await self.names.mkdir(directory, name)
-        self._kept.put(found.ino, self._attrs(directory, True, mode, uid, gid))
+        self._overrides.put(found.ino, self._attrs(directory, True, mode, uid, gid))
         return found
 
     async def recover(self) -> None:
         if not self._tree.database.was_clean:
-            # What was under way when an earlier daemon died may have reached the store, and is in no row here.
+            # What was under way when an earlier daemon died may have reached the origin, and is in no row here.
             self._tree.database.write(self._tree.refresh(self._tree.root))
         origins = [top.origin for top in self._tree.tops() if top.origin is not None]
         await self.names.recover(origins, self._place)
@@ -360,11 +366,11 @@ class Writing:
         raise NotFound(f"{key} is not below what is mounted")
 
 
-def _with_atime(kept: dict[str, int], mtime_ns: int, news: dict[str, int]) -> dict[str, int]:
+def _with_atime(overrides: dict[str, int], mtime_ns: int, news: dict[str, int]) -> dict[str, int]:
     """What is set, and the time of the last use if that follows the time of the content, which is set alone."""
     if "mtime_ns" not in news:
         return news
-    return {"atime_ns": kept.get("atime_ns", mtime_ns), **news}
+    return {"atime_ns": overrides.get("atime_ns", mtime_ns), **news}
 
 
 def _content(node: Node) -> tuple[int, int]:
@@ -372,7 +378,7 @@ def _content(node: Node) -> tuple[int, int]:
     dirty_file = node.dirty_file
     assert dirty_file is not None
     dirty_file.look()
-    info = None if node.held else dirty_file.committed
+    info = None if node.pending else dirty_file.committed
     return dirty_file.size, dirty_file.mtime_ns if info is None else info.mtime_ns
 
 

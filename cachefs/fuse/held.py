@@ -105,6 +105,14 @@ def why_not(config: Config) -> str:
     return ""
 
 
+class Agreed(NamedTuple):
+    """What a connection was negotiated to: the mount's device number, the protocol's minor version, and flags."""
+
+    number: str
+    minor: int
+    flags: int
+
+
 class Held:
     """One for each daemon that a holder has started."""
 
@@ -193,10 +201,10 @@ class Held:
         socket.send_fds(self._socket, [b"/dev/fuse"], [fd])
         self.holds = True
 
-    def agreed(self) -> tuple[str, int, int]:
-        """The mount's device number, protocol minor version and flags."""
+    def agreed(self) -> Agreed:
+        """What the daemon that negotiated has written down."""
         _, minor, flags, _, number = _CONNECTION.unpack_from(self._state, _CONNECTION_AT)
-        return number.rstrip(b"\0").decode(), minor, flags
+        return Agreed(number.rstrip(b"\0").decode(), minor, flags)
 
     def status(self) -> dict[str, int | float]:
         """For `cachefs status`."""
@@ -276,7 +284,7 @@ class HandleRecord(NamedTuple):
 
 
 READS, READS_WRITTEN, WRITES = range(3)
-"""A handle was opened to read a version of the store, to read what is being written, or to write."""
+"""A handle was opened to read a version of the origin, to read what is being written, or to write."""
 
 
 def described(

@@ -32,7 +32,7 @@ from cachefs.base.linux import libc, mount_at
 from cachefs.base.metrics import Metrics
 from cachefs.base.tasks import contained
 from cachefs.fs import Backing, Entry, FileSystem
-from cachefs.fs.filesystem import Opened
+from cachefs.fs.filesystem import Created, Opened
 from cachefs.fs.reader import Buffer
 from cachefs.fuse import callers, connection, protocol
 from cachefs.fuse.connection import CONGESTION, DETACH, FORCE, MAX_BACKGROUND
@@ -41,7 +41,6 @@ from cachefs.fuse.notifier import Notifier
 from cachefs.fuse.operations import (
     CHANGING,
     WRITING,
-    Created,
     Looked,
     Operations,
     Pending,

@@ -24,7 +24,7 @@ from cachefs.base.linux import memory_limit
 from cachefs.base.logs import Repeats
 from cachefs.base.metrics import Metrics
 from cachefs.fs import Attributes, Entry, FileSystem, Space
-from cachefs.fs.filesystem import Opened
+from cachefs.fs.filesystem import Created, Opened
 from cachefs.fs.reader import Buffer
 from cachefs.fuse.callers import Writers
 from cachefs.fuse.errno_table import GRACE_S, OURS, errno_of_foreign, tell
@@ -38,9 +38,6 @@ Shown = tuple[Attributes, float]
 
 Looked = tuple[Attributes | None, float]
 """The same for a name. None means that there is no such name, and the kernel may keep that as long."""
-
-Created = tuple[Attributes, float, Opened]
-"""The same for a new file, and how it was opened."""
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_TRUNC
 """Flags of an open that may change the file."""

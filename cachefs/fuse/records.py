@@ -116,7 +116,7 @@ class Records:
 
     def asked_again(self, unique: int) -> int:
         """The kernel repeats an OPEN: it never heard of the handle that the daemon before had made for it. Of one that
-        writes, this is called once there is another handle: the last close of a file would bring it to the store. Returns
+        writes, this is called once there is another handle: the last close of a file would bring it to the origin. Returns
         the handle that is gone, 0 if there was none."""
         fh = self._unanswered.pop(unique & ~RESENT, None)
         if fh is not None:

@@ -122,7 +122,10 @@ def _examine(mountpoint: Path | None, cache_dir: Path | None, measure: bool) -> 
         yield from peers(status)
     if not statuses and not silent:
         yield Finding(
-            "note", "mounts", "none of this user", "name the mountpoint, or ask as the one who mounted it"
+            "note",
+            "mounts",
+            "none of this user",
+            "name the mountpoint, or run this as the user who mounted it",
         )
 
 

@@ -71,6 +71,7 @@ SAMPLED = (
     "fuse_open",
     "passthrough_opens",
     "passthrough_blocks",
+    "page_cache_blocks",
     "fuse_read",
     "fuse_read_bytes",
     "origin_bytes",

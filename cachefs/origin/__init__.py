@@ -1,6 +1,6 @@
 """The origin: an object store seen from trio.
 
-A *client* (obstore, fsspec, a directory) is a blocking, thread-safe object that makes one attempt per call and knows one
+A *client* (HTTP, fsspec, a directory) is a thread-safe object that makes one attempt per call and knows one
 vendor. `Origin` adds what is the same for all: worker threads, the concurrency limiter, retries with jitter, resumption of a
 broken body, deadlines, the limits on bytes a second, and counting. Other rooms see only `Origin`.
 

@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 from urllib.parse import quote, urlsplit
 from xml.etree import ElementTree
 
@@ -340,14 +340,21 @@ def _shown(key: str, size: int, headers: Mapping[str, str]) -> ObjectInfo:
     return ObjectInfo(key, size, mtime_ns, quoted(headers.get("etag", "")) or made_up(mtime_ns, size))
 
 
-def _described(request: Request) -> tuple[dict[str, str], Body | bytes, int]:
-    """Headers, body and its length."""
+class _Described(NamedTuple):
+    """Of a request: its headers, and its body with the length in bytes."""
+
+    headers: dict[str, str]
+    body: Body | bytes
+    size: int
+
+
+def _described(request: Request) -> _Described:
     given, body, size = dict(request.headers), request.body, 0
     if request.method in ("PUT", "POST"):
         size = len(body) if isinstance(body, bytes) else body.size
         given["Content-Length"] = str(size)
         given.setdefault("Content-Type", ANY_TYPE)
-    return given, body, size
+    return _Described(given, body, size)
 
 
 def written(reply: Reply) -> Written:

@@ -84,8 +84,12 @@ class _Links(HTMLParser):
             self.found += [value for name, value in attrs if name == "href" and value]
 
 
-def web_client(url: str, *, stall_s: float) -> tuple[HttpClient, str, str]:
-    """The client, the origin's identity, and the key prefix of `url`."""
+OpenedClient = tuple[HttpClient, str, str]
+"""The client, the origin's identity, and the key prefix."""
+
+
+def web_client(url: str, *, stall_s: float) -> OpenedClient:
+    """A client of the web server that `url` names."""
     parts = urlsplit(url)
     if not parts.hostname:
         raise ConfigError(f"{url!r} names no host")

@@ -3,7 +3,7 @@
     GET /v1/blocks?…     blocks [start, stop) of one object version, all within one extent
     GET /v1/bring?…      fetch and cache them; the reply is empty, and comes when they are cached
     GET /v1/have?…       which of them this node has cached, as a bitmap
-    GET /v1/hello        this node's handshake
+    GET /v1/handshake        this node's handshake
 
 The query has all that a node needs to fetch the object version itself. No part of it is used as a path. The fields have one
 order and none is optional, so each request is written in one way, and can be signed as it is.
@@ -38,7 +38,7 @@ from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count, block_l
 BLOCKS = "/v1/blocks"
 BRING = "/v1/bring"
 HAVE = "/v1/have"
-HANDSHAKE = "/v1/hello"
+HANDSHAKE = "/v1/handshake"
 
 WORKING = spell_reply(102, {})
 """The sign of life before a reply."""
@@ -49,7 +49,7 @@ WORKING_EVERY_S = 1.0
 MAX_RANK = 15
 """Replicas and successors of one extent together."""
 
-MAC = "Cachefs-Seal"
+MAC = "Cachefs-MAC"
 """The header with the MAC of a reply."""
 
 MAX_TARGET_BYTES = 14 << 10
@@ -248,7 +248,7 @@ class Handshake:
         return replace(found, weight=float(found.weight))
 
 
-VERSION = 2
+VERSION = 3
 """Of this protocol, and of the rules by which two nodes find the same owner (`Handshake.version`)."""
 
 

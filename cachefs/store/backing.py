@@ -38,13 +38,14 @@ TO_PREPARE = 256
 
 
 class BackingFile:
-    """A file on its way to the kernel. `id` is the kernel's name for it, 0 until it has one; `fd` is -1 from then on."""
+    """A file on its way to the kernel. `id` is the kernel's name for it, 0 until it has one; `fd` is -1 from then on.
+    `blocks` is how many the cache has of it."""
 
-    __slots__ = ("fd", "id")
+    __slots__ = ("blocks", "fd", "id")
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.id = 0
+        self.id = self.blocks = 0
 
     def registered(self, backing_id: int) -> None:
         """The kernel holds the file by itself now."""
@@ -64,7 +65,7 @@ class BackingFile:
 class Backing(BackingFile):
     """A whole, verified, immutable file of the cache. `users` counts the opens that share it."""
 
-    __slots__ = ("_idle", "_metrics", "_passthrough", "blocks", "copies", "object", "reused", "tier", "users")
+    __slots__ = ("_idle", "_metrics", "_passthrough", "copies", "object", "reused", "tier", "users")
 
     def __init__(
         self, passthrough: Passthrough, obj: CachedObject, tier: Tier, fd: int, copies: list[Copy]
@@ -98,12 +99,13 @@ class Backing(BackingFile):
 class Settled:
     """A version that is whole on one tier, and that no passthrough can serve from there."""
 
-    __slots__ = ("_catalog", "_copies", "_object")
+    __slots__ = ("_catalog", "_copies", "_object", "blocks")
 
     def __init__(self, catalog: Catalog, obj: CachedObject, copies: list[Copy]) -> None:
         self._catalog = catalog
         self._object = obj
         self._copies = [(copy, copy.bitmap) for copy in copies]
+        self.blocks = sum(copy.bitmap.bit_count() for copy in copies)
 
     def reuse(self) -> bool:
         """Whether that is still so."""
@@ -226,7 +228,7 @@ class Passthrough:
                 settled = Settled(self._catalog, obj, copies)
         return settled
 
-    def to_seal(self, obj: CachedObject) -> tuple[Tier, list[Copy]] | None:
+    def to_make_immutable(self, obj: CachedObject) -> tuple[Tier, list[Copy]] | None:
         """The tier that `open` takes once its file is made immutable, if that may have to wait for a disk, and the copies
         there."""
         if obj.backing is not None or self._closed:
@@ -240,8 +242,8 @@ class Passthrough:
         return None
 
     async def make_immutable(self, obj: CachedObject) -> None:
-        """Make the file that `to_seal` has found immutable, if possible; then `open` does not wait for the disk."""
-        found = self.to_seal(obj)
+        """Make the file that `to_make_immutable` has found immutable, if possible: `open` then need not wait."""
+        found = self.to_make_immutable(obj)
         if found is None:
             return
         tier, copies = found

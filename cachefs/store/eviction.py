@@ -25,11 +25,11 @@ also decides whether a dataset has epochs at all; without them, recency decides.
   is noise; many close together mean that a new epoch began with the first of them. A dataset has epochs if at that moment
   most of its known units had been used, and nearly every use was a re-reference. Neither holds for uses at random or by
   popularity. Used units are remembered beyond what is cached, as a sample by hash (as in SHARDS).
-- `Seen` is the access filter: which units this epoch has had. It covers all units, more compactly than the sample.
+- `AccessFilter` says which units this epoch has had. It covers all units, more compactly than the sample.
 - `SharedDataset` handles a dataset that several nodes read through this one. If each of four nodes reads all of it in its
   own order, a unit is used four times an epoch, which looks like no epoch or four short ones. Each *pair* of a unit and a
-  requesting peer occurs once an epoch, so pairs are watched in the same way. A unit is *spent* when as many nodes have
-  had it in this epoch as in the last. If each node reads a part that changes every epoch (a distributed sampler), pairs
+  requesting peer occurs once an epoch, so pairs are watched in the same way. A unit is *evictable first* when as many nodes
+  have had it in this epoch as in the last. If each node reads a part that changes every epoch (a distributed sampler), pairs
   show no epochs and units do. Peers are told apart by host.
 
 Why not set dueling (DIP: recency against bimodal insertion, decided by two sampled caches)? It was played over the
@@ -78,7 +78,7 @@ _DIGIT = (1 << 28) - 1
 Python's fastest."""
 
 
-class Seen:
+class AccessFilter:
     """A growing Bloom filter of evenly distributed 64-bit hashes: two bytes a unit when full. It contains all units that
     were added, and less than one in a hundred of the others. Adding takes 2 µs among 200,000 (measured)."""
 
@@ -193,7 +193,7 @@ class Dataset:
     last_hit_ratio: float | None = None
     unit_bytes: float = 0.0
     changed: bool = True
-    seen: Seen = field(default_factory=Seen)
+    access_filter: AccessFilter = field(default_factory=AccessFilter)
 
     @classmethod
     def begun(cls, clock: int, *, noisy: bool = False) -> Dataset:
@@ -277,7 +277,7 @@ class Dataset:
         self.edge = before[-min(len(before), math.ceil(self.correlated * self.rate))] if before else clock
         self.number += 1
         self.agains.clear()
-        self.seen = Seen()
+        self.access_filter = AccessFilter()
         self.last_hit_ratio = self.hit_ratio
         self.hits = self.uses = 0
 
@@ -366,7 +366,7 @@ class SharedDataset:
         pairs = self.pairs
         self._requesters[slot] = pairs.number
         pairs.last, pairs.idle = clock, False
-        pairs.seen.add(_mixed(unit, slot))
+        pairs.access_filter.add(_mixed(unit, slot))
         if unit >= pairs.threshold:
             return False
         # All pairs of a unit are sampled, or none: they differ in the lowest bits.
@@ -374,17 +374,17 @@ class SharedDataset:
             return False
         self._requesters = {slot: last for slot, last in self._requesters.items() if last >= pairs.number - 1}
         units = [pair // SLOTS for pair, use in pairs.sample.items() if use[0] >= pairs.previous]
-        # Rounded up: too high a number means that less is spent, and no unit that a node still wants.
+        # Rounded up: too high a number makes fewer units evictable first, and none that a node still wants.
         self.each = math.ceil(len(units) / len(set(units)) - 0.1) if units else 0
         return True
 
     def comes(self, unit: int) -> None:
         """As `Epochs.comes`."""
-        self.pairs.seen.add(_mixed(unit, 0))
+        self.pairs.access_filter.add(_mixed(unit, 0))
 
     def had_here(self, unit: int) -> bool:
         """True if this node's own readers have had it in this epoch."""
-        return _mixed(unit, 0) in self.pairs.seen
+        return _mixed(unit, 0) in self.pairs.access_filter
 
     @property
     def epochs(self) -> bool:
@@ -393,11 +393,11 @@ class SharedDataset:
         first = pairs.number == 1 and pairs.count >= FIRST_LEAST and len(self._requesters) > 1
         return pairs.epochs or (first and len(pairs.agains) <= FIRST_AGAIN * pairs.count)
 
-    def spent(self, unit: int) -> bool:
+    def evictable_first(self, unit: int) -> bool:
         """True if all nodes that are expected to read it have; in the first epoch, all that are known."""
         missing = len(self._requesters) - self.each if self.each else 0
         for slot in self._requesters:
-            if _mixed(unit, slot) not in self.pairs.seen:
+            if _mixed(unit, slot) not in self.pairs.access_filter:
                 missing -= 1
                 if missing < 0:
                     return False
@@ -440,7 +440,7 @@ class Epochs:
             found = self._add(dataset, clock)
         found.last = clock
         found.idle = False
-        found.seen.add(unit)
+        found.access_filter.add(unit)
         shared = self._shared.get(dataset)
         before = found if shared is None else self._decides(dataset)
         begun = unit < found.threshold and found.used(unit, clock, length, hit)
@@ -464,20 +464,20 @@ class Epochs:
         return shared.pairs
 
     def protects(self, dataset: int, clock: int) -> bool:
-        """True if a copy last used at `clock` is still to be used in this epoch of its dataset, unless it is `spent`."""
+        """True if a copy last used at `clock` is still to be used in this epoch, unless it is `evictable_first`."""
         found = self._decides(dataset)
         if found is None or clock < found.previous or found.idle or not self._keeps(dataset, found):
             return False
         return clock < found.start or (dataset in self._shared and self._shared[dataset].pairs is found)
 
-    def spent(self, dataset: int, unit: int) -> bool:
+    def evictable_first(self, dataset: int, unit: int) -> bool:
         """True if all nodes have had the unit in this epoch; False where pairs do not decide."""
         shared = self._shared.get(dataset)
         return (
             shared is not None
             and shared.pairs is self._decides(dataset)
             and self._keeps(dataset, shared.pairs)
-            and shared.spent(unit)
+            and shared.evictable_first(unit)
         )
 
     def start(self, dataset: int) -> int:
@@ -501,7 +501,7 @@ class Epochs:
 
     def comes(self, dataset: int, unit: int) -> None:
         """A reader of this node is about to use it: from now on this epoch has had it."""
-        (self._datasets.get(dataset) or self._add(dataset, self._now)).seen.add(unit)
+        (self._datasets.get(dataset) or self._add(dataset, self._now)).access_filter.add(unit)
         if dataset in self._shared:
             self._shared[dataset].comes(unit)
 
@@ -515,7 +515,7 @@ class Epochs:
         if shared is not None and shared.pairs is found:
             return shared.had_here(unit)
         use = found.sample.get(unit)
-        return unit in found.seen or (use is not None and use[0] >= found.start)
+        return unit in found.access_filter or (use is not None and use[0] >= found.start)
 
     def _add(self, dataset: int, clock: int) -> Dataset:
         if len(self._datasets) >= TRACKED:
@@ -693,9 +693,9 @@ PREFETCHED_COPIES = 65_536
 """Copies that may wait so, about 400 bytes each: a terabyte of large files. Beyond it the oldest wait no longer. A bound of
 memory."""
 
-SPENT = 65_536
-"""Spent copies that are remembered of a tier, about 200 bytes each. A bound of memory: many more than go before the next are
-spent."""
+EVICTABLE_FIRST = 65_536
+"""Copies to be evicted first that are remembered of a tier, about 200 bytes each. A bound of memory: many more than are
+evicted before there are others."""
 
 LOOKED_AT = 64
 """Remote-owned copies that one search passes over because they are in use; they come last in the next one. Guessed."""
@@ -724,6 +724,9 @@ class Class(enum.IntEnum):
     PROTECTED = 3
     """It waits for its first reader, or this epoch has yet to use it."""
 
+
+OrderKey = tuple[int, Class, int]
+"""(tier, priority class, clock): the order of eviction."""
 
 Classes = tuple[Class, ...]
 """Classes that may be evicted for something to come, in their order."""
@@ -866,7 +869,7 @@ class Eviction:
         self.datasets = Datasets()
         self.course = Course(self.epochs, self.datasets)
         self.remote_owned = Keys()
-        self._spent = Keys(SPENT)
+        self._evictable_first = Keys(EVICTABLE_FIRST)
         self._waiting: OrderedDict[CopyKey, Waiting] = OrderedDict()
         self._evictable = {
             tier.number: Walk(index, tier.number, lambda *row: self.class_of(*row) is not Class.EVICTABLE)
@@ -888,9 +891,11 @@ class Eviction:
         return Class.PROTECTED if self._wanted(key, clock, dataset) else Class.EVICTABLE
 
     def _wanted(self, key: CopyKey, clock: int, dataset: int) -> bool:
-        return key in self._waiting or (self.epochs.protects(dataset, clock) and key not in self._spent)
+        return key in self._waiting or (
+            self.epochs.protects(dataset, clock) and key not in self._evictable_first
+        )
 
-    def key(self, copy: Copy) -> tuple[int, Class, int]:
+    def key(self, copy: Copy) -> OrderKey:
         """The copy's place in the order of eviction."""
         return copy.tier, self.class_of(copy.key, copy.clock, copy.dataset), copy.clock
 
@@ -933,8 +938,8 @@ class Eviction:
         length = self._catalog.extent_bytes(copy)
         self.epochs.used(copy.dataset, unit, copy.clock, length, hit=hit, requester=requester)
         self._look_again()
-        if self.epochs.spent(copy.dataset, unit):
-            self._spent.add(copy.key)
+        if self.epochs.evictable_first(copy.dataset, unit):
+            self._evictable_first.add(copy.key)
 
     def prefetched(self, copy: Copy) -> None:
         """Blocks have come that no reader has asked for yet."""
@@ -971,8 +976,8 @@ class Eviction:
             target.clock, target.used = source.clock, source.used
         if source.key in self._waiting and target.key not in self._waiting:
             self._wait(target, self._waiting[source.key].until)
-        if source.key in self._spent:
-            self._spent.add(target.key)
+        if source.key in self._evictable_first:
+            self._evictable_first.add(target.key)
         self._catalog.changed(target)
 
     def removed(self, copy: Copy) -> None:
@@ -980,11 +985,11 @@ class Eviction:
         key = copy.key
         self._waiting.pop(key, None)
         self.remote_owned.discard(key)
-        self._spent.discard(key)
+        self._evictable_first.discard(key)
 
     def forget_tier(self, tier: int) -> None:
         self.remote_owned.clear(tier)
-        self._spent.clear(tier)
+        self._evictable_first.clear(tier)
 
     # -- the search --------------------------------------------------------------------------------
 
@@ -1043,12 +1048,14 @@ class Eviction:
         if key is not None:
             obj = catalog.by_digest(key[1])
             return obj, obj.copies[key[0], key[2]]  # type: ignore[return-value]
-        spent = (
-            catalog.copy(catalog.by_digest(d), t, e) for t, d, e in self._spent.oldest(tier) if evictable
+        first = (
+            catalog.copy(catalog.by_digest(d), t, e)
+            for t, d, e in self._evictable_first.oldest(tier)
+            if evictable
         )
         young = (
             copy
-            for copy in chain(spent, catalog.unwritten())
+            for copy in chain(first, catalog.unwritten())
             if copy is not None and copy.tier == tier and copy.bitmap and copy.key not in self.remote_owned
         )
         for copy in islice(young, KEPT_AT_ONCE):
@@ -1069,7 +1076,7 @@ class Eviction:
         """After an epoch began: copies that were protected no longer are."""
         if self._seen_version != self.epochs.version:
             self._seen_version = self.epochs.version
-            self._spent.clear()
+            self._evictable_first.clear()
             for walk in self._evictable.values():
                 walk.restart()
 

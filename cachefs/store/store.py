@@ -34,6 +34,10 @@ DISPOSAL_S = 10.0
 Buffer = bytes | bytearray | memoryview
 
 
+Piece = tuple[int, int, int]
+"""(block, offset, length): one block's share of a range of bytes."""
+
+
 class Shared(NamedTuple):
     """A verified block, as a range of an open file; `checksum` is its xxh3_64."""
 
@@ -151,7 +155,7 @@ class Store:
                 "verified": copy.verified.bit_count(),
                 "arriving": copy.arriving.bit_count(),
                 "pinned": copy.pinned,
-                "borrowed": copy.key in self.eviction.remote_owned,
+                "remote_owned": copy.key in self.eviction.remote_owned,
                 "in_use": copy.pins > 0,
             }
             for copy in self.catalog.all_copies(self.look(object_id))
@@ -208,8 +212,8 @@ class Store:
             self.hit(obj, range(first, last + 1))
         return b"".join(parts)
 
-    def _pieces(self, offset: int, size: int) -> Iterator[tuple[int, int, int]]:
-        """(block, offset, length) of each block's share of the range."""
+    def _pieces(self, offset: int, size: int) -> Iterator[Piece]:
+        """Each block's share of the range."""
         end = offset + size
         while offset < end:
             block = offset // self.block_size
@@ -400,10 +404,10 @@ class Store:
         """Whether the disk of the SSD tier is known not to answer."""
         return any(tier.disk.down for tier in self.tiers)
 
-    def must_seal(self, obj: CachedObject) -> bool:
+    def must_make_immutable(self, obj: CachedObject) -> bool:
         """True if `open_backing` will succeed, but may have to wait for a disk unless `make_immutable` was awaited
         before."""
-        return self.backing_files.to_seal(obj) is not None
+        return self.backing_files.to_make_immutable(obj) is not None
 
     # -- in the background -------------------------------------------------------------------------
 

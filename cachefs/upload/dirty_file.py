@@ -1,4 +1,4 @@
-"""A dirty file: the new content of one file on its way to the store.
+"""A dirty file: the new content of one file on its way to the origin.
 
 Its bytes are in a staging file. Writers take turns, and readers read beside them. Bytes that are being sent do not change
 meanwhile: a writer that reaches such bytes waits for an upload that a caller waits
@@ -136,7 +136,7 @@ class DirtyFile:
 
     @property
     def dirty(self) -> bool:
-        """Whether it holds something that the store does not have."""
+        """Whether it holds something that the origin does not have."""
         return self.content.dirty
 
     @property
@@ -167,7 +167,7 @@ class DirtyFile:
 
     @property
     def committed(self) -> ObjectInfo | None:
-        """The version of the store that has exactly this content; None while dirty, or while a mapping may make it so."""
+        """The version of the origin that has exactly this content; None while dirty, or while a mapping may make it so."""
         return None if self.content.dirty or self.kernel.mapped else self.stored
 
     @property
@@ -188,21 +188,21 @@ class DirtyFile:
         return self.attempt is None and self.trying.due == math.inf and self.dirty and not self.discarded
 
     def has(self, generation: int) -> bool:
-        """Whether the store has had what it held then, or later."""
+        """Whether the origin has had what it held then, or later."""
         stored = self.content.stored
         return stored is not None and stored.generation >= generation
 
     def is_own(self, etag: str, token: str) -> bool:
-        """Whether the store's object under its name is a version that it began with or made, perhaps without being told."""
+        """Whether the origin's object under its name is a version that it began with or made, perhaps without being told."""
         return etag in (self.base, self.stored and self.stored.etag) or token in self.record.tokens
 
     @property
     def conflicts(self) -> bool:
-        """Whether what the store has under its name is another client's object, which was not to be replaced."""
+        """Whether what the origin has under its name is another client's object, which was not to be replaced."""
         return isinstance(self.failure, Conflict)
 
     def copied(self, own: ObjectInfo, info: ObjectInfo) -> None:
-        """What it had at the store is under its new name, as `info`."""
+        """What it had at the origin is under its new name, as `info`."""
         self.trying.unsure = False
         stored = self.content.stored
         if stored is not None and stored.info.etag == own.etag:
@@ -264,7 +264,7 @@ class DirtyFile:
         return await self.file.read(offset, count) if count > 0 else b""
 
     async def write(self, offset: int, data: Buffer) -> None:
-        """Raises `NoRoom` when the disk stays full, `TooLarge` beyond what the store takes. Waits while too much is
+        """Raises `NoRoom` when the disk stays full, `TooLarge` beyond what the origin takes. Waits while too much is
         unsent. `data` must not change until this has returned."""
         async with self.lock:
             count, before = len(data), self.size
@@ -367,7 +367,7 @@ class DirtyFile:
         self._owner.wrote(self)
 
     def within_limits(self, size: int) -> None:
-        """Raises `TooLarge` where the store cannot take so many bytes."""
+        """Raises `TooLarge` where the origin cannot take so many bytes."""
         if size > self.origin.limits.largest_object:
             raise TooLarge(
                 f"{self.origin.name(self.key)}: the origin takes {self.origin.limits.largest_object} bytes at most"
@@ -403,8 +403,8 @@ class DirtyFile:
         self.kernel.shape = self.file.shape()
 
     def resumed(self, row: Mapping[str, Any]) -> None:
-        """Go on from what a daemon that has died says of it (`resumed_row`). What it holds is not compared with what the
-        store has: it may have been written since, so it is dirty."""
+        """Go on from what a daemon that has died says of it (`resumed_row`). What it holds is not compared with the
+        origin's object: it may have been written since, so it is dirty."""
         self.record.ino = row["ino"]
         self.content.removed = row["removed"]
         self.file.resumed(spoiled=row["spoiled"], removed=row["removed"])
@@ -441,7 +441,7 @@ class DirtyFile:
             self.kernel.suspected = self.content.generation
 
     def clear_suspicion(self) -> ObjectInfo | None:
-        """After `reclaim`: the store's version, if no process has changed the file after all. It is not dirty any more."""
+        """After `reclaim`: the origin's version, if no process has changed the file after all. It is not dirty any more."""
         stored = self.content.stored
         if stored is None or self.kernel.suspected != self.content.generation:
             return None

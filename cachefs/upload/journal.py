@@ -5,7 +5,7 @@ their staging files durable: many small files cost the disk one wait. A journal 
 emptied, but refused with the name of its directory, because the files beside it may be the only copy of a user's work.
 
 `Records` writes the rows. An *acknowledged* dirty file is one whose writer was told that its bytes are safe here, or that
-they did not reach the store: it comes back after a crash, with all that its staging file holds then, as on a local file
+they did not reach the origin: it comes back after a crash, with all that its staging file holds then, as on a local file
 system.
 
 A small file that is acknowledged has its *content* in the journal, in the same transaction as its row: its staging file need
@@ -19,7 +19,7 @@ not be synced then, which spares the disk half of its waits. After a power cut t
 | acknowledged | there | pending again, its upload resumed |
 | acknowledged, of a file that another one was renamed over | either | the upload is aborted, the file goes |
 | acknowledged | missing | said, as an error: it was removed from outside |
-| acknowledged, of a store that is not mounted | there | both stay for the mount that has it |
+| acknowledged, of an origin that is not mounted | there | both stay for the mount that has it |
 | not acknowledged | either | the upload is aborted, the file is treated as one without a row |
 | none | there | the file goes if its mark says that it was never acknowledged, else it is kept aside (`orphans.py`) |
 | no journal | there | all files are kept aside |
@@ -329,7 +329,7 @@ class Records:
         self._wake = trio.Event()
 
     def origin(self, source: str, key: str) -> Origin | None:
-        """The mounted store that shows this key."""
+        """The mounted origin that shows this key."""
         found = [o for o in self._origins if o.source == source and key.startswith(o.prefix)]
         return max(found, key=lambda origin: len(origin.prefix), default=None)
 
@@ -495,7 +495,7 @@ Revive = Callable[[str, Mapping[str, Any], Origin], DirtyFile]
 async def look(
     records: Records, staging: Path, revive: Revive, resumed: Mapping[str, DirtyFile], over: Collection[str]
 ) -> list[DirtyFile]:
-    """The dirty files that come back. Asks the stores nothing. Raises `NoRoom`, `CacheUnusable`. Those that are `resumed`
+    """The dirty files that come back. Asks the origins nothing. Raises `NoRoom`, `CacheUnusable`. Those that are `resumed`
     are there already; those that are `over` were replaced by one of them."""
     journal, found = records.journal, list[DirtyFile]()
     records.orphans.update(journal.rows(ORPHANS))

@@ -1,8 +1,7 @@
 """Staging files that the kernel writes without the daemon: passthrough while a process has them open for writing.
 
 The daemon does not hear of such a write. So nothing of a file in passthrough is sent, its size and time are read from the
-file itself (`DirtyFile.look`), and each promise syncs it again. It goes to the store when the last of its writers has closed
-it.
+file itself (`DirtyFile.look`), and each promise syncs it again. It goes to the origin when its last writer has closed it.
 
 A mapping outlives the close, and a writer outlives the daemon; the daemon hears of neither. But the kernel grants no read
 lease on a file that a process has open for writing: so a lease is requested before anything is sent, or given to the cache

@@ -39,7 +39,7 @@ ABOUT_THE_STORE = (OriginFailed, Transient, NoSuchUpload)
 
 
 class Queue:
-    """`committed` is told of each version before its waiters wake; `settle` is given dirty files that the store has.
+    """`committed` is told of each version before its waiters wake; `settle` is given dirty files that the origin has.
     `conditional`: an upload replaces no other client's object. A file is sent `delay_s` after its last change."""
 
     def __init__(
@@ -118,7 +118,7 @@ class Queue:
             await attempt.begun.wait()
 
     async def upload(self, dirty_file: DirtyFile) -> None:
-        """Return when the store has what the dirty file holds now, or it was removed. Raises the upload's error."""
+        """Return when the origin has what the dirty file holds now, or it was removed. Raises the upload's error."""
         wanted = dirty_file.content.generation
         while not dirty_file.has(wanted):
             attempt = await self._started(dirty_file)

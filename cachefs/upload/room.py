@@ -1,7 +1,7 @@
-"""How much may be written and not be at the store: when a writer waits, and what it gets when the disk is full.
+"""How much may be written and not be at the origin: when a writer waits, and what it gets when the disk is full.
 
 Two bounds. Of one file, `UNSENT` bytes may wait for their turn on the wire, where they are sent while the file is written:
-beyond that the writer goes as fast as the store. Of the disk, `keep_free` bytes shall stay free: the cache gives way first,
+beyond that the writer goes as fast as the origin. Of the disk, `keep_free` bytes shall stay free: the cache gives way first,
 then the writer waits for other files to be uploaded and given to the cache, which can evict them. If that does not help, it
 may write into what is kept free, which is kept free for users' files; the last tenth of it is left to others, and then it is
 `NoRoom` to this writer alone.
@@ -39,7 +39,7 @@ RELIEF = 16 << 20
 
 
 class Cache(Protocol):
-    """What the room asks of the store of blocks."""
+    """What `StagingRoom` asks of the cache store."""
 
     @property
     def hangs(self) -> bool:

@@ -1,11 +1,11 @@
 """The way of one dirty file to one key: parts while it is written, the rest at the commit, or all in one request.
 
 A commit that finds no part sent puts a small file whole: one request. A larger one goes in parts, several at a time. What
-the store has forgotten (`NoSuchUpload`) is begun again, once.
+the origin has forgotten (`NoSuchUpload`) is begun again, once.
 
 `Parts` says which bytes go in which part, and when: pure policy.
 
-The cuts are fixed by the store's limits alone (part n begins where part n-1 ends, as long as `Limits.part_size` says), so
+The cuts are fixed by the origin's limits alone (part n begins where part n-1 ends, as long as `Limits.part_size` says), so
 a part's number follows from its offset. While the file is written, a part is *ready* once the *frontier*, as far as the
 file was written from its beginning without a gap, has gone beyond it: a program that writes in order does not come back.
 One that does makes the part *stale*, and it is sent again at the commit, with all else that is *missing*.
@@ -63,7 +63,7 @@ class Piece(NamedTuple):
 
 
 class Parts:
-    """What of a file of `size` bytes the store has, of one multipart upload."""
+    """What of a file of `size` bytes the origin has, of one multipart upload."""
 
     def __init__(self, limits: Limits, size: int = 0) -> None:
         self.size = size
@@ -126,7 +126,7 @@ class Parts:
         return [self._piece(number) for number in range(1, self.count + 1)]
 
     def missing(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """Those of `pieces` that the store does not have just so, except where something is under way for their number."""
+        """Those of `pieces` that the origin does not have just so, except where something is under way for their number."""
         return [p for p in pieces if self._sent.get(p.number) != p and p.number not in self.under_way]
 
     @property
@@ -136,7 +136,7 @@ class Parts:
 
     @property
     def sent_bytes(self) -> int:
-        """What the store has as it is now."""
+        """What the origin has as it is now."""
         return sum(p.stop - p.start for p in self._sent.values() if p == self._piece(p.number))
 
     # What becomes of it.
@@ -159,7 +159,7 @@ class Parts:
         return piece == self._piece(piece.number)
 
     def forget(self) -> None:
-        """The store has nothing of it: the upload is completed, or gone. What is under way lands nowhere."""
+        """The origin has nothing of it: the upload is completed, or gone. What is under way lands nowhere."""
         self._sent.clear()
         self._next = 1
 
@@ -218,7 +218,7 @@ class Sender:
         self._found: dict[int, Part] | None = {}  # of an earlier run; None: not looked at yet
         self._beginning = trio.Lock()
         self._early: dict[int, trio.CancelScope] = {}
-        self._turns: set[Ticket] = set()
+        self._tickets: set[Ticket] = set()
         self._landing = trio.lowlevel.ParkingLot()
 
     # While the file is written.
@@ -267,8 +267,8 @@ class Sender:
     def promote(self) -> None:
         """A caller waits for it now."""
         self.background = False
-        for turn in self._turns:
-            turn.promote()
+        for ticket in self._tickets:
+            ticket.promote()
 
     async def finish(self, pieces: list[Piece], size: int, preconditions: Preconditions) -> ObjectInfo:
         """Make the object of the first `size` bytes, which are `pieces` and stay as they are until this has returned or
@@ -311,7 +311,7 @@ class Sender:
         small = size <= PUT_BYTES or not self._what.origin.limits.most_parts
         if small and self.upload is None and not parts.under_way:
             self.final = True
-            with self._turn() as turn, self._what.file.used():
+            with self._ticket() as ticket, self._what.file.used():
                 return await self._what.origin.put(
                     self._what.key,
                     await self._what.source(size),
@@ -320,7 +320,7 @@ class Sender:
                     if_absent=preconditions.if_absent,
                     token=preconditions.token,
                     settle=False,
-                    turn=turn,
+                    ticket=ticket,
                 )
         if self._found is None:
             assert self.upload is not None
@@ -353,12 +353,12 @@ class Sender:
         upload, landed = None, False
         try:
             upload = await self._open_upload()
-            with self._turn() as turn, self._what.file.used():
+            with self._ticket() as ticket, self._what.file.used():
                 await self._what.file.land()
                 fd, length = self._what.file.fd, piece.stop - piece.start
                 found = self._found.pop(piece.number, None) if self._found else None
                 if found is None or not await trio.to_thread.run_sync(same, found, fd, piece.start, length):
-                    await upload.part(piece.number, fd, piece.start, length, turn=turn)
+                    await upload.part(piece.number, fd, piece.start, length, ticket=ticket)
             landed = upload is self.upload
         finally:
             self.parts.ended(piece, landed=landed)
@@ -384,13 +384,13 @@ class Sender:
         self.upload = upload
 
     @contextmanager
-    def _turn(self) -> Iterator[Ticket]:
-        turn = Ticket(self.background)
-        self._turns.add(turn)
+    def _ticket(self) -> Iterator[Ticket]:
+        ticket = Ticket(self.background)
+        self._tickets.add(ticket)
         try:
-            yield turn
+            yield ticket
         finally:
-            self._turns.discard(turn)
+            self._tickets.discard(ticket)
 
 
 def expected(exc: Exception) -> CachefsError:
@@ -401,7 +401,7 @@ def expected(exc: Exception) -> CachefsError:
 
 
 def same(part: Part, fd: int, start: int, length: int) -> bool:
-    """Whether the store's part holds these bytes: its etag is their MD5, as S3 has it. Elsewhere it is unknown."""
+    """Whether the origin's part holds these bytes: its etag is their MD5, as S3 has it. Elsewhere it is unknown."""
     wanted = part.etag.strip('"').lower()
     if part.size != length or len(wanted) != 32:
         return False

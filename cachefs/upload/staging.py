@@ -1,4 +1,4 @@
-"""Staging files: what was written here and the store does not have yet, as plain files beside the cache.
+"""Staging files: what was written here and the origin does not have yet, as plain files beside the cache.
 
 Bytes are moved in worker threads, because the kernel makes who writes faster than the disk wait. A file is open as
 long as it is in use; thousands may wait for their upload with none open.

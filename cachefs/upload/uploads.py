@@ -1,4 +1,4 @@
-"""All dirty files of this node: begun by a write, brought to the store by a commit, kept until the store has them.
+"""All dirty files of this node: begun by a write, brought to the origin by a commit, kept until the origin has them.
 
 Durable: a commit is an upload. With `writeback` it only makes sure of the bytes and of a row in the journal, and the upload
 follows by itself. Without, a dirty file has a row only while something of it would have to be cleared away after a crash (an
@@ -7,7 +7,7 @@ upload in parts), or kept (its upload failed, and the writer was told so).
 In the end the staging file becomes the version's file in the cache, so what was written here is warm here.
 
 A rename holds the turn of the dirty file and first ends the attempt in progress: it cancels it, or, where the outcome is up
-to the origin, waits for it. What the store has under the old name then may be the dirty file's *own*: the version it began
+to the origin, waits for it. What the origin has under the old name then may be the dirty file's *own*: the version it began
 with, one it made, or one that carries the token of an attempt of unknown outcome. A dirty file that no writer is changing is
 sent under the new name before that goes; otherwise it is copied there. Another client's object stays where it is.
 """
@@ -54,7 +54,7 @@ from cachefs.upload.staging import (
 log = logging.getLogger(__name__)
 
 FLUSHED_AT_ONCE = 64
-"""Dirty files that one `flush` waits for at a time. Derived from the usual concurrency of a store."""
+"""Dirty files that one `flush` waits for at a time. Derived from the usual concurrency of an origin."""
 
 FLUSH_RETRY_S = 5.0
 """How long at most `flush` leaves a failed dirty file alone. Guessed: a user waits."""
@@ -112,9 +112,9 @@ class Together:
 
 class Uploads:
     """`reader` reads what a dirty file begins with; `keep_free_bytes` stay free of the disk. `on_committed` is told of each
-    version that the store has from now on, before its waiters wake (its `mtime_ns` is the dirty file's, where the store's
+    version that the origin has from now on, before its waiters wake (its `mtime_ns` is the dirty file's, where the origin's
     would cost a request). `on_settling` is asked before a dirty file is settled, which waits while it says False.
-    `on_settled` is told that a dirty file's content is the cache's or the store's alone: until then it can be opened.
+    `on_settled` is told that a dirty file's content is the cache's or the origin's alone: until then it can be opened.
     `on_changed` is told that one in passthrough was written. With `memory`, which outlives this process, files that are
     being written do so, too. For `killed` see `Database`.
 
@@ -246,13 +246,13 @@ class Uploads:
         return dirty_file
 
     def open(self, dirty_file: DirtyFile) -> None:
-        """One user more, reader or writer."""
+        """Add one user, a reader or a writer."""
         dirty_file.open()
         if dirty_file.handles == 1:
             self.noted(dirty_file)
 
     def release(self, dirty_file: DirtyFile) -> None:
-        """One user less. Behind the last one a dirty dirty file goes to the store by itself."""
+        """Remove one user. After the last one has gone, a file that is dirty is uploaded without a caller."""
         if dirty_file.handles == 1 and self._shown_from_cache(dirty_file):
             self._release_later(dirty_file)
             return
@@ -272,7 +272,7 @@ class Uploads:
             contained(self._queue.nursery, f"closing {dirty_file.key}", self._after_release, dirty_file)
 
     def _settle_soon(self, dirty_file: DirtyFile) -> None:
-        """It is not in use, and the origin has it."""
+        """Begin to settle a file that is not in use and that the origin has."""
         if dirty_file.content.adopted:
             # At once: its file is the cache's, so it cannot be opened here any more.
             self._settled(dirty_file)
@@ -343,8 +343,8 @@ class Uploads:
         self._queue.plan(dirty_file, self._queue.delay_s if self._writeback else 0.0)
 
     async def commit(self, dirty_file: DirtyFile) -> None:
-        """Durable: what it holds now is in the store. Writeback: on this disk, and will be in the store;
-        or in the store, where the journal was removed. Raises what failed:
+        """Durable: what it holds now is at the origin. Writeback: on this disk, and will be at the origin;
+        or at the origin, where the journal was removed. Raises what failed:
         the dirty file stays pending then, and is tried again by itself. With writeback, the failure of an upload since the
         last commit is raised, once."""
         dirty_file.look()
@@ -375,7 +375,7 @@ class Uploads:
             self._queue.plan(dirty_file, self._queue.delay_s)
 
     async def moved(self, old: ObjectId, new: ObjectId) -> None:
-        """The store has copied a version: what is cached of it here is the other's from now on."""
+        """The origin has copied a version: what is cached of `was` here belongs to the copy from now on."""
         if not self._hangs():
             await self._store.recast(old, new)
 
@@ -384,7 +384,7 @@ class Uploads:
         return [dirty_file for dirty_file in self._dirty_files.values() if dirty_file.discarded]
 
     def pending(self) -> list[DirtyFile]:
-        """All that the store does not have as it is."""
+        """The dirty files whose present content the origin does not have."""
         return [
             dirty_file
             for dirty_file in self._dirty_files.values()
@@ -488,12 +488,12 @@ class Uploads:
         return dirty_file
 
     def _forget(self, dirty_file: DirtyFile) -> None:
-        """It is not needed any more."""
+        """Remove a dirty file that is not needed any more."""
         if self._disk.shared is not None:
             self._disk.shared.records.drop(dirty_file.id)
 
     def _drop(self, dirty_file: DirtyFile) -> None:
-        """It was removed. Handles that are open keep the file."""
+        """Remove the staging file of a dirty file that lost its name. Open handles keep it."""
         if self._disk.shared is not None and dirty_file.ino and dirty_file.handles:
             self._put_record(dirty_file)
         else:
@@ -516,12 +516,12 @@ class Uploads:
         upload: bool = True,
         leaves: Callable[[ObjectInfo], Awaitable[object]] | None = None,
     ) -> bool:
-        """Its content goes to `key` (of the same store). `base` is the etag of what it is to replace there, `over` the
+        """Its content goes to `key` (of the same origin). `base` is the etag of what it is to replace there, `over` the
         dirty file, which the caller is discarding: after a crash at most one of them is back. Free as long as nothing of it
-        is at the store; else it is uploaded under the new name first, or, if it is half a change, or all at the store, or
-        `upload` is not wanted, what the store has is copied.
+        is at the origin; else it is uploaded under the new name first, or, if it is half a change, or all at the origin, or
+        `upload` is not wanted, what the origin has is copied.
 
-        Returns whether the store has something of it under the old key still, which the caller deletes; `leaves` is told
+        Returns whether the origin has something of it under the old key still, which the caller deletes; `leaves` is told
         what, before a crash may bring the dirty file back under the new one. Raises what uploads and copies do, and then it
         has its old name."""
         async with dirty_file.trying.turn:
@@ -549,7 +549,7 @@ class Uploads:
         return own is not None
 
     async def _own(self, dirty_file: DirtyFile) -> ObjectInfo | None:
-        """What the store has under its name, if that goes with it."""
+        """The origin's current object at this key, if it is a version this file wrote."""
         if dirty_file.base is None and not dirty_file.trying.unsure:
             return None
         try:
@@ -593,7 +593,8 @@ class Uploads:
     async def _send_renamed(
         self, dirty_file: DirtyFile, origin: Origin, key: str, base: str | None, tokens: list[str]
     ) -> None:
-        """Return when the store has it under its new name; when it has not, it gets the old one back, which these are of."""
+        """Return when the origin has the file under its new name. If that fails, the file gets its old name back, which is
+        `key` at `origin`, with `base` and `tokens`."""
         wanted = dirty_file.content.generation
         error: CachefsError = OriginFailed(
             f"{dirty_file.origin.name(dirty_file.key)} is being written: it keeps its name"
@@ -625,7 +626,7 @@ class Uploads:
                 dirty_file.record.tokens, dirty_file.trying.unsure = tokens, True
 
     def _soon(self, dirty_file: DirtyFile) -> None:
-        """What was refused under another name need not wait any longer."""
+        """Retry at once an upload that was refused under another name."""
         if dirty_file.trying.failures and dirty_file.acknowledged:
             dirty_file.trying.failures = 0
             if dirty_file.conflicts:
@@ -639,10 +640,10 @@ class Uploads:
         replaced: bool = False,
         instead: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
-        """Its name is gone: nothing of it goes to the store any more, and its users keep what they have. Unless the name was
-        `replaced` by another, what an upload under way may just have made is deleted at the store. `instead` is what takes
-        the name away, called when no upload is under way: until it has returned, the dirty file survives a crash, and when
-        it raises, nothing has happened."""
+        """Give a dirty file up, because its name goes. Nothing of it is uploaded any more, and its users keep what they
+        have. Unless the name was `replaced` by another file, an object that an upload under way may just have made is
+        deleted at the origin. `instead` takes the name away; it is called when no upload is under way. Until it has
+        returned, the dirty file survives a crash; when it raises, nothing has happened."""
         stored = dirty_file.stored
         dirty_file.content.removed = True
         async with dirty_file.trying.turn:
@@ -888,7 +889,7 @@ class Uploads:
         *,
         at_the_end: bool = False,
     ) -> list[DirtyFile]:
-        """Wait until the store has all that was acknowledged or closed (of those that `under` chooses), but for what is
+        """Wait until the origin has all that was acknowledged or closed (of those that `under` chooses), but for what is
         being changed just now, unless it is `at_the_end`; returns what it has not. Without a deadline each is tried once,
         with one until then, except where it would be in vain."""
         chosen = [
@@ -913,7 +914,7 @@ class Uploads:
 
     async def recover(self, open_inos: Container[int] = frozenset()) -> list[DirtyFile]:
         """What an earlier run has left: call once, before anything else. Acknowledged dirty files are pending again, and are
-        returned; the rest is cleared away, where the store has a part of it in the background. What was being written goes
+        returned; the rest is cleared away, where the origin has a part of it in the background. What was being written goes
         on where there is `memory`; `open_inos` are the inodes that the kernel has open."""
         resumed, over = (
             (dict[str, DirtyFile](), set[str]())

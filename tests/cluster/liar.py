@@ -1,7 +1,7 @@
 """A peer that does not do what it should: it has the cluster's key, and a host of its own.
 
 Of itself it says what the requesting peer says of itself, but for the name, so that one takes it for a member with the usual
-share. How it answers a request for blocks is for the `Lie`: given the request and the seals of an honest answer, the bytes
+share. How it answers a request for blocks is for the `Lie`: given the request and the MACs of an honest answer, the bytes
 to send, and whether to hang up or to keep silent after them. It knows the bytes of all that `Dataset.many` made, and may as
 well be honest."""
 
@@ -47,9 +47,9 @@ def body(request: BlockRequest, macs: Macs) -> bytes:
 
 
 def head(macs: Macs, length: int, status: str = "200 OK", immutable: bytes = b"", more: str = "") -> bytes:
-    """Of a reply, sealed. `immutable` is the body, but for blocks."""
+    """Of a reply, with its MAC. `immutable` is the body, but for blocks."""
     mac = macs.reply(int(status[:3]), length, immutable)
-    return f"HTTP/1.1 {status}\r\nContent-Length: {length}\r\nCachefs-Seal: {mac}\r\n{more}\r\n".encode()
+    return f"HTTP/1.1 {status}\r\nContent-Length: {length}\r\nCachefs-MAC: {mac}\r\n{more}\r\n".encode()
 
 
 def honest(request: BlockRequest, macs: Macs) -> Answer:
@@ -110,7 +110,7 @@ def of_a_stranger(request: BlockRequest, macs: Macs) -> Answer:
     return honest(request, macs._replace(key=Key(b"another key than the others have")))
 
 
-def unsealed(request: BlockRequest, macs: Macs) -> Answer:
+def without_mac(request: BlockRequest, macs: Macs) -> Answer:
     sent = body(request, macs)
     return Answer(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(sent) + sent)
 
@@ -135,7 +135,7 @@ LIES: dict[str, Lie] = {
         for_ever_working,
         endless_headers,
         of_a_stranger,
-        unsealed,
+        without_mac,
     )
 } | {
     "not here": refusing("404 Not Found"),

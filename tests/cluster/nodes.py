@@ -1,4 +1,4 @@
-"""Daemons on hosts of their own, what they read, and the books they keep: real commands, real mounts, real packets."""
+"""Daemons on hosts of their own, what they read, and the counters they keep: real commands, real mounts, real packets."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ class Cluster:
             metrics = self.metrics()
             return sum(m["peer_bytes_in"] for m in metrics) == sum(m["peer_bytes_out"] for m in metrics)
 
-        # First, to know the kind: a reply that was given up is in no books.
+        # First, to know the kind: a reply that was given up is in no counter.
         assert self.failures() == {}, self.failures()
         # What is fetched ahead goes on, and the last byte of a reply comes before it is counted.
         eventually(agree, "every byte is counted on both sides", 5)

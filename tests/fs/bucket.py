@@ -203,7 +203,7 @@ class Bytes:
         self.open_count += 1
         return obj
 
-    def close(self, opened: ObjectId) -> None:
+    def close(self, opened: ObjectId, unread_blocks: int | None = 0) -> None:
         self.open_count -= 1
 
     @staticmethod

@@ -148,7 +148,7 @@ async def test_a_directory_that_another_client_removes_while_a_file_is_made_in_i
         await trio.sleep(1)
         assert isinstance(failed[0], ObjectChanged | NotFound)
         assert not await w.uploads.flush() and "dir/deep/new" not in w.bucket.objects
-        assert not mount.fs._writing._local_changes.held  # type: ignore[union-attr]
+        assert not mount.fs._writing._local_changes.pending  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("what", ["write", "truncate", "chmod"])

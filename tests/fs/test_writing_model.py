@@ -62,7 +62,7 @@ class Reader:
         data: bytes = origin.content(object_id.key)
         return data
 
-    def close(self, opened: bytes) -> None:
+    def close(self, opened: bytes, unread_blocks: int | None = 0) -> None:
         pass
 
     async def read(self, opened: bytes, offset: int, size: int, pid: int) -> bytes:

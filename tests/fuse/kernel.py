@@ -99,6 +99,8 @@ class BackingFile:
 class Settled:
     """A `Reusable`: it is warm, and has no backing file."""
 
+    blocks = 1
+
     def __init__(self, cache: FakeCache, opened: ObjectId) -> None:
         self._cache, self._opened = cache, opened
 
@@ -140,7 +142,7 @@ class FakeCache(Bytes):
             self._busy.remove(opened)
             self.reading -= 1
 
-    def close(self, opened: ObjectId) -> None:
+    def close(self, opened: ObjectId, unread_blocks: int | None = 0) -> None:
         super().close(opened)
         if opened in self._busy:
             self.closed_while_read.append(opened.key)

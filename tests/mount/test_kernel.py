@@ -47,7 +47,7 @@ def once_each(backend: str, files: int, blocks: int | None = None) -> dict[str, 
     they have, if not one each."""
     cost = {"fuse_open": files, "fuse_release": files}
     passthrough = {"passthrough_opens": files, "passthrough_blocks": blocks or files}
-    return cost | passthrough if backend == "native" else cost
+    return cost | (passthrough if backend == "native" else {"page_cache_blocks": blocks or files})
 
 
 def fresh_pages(mount: Mount, path: Path) -> None:

@@ -208,7 +208,7 @@ def test_members_and_who_holds_what_are_shown(mounted: Mounted, bucket: Bucket) 
     own = {m["name"]: m for m in first.status()["peers"]["members"]}
     (here,) = [name for name, member in own.items() if member["here"]]
     assert (row["files"], row["bytes"], row["unreachable"]) == (len(files), total, {})
-    assert row["nodes"][here] == total  # its own, and what it has borrowed
+    assert row["nodes"][here] == total  # its own, and what other nodes own
     assert sum(held for name, held in row["nodes"].items() if name != here) == sum(
         member["bytes_in"] for member in own.values()
     )

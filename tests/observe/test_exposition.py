@@ -196,6 +196,8 @@ def test_a_warm_mount_has_a_good_hit_ratio() -> None:
     assert hit_ratios(metrics.as_dict()) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
     metrics.passthrough_blocks = 985
     assert hit_ratios(metrics.as_dict()) == (0.99, pytest.approx(1 / 3))
+    metrics.passthrough_blocks, metrics.page_cache_blocks = 0, 985
+    assert hit_ratios(metrics.as_dict()) == (0.99, pytest.approx(1 / 3))
     metrics.misses = metrics.ram_hits = 0
     assert hit_ratios(metrics.as_dict()) == (1.0, None)
 

@@ -278,7 +278,7 @@ def test_background_work_waits_behind_demand_until_a_reader_waits_for_it(
         turns = {key: Ticket(key.startswith("ahead")) for key in ("first", "ahead1", "ahead2", "wanted")}
         async with trio.open_nursery() as nursery:
             for key, turn in turns.items():
-                nursery.start_soon(lambda k=key, t=turn: there.read(k, "e", 0, 9, Collect(), turn=t))
+                nursery.start_soon(lambda k=key, t=turn: there.read(k, "e", 0, 9, Collect(), ticket=t))
                 await trio.sleep(0.02)
             status = there.status()
             assert (status["demand_waiting"], status["background_waiting"]) == (1, 2)

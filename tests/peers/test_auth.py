@@ -14,7 +14,7 @@ from cachefs.peers import auth
 from cachefs.peers.auth import Key, Signer, Unauthorized, Verifier, check_listen, check_server, read_key
 
 KEY = Key(b"k" * 16)
-ASKED = ("GET", "/v1/hello", "node-1:7000")
+ASKED = ("GET", "/v1/handshake", "node-1:7000")
 
 
 class Clock:
@@ -124,7 +124,7 @@ def test_senders_are_forgotten_once_their_requests_are_too_old(monkeypatch: pyte
             verifier.verify(*ASKED, header)
 
 
-def test_seals_say_what_they_seal() -> None:
+def test_macs_say_what_they_protect() -> None:
     one, other = auth.Macs(KEY, b"n"), auth.Macs(KEY, b"m")
     macs = {
         one.reply(200, 3, b"abc"),

@@ -195,7 +195,7 @@ async def test_other_keys_below_the_prefix_are_nobody(cluster: Cluster, prefix: 
     first, second = Node(cluster, prefix, 1), Node(cluster, prefix, 2)
     value = first.handshake.pack().decode()
     for key, said in [
-        ("10.0.0.9:1", "not a hello"),
+        ("10.0.0.9:1", "not a handshake"),
         ("10.0.0.9:2", json.dumps({"node": 1})),
         ("10.0.0.9:3", ""),
         ("no address", value),

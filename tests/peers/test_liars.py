@@ -321,7 +321,7 @@ async def test_an_old_answer_is_not_believed() -> None:
 
 
 @in_trio
-async def test_a_block_that_is_not_sealed_is_not_believed() -> None:
+async def test_a_block_that_is_without_a_mac_is_not_believed() -> None:
     """The head is from somebody with the key, the body from somebody without."""
     seen: list[bytes] = []
 
@@ -329,10 +329,10 @@ async def test_a_block_that_is_not_sealed_is_not_believed() -> None:
         nonce = bytes.fromhex(head.split(b"Cachefs-HMAC-SHA256 ")[1].split(b" ")[1].decode())
         from cachefs.peers.auth import Macs
 
-        unsealed = body(DATA) + bytes(16)
-        mac = Macs(KEY, nonce).reply(200, len(unsealed), b"")
+        without_mac = body(DATA) + bytes(16)
+        mac = Macs(KEY, nonce).reply(200, len(without_mac), b"")
         seen.append(head)
-        await stream.send_all(reply(unsealed, more=f"Cachefs-Seal: {mac}\r\n".encode()))
+        await stream.send_all(reply(without_mac, more=f"Cachefs-MAC: {mac}\r\n".encode()))
 
     client, sink = Client(signer=Signer(KEY)), Kept()
     async with scripted(script) as address:

@@ -40,7 +40,7 @@ from tests.peers.exchange import (
     until,
 )
 
-LINE = b"GET /v1/hello HTTP/1.1\r\n"
+LINE = b"GET /v1/handshake HTTP/1.1\r\n"
 GOOD = LINE + b"Host: a\r\n\r\n"
 
 
@@ -63,12 +63,12 @@ def status_of(reply: bytes) -> int:
 
 BAD = {
     "not http": (b"\x16\x03\x01\x02\x00\x01\x00", 400),
-    "another version": (b"GET /v1/hello HTTP/3\r\n\r\n", 400),
+    "another version": (b"GET /v1/handshake HTTP/3\r\n\r\n", 400),
     "a body": (LINE + b"Host: a\r\nContent-Length: 5\r\nConnection: close\r\n\r\nhello", 400),
     "a body to come": (LINE + b"Host: a\r\nContent-Length: 5\r\n\r\n", 400),
     "chunks": (LINE + b"Host: a\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n", 400),
     "no host": (LINE + b"\r\n", 400),
-    "another method": (b"POST /v1/hello HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n", 405),
+    "another method": (b"POST /v1/handshake HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n", 405),
     "another path": (b"GET /etc/passwd HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n", 400),
     "another query": (
         b"GET /v1/blocks?path=/etc/passwd HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n",
@@ -130,8 +130,8 @@ async def test_a_stranger_holds_a_connection_for_seconds() -> None:
             reply = await said(address, request)
             assert (status_of(reply) if reply else None) == status
             assert trio.current_time() - begun < 20
-        signed = Signer(KEY).sign("GET", "/v1/hello", str(address)).authorization
-        request = f"GET /v1/hello HTTP/1.1\r\nHost: {address}\r\nAuthorization: {signed}\r\n\r\n"
+        signed = Signer(KEY).sign("GET", "/v1/handshake", str(address)).authorization
+        request = f"GET /v1/handshake HTTP/1.1\r\nHost: {address}\r\nAuthorization: {signed}\r\n\r\n"
         begun = trio.current_time()
         assert status_of(await said(address, request.encode())) == 200
         assert 59 < trio.current_time() - begun < 70

@@ -1,4 +1,4 @@
-"""What must be true of a store without users: nothing is pinned, reserved or borrowed by a caller, each counter is the
+"""What must be true of a store without users: nothing is pinned, reserved or remote-owned by a caller, each counter is the
 sum of what it counts, and the index says the same. Held after every test that runs a store (`lab.running`)."""
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def check_counted(store: Store) -> None:
     for what, keys in (
         ("waiting", list(order._waiting)),
         ("remote-owned", [key for tier in order.remote_owned.tiers.values() for key in tier]),
-        ("spent", [key for tier in order._spent.tiers.values() for key in tier]),
+        ("evictable first", [key for tier in order._evictable_first.tiers.values() for key in tier]),
     ):
         assert copies.keys() >= set(keys), f"{what} copies that are not there: {set(keys) - copies.keys()}"
     for tier in store.tiers:
@@ -144,7 +144,7 @@ def check_counted(store: Store) -> None:
             "unlisted": (tier.unlisted_bytes, dropped),
             "blocks": (tier.blocks, sum(copy.bitmap.bit_count() for copy in mine)),
             "pinned": (tier.pinned_bytes, sum(block_bytes(store, c, c.bitmap) for c in mine if c.pinned)),
-            "borrowed": (
+            "remote_owned": (
                 tier.remote_owned_bytes,
                 sum(block_bytes(store, c, c.bitmap | c.forgotten) for c in remote_owned),
             ),
@@ -195,7 +195,7 @@ def check_places(store: Store, copies: dict[Any, Copy]) -> None:
         held = {(key, clock) for _, key, clock, _ in walk._rows}
         for _, key, clock, dataset in store.catalog._index.oldest(tier.number, b"", 1 << 20):
             evictable = order.class_of(key, clock, dataset) is Class.EVICTABLE
-            if evictable and clock <= walk.passed and key not in order._spent:
+            if evictable and clock <= walk.passed and key not in order._evictable_first:
                 assert (key, clock) in held, f"{key}: no search finds it"
         assert order._any[tier.number].passed == -1, "all of them are looked at again after a flush"
 

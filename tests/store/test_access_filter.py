@@ -7,7 +7,7 @@ import random
 import pytest
 
 from cachefs.store import eviction
-from cachefs.store.eviction import BITS, PROBES, Seen
+from cachefs.store.eviction import BITS, PROBES, AccessFilter
 
 
 class Places:
@@ -47,7 +47,7 @@ def test_a_filter_answers_as_sets_of_places_do(
     """Units whose bits differ at both ends, in the middle, and everywhere; more than the filters take."""
     monkeypatch.setattr(eviction, "FILTER_FIRST", first)
     monkeypatch.setattr(eviction, "FILTER_MOST", most)
-    rng, seen, places = random.Random(f"{seed} {first}"), Seen(), Places()
+    rng, seen, places = random.Random(f"{seed} {first}"), AccessFilter(), Places()
     shifts = (0, 4, 20, 27, 28, 35, 36, 37, 40, 60)
     units = [rng.getrandbits(64) for _ in range(60)] + [1 << rng.choice(shifts) for _ in range(20)]
     units += [rng.choice(units) ^ 1 << rng.choice(shifts) for _ in range(120)]
@@ -61,7 +61,7 @@ def test_a_filter_answers_as_sets_of_places_do(
 
 
 def test_adding_once_more_takes_no_room() -> None:
-    seen = Seen()
+    seen = AccessFilter()
     for number in (7, 7, 7):
         seen.add(number)
     assert seen._room == eviction.FILTER_FIRST - 1

@@ -317,14 +317,14 @@ async def test_a_cancelled_adoption_gives_its_room_back(cache_dir: Path) -> None
 # -- what was here of the version ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tier", ["ssd", "ram", "both", "borrowed"])
+@pytest.mark.parametrize("tier", ["ssd", "ram", "both", "remote_owned"])
 @in_trio
 async def test_parts_that_were_cached_are_superseded(cache_dir: Path, tier: str) -> None:
     async with running(cache_dir, ram=8 * MIB if tier in ("ram", "both") else 0) as lab:
         data = content(1, LARGE)
         object_id = lab.origin.put("k", data)
         obj = lab.store.object(object_id)
-        if tier == "borrowed":
+        if tier == "remote_owned":
             fill = lab.store.begin_fill(obj, 16, 18, remote_owned=True)
             assert fill is not None
             fill.write(data[EXTENT : EXTENT + 2 * BLOCK])

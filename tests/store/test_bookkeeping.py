@@ -56,12 +56,12 @@ async def test_a_look_leaves_no_trace(cache_dir: Path) -> None:
             await lab.read(object_id)
         await forget_all(lab)
         await lab.read(ids[0])
-        books, loaded = lab.store.catalog._objects, lab.store.catalog._loaded
-        before = list(books)
+        objects, loaded = lab.store.catalog._objects, lab.store.catalog._loaded
+        before = list(objects)
         for object_id in (*ids, *(ObjectId("s", f"other{i}", "e", SMALL) for i in range(100))):
             assert lab.fetcher.whole(object_id) == (object_id in ids[:3])
             assert lab.fetcher.cached_bytes(object_id) == SMALL * (object_id in ids[:3])
-        assert list(books) == before == [ids[0].digest]
+        assert list(objects) == before == [ids[0].digest]
         assert lab.store.catalog._loaded == loaded == held(lab)
 
 

@@ -77,7 +77,7 @@ async def test_a_version_of_more_than_255_extents(cache_dir: Path) -> None:
 @pytest.mark.parametrize("ram, ssd", [(0, 24 * BLOCK), (16 * BLOCK, 24 * BLOCK)])
 @in_trio
 async def test_a_cache_that_is_used_in_every_way(cache_dir: Path, ram: int, ssd: int) -> None:
-    """Reads, prefetches, pins, drops, borrowed copies and flushes at random: counted at each rest."""
+    """Reads, prefetches, pins, drops, remote-owned copies and flushes at random: counted at each rest."""
     rng = random.Random(ram)
     async with running(cache_dir, ssd=ssd, ram=ram, background=bool(ram)) as lab:
         store = lab.store
@@ -480,7 +480,7 @@ DAMAGES: dict[str, Callable[[Lab], None]] = {
     "unlisted": _add(_tier, "unlisted_bytes", -1),
     "blocks": _add(_tier, "blocks", 1),
     "pinned": _add(_tier, "pinned_bytes", 1),
-    "borrowed": _add(_tier, "remote_owned_bytes", -1),
+    "remote_owned": _add(_tier, "remote_owned_bytes", -1),
     "loaded": _add(lambda lab: lab.store.catalog, "_loaded", 1),
     "arriving": _add(_first, "arriving", 1),
     "forgotten": _add(_first, "forgotten", 1),
@@ -491,7 +491,7 @@ DAMAGES: dict[str, Callable[[Lab], None]] = {
     "no row": _drop_row,
     "one that waits": lambda lab: lab.store.eviction._waiting.update({NOT_THERE: Waiting(1e18, 1, 0)}),
     "one of another node": lambda lab: lab.store.eviction.remote_owned.add(NOT_THERE),
-    "one that is spent": lambda lab: lab.store.eviction._spent.add(NOT_THERE),
+    "one that is evictable first": lambda lab: lab.store.eviction._evictable_first.add(NOT_THERE),
     "bytes on their way out": lambda lab: _tier(lab).disposal._pending.update([b"digest"]),
     "one that was checked, twice": lambda lab: lab.store.catalog._checked.add(_first(lab).key),
     "another clock of its use": _add(_first, "used", -1),

@@ -316,7 +316,7 @@ async def test_a_large_file_goes_in_slices(tmp_path: Path, monkeypatch: pytest.M
             tier._remove(str(file))
             assert not file.exists()
             assert lengths == expected
-            assert len(reader.read()) == (0 if expected else 16384)  # one that was sealed may be mapped
+            assert len(reader.read()) == (0 if expected else 16384)  # one that was immutable may be mapped
         lengths.clear()
 
 

@@ -20,10 +20,10 @@ from cachefs.store.eviction import (
     MOST,
     SAMPLE,
     TRACKED,
+    AccessFilter,
     Dataset,
     Datasets,
     Epochs,
-    Seen,
     SharedDataset,
 )
 from tests.conftest import examples
@@ -56,7 +56,7 @@ def orders(count: int, epochs: int, seed: int = 1) -> list[list[int]]:
 
 @pytest.mark.parametrize("count", [10, FILTER_FIRST, FILTER_FIRST + 1, 5 * FILTER_FIRST + 1, 20_000])
 def test_what_was_seen_is_known_and_little_else(count: int) -> None:
-    rng, seen = random.Random(count), Seen()
+    rng, seen = random.Random(count), AccessFilter()
     units, others = ([rng.getrandbits(64) for _ in range(20_000)] for _ in range(2))
     for unit in units[:count]:
         seen.add(unit)
@@ -421,7 +421,7 @@ def test_what_an_epoch_has_had_is_known_of_all_units(policy: str, count: int) ->
 
 def test_a_grown_filter_knows_all_and_is_seldom_wrong() -> None:
     rng = random.Random(5)
-    seen = Seen()
+    seen = AccessFilter()
     units = [rng.getrandbits(64) for _ in range(20_000)]
     for unit in units:
         seen.add(unit)
@@ -432,7 +432,7 @@ def test_a_grown_filter_knows_all_and_is_seldom_wrong() -> None:
 def test_a_filter_grows_up_to_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eviction, "FILTER_FIRST", 64)
     monkeypatch.setattr(eviction, "FILTER_MOST", 1024)
-    rng, seen = random.Random(5), Seen()
+    rng, seen = random.Random(5), AccessFilter()
     units = [rng.getrandbits(64) for _ in range(5000)]
     for unit in units:
         seen.add(unit)

@@ -439,11 +439,11 @@ async def test_a_tier_that_is_given_up_takes_its_places_along(cache_dir: Path) -
         order, keys = lab.store.eviction, [(tier, b"%016d" % tier, 0) for tier in (RAM, SSD)]
         for key in keys:
             order.remote_owned.add(key)
-            order._spent.add(key)
+            order._evictable_first.add(key)
         order.forget_tier(RAM)
-        assert [(key in order.remote_owned, key in order._spent) for key in keys] == [
+        assert [(key in order.remote_owned, key in order._evictable_first) for key in keys] == [
             (False,) * 2,
             (True,) * 2,
         ]
         order.forget_tier(SSD)
-        assert not any(key in order.remote_owned or key in order._spent for key in keys)
+        assert not any(key in order.remote_owned or key in order._evictable_first for key in keys)

@@ -99,11 +99,13 @@ def test_what_has_gone_is_forgotten_everywhere() -> None:
     found, copy, other = order(), copy_of(5), copy_of(6)
     for one in (copy, other):
         found.remote_owned.add(one.key)
-        found._spent.add(one.key)
+        found._evictable_first.add(one.key)
         found._waiting[one.key] = Waiting(1.0, one.clock, 7)
     found.removed(copy)
     found.removed(copy)
-    keys = [{k for t in kept.tiers.values() for k in t} for kept in (found.remote_owned, found._spent)]
+    keys = [
+        {k for t in kept.tiers.values() for k in t} for kept in (found.remote_owned, found._evictable_first)
+    ]
     assert [*keys, set(found._waiting)] == [{other.key}] * 3
 
 
@@ -138,16 +140,16 @@ def test_what_waits_no_longer_or_is_ours_is_looked_at_if_the_search_has_passed_i
     assert found._evictable[SSD]._held == held * 2 and not found._evictable[RAM]._held
 
 
-def test_an_epoch_that_begins_begins_the_searches_and_forgets_who_is_spent() -> None:
+def test_an_epoch_that_begins_begins_the_searches_and_forgets_what_is_evictable_first() -> None:
     found = order()
-    found._spent.add(copy_of(1).key)
+    found._evictable_first.add(copy_of(1).key)
     for walk in found._evictable.values():
         walk.passed = 9
     found._look_again()
-    assert copy_of(1).key in found._spent and found._evictable[SSD].passed == 9
+    assert copy_of(1).key in found._evictable_first and found._evictable[SSD].passed == 9
     found.epochs.version += 1
     found._look_again()
-    assert copy_of(1).key not in found._spent
+    assert copy_of(1).key not in found._evictable_first
     assert [walk.passed for walk in found._evictable.values()] == [-1, -1]
     for walk in found._evictable.values():
         walk.passed = 9

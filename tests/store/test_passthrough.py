@@ -122,7 +122,7 @@ def no_files() -> Iterator[None]:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("ram", [0, 8 * MIB])
 @in_trio
-async def test_what_was_read_whole_is_passthrough_sealed_and_has_its_bytes(
+async def test_what_was_read_whole_is_passthrough_immutable_and_has_its_bytes(
     cache_dir: Path, ram: int, size: int
 ) -> None:
     async with running(cache_dir, ram=ram) as lab:
@@ -354,7 +354,7 @@ async def test_eviction_takes_an_idle_file_whole_and_none_of_its_bytes_change(ca
         assert await lab.read(big) == data
         backend.check()
         fresh = lab.store.tiers[0].file_path(big.digest)
-        assert fresh.stat().st_mode & 0o200, "a new file, not sealed"
+        assert fresh.stat().st_mode & 0o200, "a new file, not immutable"
 
 
 @pytest.mark.parametrize("pinned_by", ["users", "a reading thread"])
@@ -525,7 +525,7 @@ async def test_moves_do_not_write_into_a_file_that_is_leaving(cache_dir: Path) -
 
 @pytest.mark.parametrize("how", ["spill", "stop"])
 @in_trio
-async def test_a_sealed_file_leaves_ram_with_all_its_extents(cache_dir: Path, how: str) -> None:
+async def test_an_immutable_file_leaves_ram_with_all_its_extents(cache_dir: Path, how: str) -> None:
     origin = ScriptedOrigin()
     data = content(1, 2 * EXTENT + 5)
     object_id = origin.put("k", data)
@@ -646,7 +646,9 @@ async def test_a_mapping_that_outlives_a_kill_keeps_its_bytes(
 
 
 @in_trio
-async def test_what_a_crash_left_of_a_sealed_file_is_not_completed_while_it_is_read(cache_dir: Path) -> None:
+async def test_what_a_crash_left_of_an_immutable_file_is_not_completed_while_it_is_read(
+    cache_dir: Path,
+) -> None:
     origin = ScriptedOrigin()
     data = content("k", 5 * EXTENT)
     object_id = origin.put("k", data)
@@ -692,7 +694,7 @@ async def test_whoever_may_not_write_sealed_files_can_read_them(
     def as_a_user(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
         known = "/objects/" in str(path) and os.path.exists(path)
         if flags & os.O_RDWR and known and not os.stat(path).st_mode & 0o200:
-            raise PermissionError(errno.EACCES, "sealed")
+            raise PermissionError(errno.EACCES, "immutable")
         return real(path, flags, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", as_a_user)

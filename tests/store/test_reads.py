@@ -145,7 +145,7 @@ async def test_where_the_blocks_of_a_version_are_is_told(cache_dir: Path) -> Non
         store.space.own(copies[1])
         coming = store.begin_fill(obj, 3, 5)
         assert coming is not None
-        rest = {"tier": "ram", "pinned": True, "borrowed": False}
+        rest = {"tier": "ram", "pinned": True, "remote_owned": False}
         assert store.layout(object_id) == [
             {"extent": 0, "blocks": 2, "verified": 1, "arriving": 2, "in_use": True, **rest},
             {"extent": 1, "blocks": 1, "verified": 1, "arriving": 0, "in_use": False, **rest},
@@ -161,7 +161,7 @@ async def test_where_the_blocks_of_a_version_are_is_told(cache_dir: Path) -> Non
         store.end_fill(store.object(other), fill)
         store.object(other).rest()
         [row] = store.layout(other)
-        assert (row["borrowed"], row["pinned"], row["in_use"], row["blocks"]) == (True, False, False, 1)
+        assert (row["remote_owned"], row["pinned"], row["in_use"], row["blocks"]) == (True, False, False, 1)
         assert store.layout(lab.origin.put("none", b"1")) == []
 
 

@@ -157,7 +157,7 @@ async def test_what_is_ready_or_cannot_be_is_not_waited_for(cache_dir: Path, ram
 
 
 @pytest.mark.parametrize(
-    "why", ["", "open", "closed", "down", "refused", "sealed", "not whole", "not verified", "in memory"]
+    "why", ["", "open", "closed", "down", "refused", "immutable", "not whole", "not verified", "in memory"]
 )
 @in_trio
 async def test_a_disk_is_waited_for_once_before_a_file_is_given_to_the_kernel(
@@ -179,23 +179,23 @@ async def test_a_disk_is_waited_for_once_before_a_file_is_given_to_the_kernel(
                 tier.disk.down = True
             case "refused":
                 lab.store.refuse(tier, "a test")
-            case "sealed":
+            case "immutable":
                 os.close(tier.make_immutable(object_id.digest, object_id.size))
             case "not whole":
                 lab.store.space.drop(obj, copy, 0b10)
             case "not verified":
                 copy.verified = 0b01
-        assert lab.store.must_seal(obj) is (why == "")
+        assert lab.store.must_make_immutable(obj) is (why == "")
         await lab.store.make_immutable(obj)
         assert (os.stat(tier.file_path(object_id.digest)).st_mode & 0o222 == 0) is (
-            why in ("", "open", "sealed")
+            why in ("", "open", "immutable")
         )
-        assert not lab.store.must_seal(obj) and obj.refs == 0
+        assert not lab.store.must_make_immutable(obj) and obj.refs == 0
         assert copy.pins == (1 if held is not None else 0)
         if why == "":
             assert SSD in obj.immutable
         found = lab.store.open_backing(obj) if held is None else None
-        assert (found is not None) is (why in ("", "sealed", "in memory"))
+        assert (found is not None) is (why in ("", "immutable", "in memory"))
         for given in (found, held):
             if given is not None:
                 lab.store.release_backing(given)
@@ -308,7 +308,7 @@ async def test_of_an_empty_version_there_is_nothing_for_the_kernel(
     async with running(cache_dir) as lab:
         obj, [tier] = lab.store.object(lab.origin.put("k", b"")), lab.store.tiers
         monkeypatch.setattr(tier, "make_immutable", None)
-        assert not lab.store.must_seal(obj) and lab.store.open_backing(obj) is None
+        assert not lab.store.must_make_immutable(obj) and lab.store.open_backing(obj) is None
         assert parts(lab)._whole(obj, tier, verified=True) is None and not parts(lab)._ready(obj)
         await lab.store.make_immutable(obj)
         assert not await parts(lab)._prepare(obj)

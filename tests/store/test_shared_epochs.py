@@ -142,10 +142,10 @@ def test_each_node_reads_everything_and_an_epoch_is_one(count: int) -> None:
     order = asked(count, 3)
     played(epochs, order[: 2 * count])
     had = {unit: [requester for requester, u in order[: 2 * count] if u == unit] for unit in range(count)}
-    spent = {unit for unit in had if epochs.spent(1, key(unit))}
+    first = {unit for unit in had if epochs.evictable_first(1, key(unit))}
     all_had = {unit for unit, requesters in had.items() if len(requesters) == len(NODES)}
     # A filter is wrong now and then; the first uses of an epoch were counted for the one before.
-    assert len(spent - all_had) <= count // 100 and len(all_had - spent) <= max(8, 0.2 * len(all_had))
+    assert len(first - all_had) <= count // 100 and len(all_had - first) <= max(8, 0.2 * len(all_had))
     here = {unit for unit, requesters in had.items() if "" in requesters}
     assert abs(sum(epochs.had(1, key(unit)) for unit in range(count)) - len(here)) <= 0.03 * count + 2
 
@@ -171,7 +171,7 @@ def test_where_each_node_reads_a_part_that_changes_units_have_the_epochs() -> No
         played(epochs, [(NODES[at % 4], unit) for at, unit in enumerate(order)])
     assert epochs.number(1) == 4 and epochs.has_epochs(1)
     assert epochs.protects(1, 2990) and not epochs.protects(1, 3990), "used in this epoch"
-    assert not any(epochs.spent(1, key(unit)) for unit in range(1000))
+    assert not any(epochs.evictable_first(1, key(unit)) for unit in range(1000))
 
 
 @pytest.mark.parametrize("exponent", [0.0, 1.0])
@@ -180,7 +180,7 @@ def test_uses_by_several_nodes_at_random_are_no_epochs(exponent: float) -> None:
     weights = [1 / (rank + 1) ** exponent for rank in range(500)]
     played(epochs, [(rng.choice(NODES), unit) for unit in rng.choices(range(500), weights, k=8000)])
     assert not epochs.has_epochs(1)
-    assert not any(epochs.spent(1, key(unit)) for unit in range(500))
+    assert not any(epochs.evictable_first(1, key(unit)) for unit in range(500))
 
 
 # -- against the rules, from the list of all uses ----------------------------------------------------
@@ -272,7 +272,7 @@ class Plain:
             return False
         return found is self.pairs.get(dataset) or clock < found.start
 
-    def spent(self, dataset: int, unit: int) -> bool:
+    def evictable_first(self, dataset: int, unit: int) -> bool:
         pairs = self.pairs.get(dataset)
         if pairs is None or self.decides(dataset) is not pairs or not self.has_epochs(dataset):
             return False
@@ -390,6 +390,6 @@ def test_all_that_is_said_is_by_the_rules(monkeypatch: pytest.MonkeyPatch, seed:
             for at in (0, clock, *edges):
                 assert epochs.protects(number, at) == plain.protects(number, at)
             for unit in rng.sample(units[number], 4):
-                assert epochs.spent(number, unit) == plain.spent(number, unit)
+                assert epochs.evictable_first(number, unit) == plain.evictable_first(number, unit)
                 assert epochs.had(number, unit) == plain.had(number, unit)
         assert list(epochs.status()) == list(plain.status().items())

@@ -259,10 +259,10 @@ async def test_a_stop_that_did_not_end_well_leaves_an_index_that_is_looked_at(
 @pytest.mark.parametrize("target_clock", [4, 5, 6])
 @pytest.mark.parametrize("source_waits", [True, False])
 @pytest.mark.parametrize("target_waits", [True, False])
-@pytest.mark.parametrize("spent", [True, False])
+@pytest.mark.parametrize("first", [True, False])
 @in_trio
 async def test_what_is_moved_keeps_its_place(
-    cache_dir: Path, spent: bool, target_waits: bool, source_waits: bool, target_clock: int
+    cache_dir: Path, first: bool, target_waits: bool, source_waits: bool, target_clock: int
 ) -> None:
     async with running(cache_dir) as lab:
         order = lab.store.eviction
@@ -273,8 +273,8 @@ async def test_what_is_moved_keeps_its_place(
             order._waiting[source.key] = Waiting(50.0, 5, 7)
         if target_waits:
             order._waiting[target.key] = Waiting(90.0, target_clock, 7)
-        if spent:
-            order._spent.add(source.key)
+        if first:
+            order._evictable_first.add(source.key)
         order.moved(source, target)
         younger = target_clock < 5
         assert (target.clock, target.used) == (
@@ -285,12 +285,14 @@ async def test_what_is_moved_keeps_its_place(
             assert waits is not None and waits.until == 90.0
         else:
             assert waits == (Waiting(50.0, max(5, target_clock), 7) if source_waits else None)
-        assert (target.key in order._spent) is spent
-        assert (source.key in order._spent) is spent and (source.key in order._waiting) is source_waits
+        assert (target.key in order._evictable_first) is first
+        assert (source.key in order._evictable_first) is first and (
+            source.key in order._waiting
+        ) is source_waits
         assert lab.store.catalog._dirty == {target.key: target}
         lab.store.catalog._dirty.clear()
         order._waiting.clear()
-        order._spent.clear()
+        order._evictable_first.clear()
 
 
 @pytest.mark.parametrize("down", ["", "ram", "ssd"])
