@@ -8,6 +8,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -439,3 +440,39 @@ async def test_a_full_cache_pauses_prefetch_and_readers_go_on() -> None:
             await w.read(name)
             await trio.sleep(2)
         assert w.metrics.prefetch_errors == 0
+
+
+async def test_files_are_begun_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is done once for a group: choosing it, looking for room, and waking the task that begins it."""
+    names = paths(1000)
+    shop = Shop(names)
+    async with world(shop) as w:
+        counted: Counter[str] = Counter()
+
+        def count(owner: Any, name: str) -> None:
+            real = getattr(owner, name)
+            monkeypatch.setattr(
+                owner, name, lambda *how, **more: (counted.update([name]), real(*how, **more))[1]
+            )
+
+        count(w.prefetcher, "_start_some")
+        count(w.lab.fetcher, "bring_small")
+        count(w.lab.fetcher, "_begin_all")
+        await w.read_all(shuffled(names))
+        demanded = len(names) - w.metrics.prefetch_files
+        assert 700 < w.metrics.prefetch_files == w.metrics.prefetch_used_files
+        assert counted["bring_small"] <= w.metrics.prefetch_files / 5
+        assert counted["_begin_all"] <= counted["bring_small"] + demanded
+        assert counted["_start_some"] <= w.metrics.prefetch_files
+        assert shop.most_in_flight > 40
+
+
+async def test_a_group_ends_where_enough_lies_unused_and_goes_on_from_there() -> None:
+    names = paths(300)
+    shop = Shop(names)
+    async with world(shop, budget=101 * 1000) as w:
+        await announce(w.prefetcher, names, range(300))
+        await w.quiet()
+        assert len(shop.got) == 101 and w.prefetcher.awaited.bytes == 101 * 1000
+        await w.read_all(names, workers=1)
+        assert Counter(shop.got) == Counter(names) and w.metrics.prefetch_used_files == 300
