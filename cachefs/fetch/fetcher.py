@@ -498,7 +498,7 @@ class Fetcher:
         if obj is not None:
             opened.cached = None
             self._leave_readahead(opened, obj)
-            if self.passthrough and self._store.passthrough:
+            if self.passthrough:
                 self._store.prepare_later(obj)  # the next open may find it whole
             obj.release()
 
@@ -632,7 +632,7 @@ class Fetcher:
                         nursery.start_soon(bring_runs)
             if failures:
                 raise failures[0]
-            if self.passthrough and self._store.passthrough:
+            if self.passthrough:
                 self._store.prepare_later(obj)
             return fetched
 
@@ -956,7 +956,7 @@ class Fetcher:
         if error is None and policy is not None and (wanted := policy.landed()):
             self._ask_ahead(fetch.origin, obj, policy, wanted)
         if fetch.brought is not None:
-            if error is None and self.passthrough and self._store.passthrough:
+            if error is None and self.passthrough:
                 self._store.prepare_later(obj)
             failure = error if error is None or isinstance(error, CachefsError) else _unexpected(fetch)
             fetch.brought(fill.landed - fill.start, failure)

@@ -213,7 +213,7 @@ class Space:
         copy.arriving |= bits
         new = self.bytes(copy, bits & ~copy.forgotten)
         self._tiers[copy.tier].reserve(new)
-        if copy.key in self.eviction.remote_owned:
+        if self.eviction.remote_owned.tiers and copy.key in self.eviction.remote_owned:
             self._tiers[copy.tier].remote_owned_bytes += new
         copy.forgotten &= ~bits
 
