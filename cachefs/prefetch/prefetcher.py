@@ -169,7 +169,7 @@ class Prefetcher:
         self._capacity = capacity
         self._clock = clock
         self._paths = Paths(volumes)
-        self._plans = FromPlans(fs, self._wanted, self._still_wanted, clock)
+        self._plans = FromPlans(fs, self._wanted, self._still_wanted, clock, fetcher.look_soon)
         self._shards = FromShards(fs, self._paths, self._still_wanted)
         self._directories = FromDirectories(fs, self._paths, self._still_wanted, fetcher.look_soon)
         plan_store = PlanStore(directory) if directory else None
@@ -201,9 +201,8 @@ class Prefetcher:
             ahead.since = now
             if ahead.candidate.stream is None or passthrough:
                 self._use(obj.digest)
-            if ahead.candidate.directory is not None:
-                epoch = self._fetcher.course.epoch(obj)
-                self._directories.hit(origin, obj, ahead.candidate.directory, epoch, now)
+            if ahead.candidate.walk is not None:
+                self._directories.hit(ahead.candidate.walk, self._fetcher.course.epoch(obj), now)
             if self._pause == "no room":
                 self._resume_at = now
             self._wake()
@@ -398,8 +397,8 @@ class Prefetcher:
         else:
             if isinstance(failure, CachefsError):
                 self._failed(failure, ahead.candidate)
-            if self.awaited.drop(ahead) and ahead.candidate.directory is not None:
-                ahead.candidate.directory.failed()
+            if self.awaited.drop(ahead) and ahead.candidate.walk is not None:
+                ahead.candidate.walk.policy.failed()
         self._wake()
 
     def _failed(self, exc: CachefsError, candidate: Candidate) -> None:

@@ -53,6 +53,9 @@ Found: TypeAlias = "tuple[Origin, ObjectId]"
 Wanted = Callable[["ObjectId"], bool]
 """True for a version that is neither cached nor in flight and, unless a plan names it, was not read in this epoch."""
 
+LookSoon = Callable[[Iterable["ObjectId"]], None]
+"""Called with versions shortly before `Wanted` is."""
+
 
 @dataclass(slots=True, eq=False)
 class Candidate:
@@ -62,14 +65,14 @@ class Candidate:
     found: Found | None
     put_back: Callable[[], None]
     item: Item | None = None
-    directory: Directory | None = None
+    walk: _Walk | None = None  # of its directory
     stream: StreamKey | None = None  # of a shard
 
     def give_back(self) -> None:
         """It is not fetched now."""
         self.put_back()
-        if self.directory is not None:
-            self.directory.failed()
+        if self.walk is not None:
+            self.walk.policy.failed()
 
 
 class Paths:
@@ -86,34 +89,53 @@ class FromPlans:
     """Files of the plans that jobs sent."""
 
     def __init__(
-        self, fs: FileSystem, wanted: Wanted, still_wanted: Wanted, clock: Callable[[], float]
+        self,
+        fs: FileSystem,
+        wanted: Wanted,
+        still_wanted: Wanted,
+        clock: Callable[[], float],
+        look_soon: LookSoon,
     ) -> None:
         self.plans = Plans()
         self._fs = fs
         self._clock = clock
         self._wanted = wanted
         self._still_wanted = still_wanted
+        self._look_soon = look_soon
 
     async def next(self, most: int) -> list[Candidate]:
-        group: list[Candidate] = []
         examined = 0
-        while len(group) < most:
-            if examined == SLICE:
-                if group:
-                    break  # a reader may open one of them meanwhile
+        while items := self._take(most):
+            known = self._known(items)
+            self._look_soon(found[1] for _, found in known if found is not None)
+            group = []
+            for item, found in known:
+                wanted = self._still_wanted if item.is_behind else self._wanted
+                if found is None or wanted(found[1]):
+                    group.append(Candidate(found, partial(item.plan.put_back, item), item))
+            if group:
+                return group
+            examined += len(items)
+            if examined >= SLICE:
                 await trio.lowlevel.checkpoint()
                 examined = 0
-            if (item := self.plans.take(self._clock())) is None:
-                break
-            examined += 1
+        return []
+
+    def _take(self, most: int) -> list[Item]:
+        items: list[Item] = []
+        while len(items) < most and (item := self.plans.take(self._clock())) is not None:
+            items.append(item)
+        return items
+
+    def _known(self, items: list[Item]) -> list[tuple[Item, Found | None]]:
+        """What the listings have of these, without those whose paths no listing can have."""
+        known = []
+        for item in items:
             try:
-                found = self._fs.tree_queries.known(_text(item.path))
+                known.append((item, self._fs.tree_queries.known(_text(item.path))))
             except CachefsError:
                 continue
-            wanted = self._still_wanted if item.is_behind else self._wanted
-            if found is None or wanted(found[1]):
-                group.append(Candidate(found, partial(item.plan.put_back, item), item))
-        return group
+        return known
 
 
 class _Progress:
@@ -252,14 +274,14 @@ class _Walk:
 
 
 class FromDirectories:
-    """The other small files of a directory. `look_soon` is called with versions shortly before `wanted` is."""
+    """The other small files of a directory."""
 
     def __init__(
         self,
         fs: FileSystem,
         paths: Paths,
         wanted: Wanted,
-        look_soon: Callable[[Iterable[ObjectId]], None],
+        look_soon: LookSoon,
     ) -> None:
         self._look_soon = look_soon
         self._fs = fs
@@ -293,15 +315,13 @@ class FromDirectories:
             return walk
         return None
 
-    def hit(self, origin: Origin, obj: ObjectId, policy: Directory, epoch: int, now: float) -> None:
+    def hit(self, walk: _Walk, epoch: int, now: float) -> None:
         """A prefetched file was opened."""
-        policy.in_epoch(epoch)
-        policy.hit(now)
-        key = self._paths.of(origin, obj).rpartition("/")[0]
-        walk = self._walks.get(key)
-        if walk is not None and walk.policy is policy and policy.more_files():
-            self._eager[key] = None
-            self._eager.move_to_end(key)
+        walk.policy.in_epoch(epoch)
+        walk.policy.hit(now)
+        if walk.policy.more_files() and self._walks.get(walk.name) is walk:
+            self._eager[walk.name] = None
+            self._eager.move_to_end(walk.name)
 
     async def count(self, walk: _Walk) -> None:
         """Count the small files of a directory."""
@@ -321,7 +341,7 @@ class FromDirectories:
             more = 0 if walk is None else min(most, walk.policy.more_files())
             while walk is not None and len(group) < more and (sibling := self._next_of(walk)) is not None:
                 put_back = partial(self._put_back, key, walk, sibling)
-                group.append(Candidate((sibling.origin, sibling.object), put_back, directory=walk.policy))
+                group.append(Candidate((sibling.origin, sibling.object), put_back, walk=walk))
                 walk.policy.started()
             if group:
                 return group  # before anything is waited for: a reader may open one of them meanwhile

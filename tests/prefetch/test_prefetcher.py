@@ -476,3 +476,22 @@ async def test_a_group_ends_where_enough_lies_unused_and_goes_on_from_there() ->
         assert len(shop.got) == 101 and w.prefetcher.awaited.bytes == 101 * 1000
         await w.read_all(names, workers=1)
         assert Counter(shop.got) == Counter(names) and w.metrics.prefetch_used_files == 300
+
+
+async def test_the_index_is_read_once_for_a_group_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = paths(320)
+    shop = Shop(names)
+    async with world(shop) as w:
+        await w.look(names[0], 0, 1)  # lists the directory
+        index, loaded = w.lab.store.catalog._index, []
+        real = index.load
+
+        def load(keys: Any) -> Any:
+            loaded.append(len(keys))
+            return real(keys)
+
+        monkeypatch.setattr(index, "load", load)
+        await announce(w.prefetcher, names, range(320))
+        await w.quiet()
+        assert Counter(shop.got) == Counter(names)
+        assert len(loaded) <= 320 / prefetcher.AT_ONCE + 2
