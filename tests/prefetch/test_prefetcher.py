@@ -495,3 +495,17 @@ async def test_the_index_is_read_once_for_a_group_of_a_plan(monkeypatch: pytest.
         await w.quiet()
         assert Counter(shop.got) == Counter(names)
         assert len(loaded) <= 320 / prefetcher.AT_ONCE + 2
+
+
+async def test_a_path_that_was_looked_up_is_fetched_and_looked_up_once() -> None:
+    names = [f"{i:03d}/f.jpg" for i in range(200)]  # no listing has them: each is looked up
+    shop = Shop(names)
+    async with world(shop, budget=20 * 1000) as w:
+        await announce(w.prefetcher, names, range(200))
+        await w.quiet()
+        looked_up = sum(shop.counts)
+        for name in names:
+            await w.read(name)
+            await trio.sleep(0.1)
+        assert Counter(shop.got) == Counter(names)
+        assert looked_up <= 1 + 56 and shop.counts == (1 + len(names), 0)
