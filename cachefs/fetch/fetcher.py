@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -23,7 +23,7 @@ from cachefs.fetch.readahead import Budget, Readahead
 from cachefs.fetch.upstream import Comparing, Here, Piece, Upstream
 from cachefs.origin import Origin, Ticket
 from cachefs.peers.wire import Busy
-from cachefs.store import Backing, CachedObject, Fill, FillClosed, Settled, Store, Tier, TierFill
+from cachefs.store import Backing, CachedObject, Fill, FillClosed, Run, Settled, Store, Tier, TierFill
 
 log = logging.getLogger(__name__)
 
@@ -506,7 +506,7 @@ class Fetcher:
         else:
             opened.cached = None
             self._leave_readahead(opened, obj)
-            if self.passthrough and self._store.passthrough:
+            if self.passthrough:
                 self._store.prepare_later(obj)  # the next open may find it whole
             obj.release()
 
@@ -646,22 +646,40 @@ class Fetcher:
                         nursery.start_soon(bring_runs)
             if failures:
                 raise failures[0]
-            if self.passthrough and self._store.passthrough:
+            if self.passthrough:
                 self._store.prepare_later(obj)
             return fetched
 
-    def bring_small(self, origin: Origin, object_id: ObjectId, done: Brought) -> bool:
-        """Fetch a small file as `bring` does, without a task that waits for it: `done` is told how many bytes came, and what
-        failed. False if it takes more than that: nothing was begun then. Raises `NoRoom`."""
-        obj = self._store.object(object_id)
-        blocks = block_count(object_id.size, self._block_size)
-        if not 0 < blocks <= self._part_blocks or object_id.size > WHOLE_BYTES or self.transfers.of(obj):
+    def bring_small(self, origin: Origin, files: Sequence[tuple[ObjectId, Brought]]) -> list[ObjectId]:
+        """Fetch small files as `bring` does, without a task that waits for each: the second of each pair is told how many
+        bytes came, and what failed; `NoRoom` at once. Returns the files that take more than that, or of which something is
+        here: nothing was begun of them."""
+        group: list[tuple[Run, Brought]] = []
+        others: list[ObjectId] = []
+        for object_id, done in files:
+            obj = self._store.object(object_id)
+            blocks = block_count(object_id.size, self._block_size)
+            if (
+                0 < blocks <= self._part_blocks
+                and object_id.size <= WHOLE_BYTES
+                and self._absent(obj, blocks)
+            ):
+                group.append(((obj, 0, blocks), done))
+            else:
+                others.append(object_id)
+        fills = self._begin_all([run for run, _ in group], ahead=True)
+        for ((obj, *_), done), fill in zip(group, fills, strict=True):
+            if self._start(origin, obj, fill, ahead=True, brought=done) is None:
+                done(0, NoRoom(f"no tier takes {obj.id.key} now"))
+        return others
+
+    def _absent(self, obj: CachedObject, blocks: int) -> bool:
+        """True if none of its first `blocks` blocks is here or in flight."""
+        if self.transfers.of(obj):
             return False
-        if any(self._store.has(obj, block) for block in range(blocks)):
-            return False
-        fetch = self._start(origin, obj, self._begin(obj, 0, blocks, ahead=True), ahead=True, brought=done)
-        if fetch is None:
-            raise NoRoom(f"no tier takes {object_id.key} now")
+        for block in range(blocks):  # noqa: SIM110 - a plain loop: each prefetched file comes here
+            if self._store.has(obj, block):
+                return False
         return True
 
     def whole(self, object_id: ObjectId) -> bool:
@@ -718,8 +736,20 @@ class Fetcher:
         self, obj: CachedObject, start: int, stop: int, *, ahead: bool = False, keep: bool = False
     ) -> Fill | None:
         """Room for blocks of one extent, as much as is due to them here."""
-        remote_owned = self._shared and not (keep or self._upstream.keeps(obj.id, start))
-        return self._store.begin_fill(obj, start, stop, ahead=ahead, remote_owned=remote_owned)
+        return self._begin_all([(obj, start, stop)], ahead=ahead, keep=keep)[0]
+
+    def _begin_all(
+        self, wanted: Sequence[Run], *, ahead: bool = False, keep: bool = False
+    ) -> list[Fill | None]:
+        """The same for blocks of several versions: looked for once, unless other nodes own some of them."""
+        if keep or not self._shared:
+            return self._store.begin_fills(wanted, ahead=ahead)
+        fills = []
+        for one in wanted:
+            obj, start, _ = one
+            remote_owned = not self._upstream.keeps(obj.id, start)
+            fills += self._store.begin_fills([one], ahead=ahead, remote_owned=remote_owned)
+        return fills
 
     def _attached(self, opened: OpenedObject) -> CachedObject:
         obj = opened.cached
@@ -935,7 +965,7 @@ class Fetcher:
         if error is None and policy is not None and (wanted := policy.landed()):
             self._ask_ahead(fetch.origin, obj, policy, wanted)
         if fetch.brought is not None:
-            if error is None and self.passthrough and self._store.passthrough:
+            if error is None and self.passthrough:
                 self._store.prepare_later(obj)
             failure = error if error is None or isinstance(error, CachefsError) else _unexpected(fetch)
             fetch.brought(fill.landed - fill.start, failure)

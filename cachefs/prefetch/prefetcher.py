@@ -1,4 +1,5 @@
-"""The executor of prefetch: one task that takes candidates, the most certain first, and a task for each transfer.
+"""The executor of prefetch: one task that takes groups of candidates, the most certain first. The small files of a group are
+begun by one call, without tasks; each other transfer has a task.
 
 Plans come first, then the next shards, then the rest of a directory. Two bounds hold for all of them together: transfers in
 flight, which leave the origin's last slots to readers, and bytes that were fetched and not used yet (`UNUSED_SHARE`). A
@@ -40,8 +41,12 @@ log = logging.getLogger(__name__)
 PART_BYTES, PARTS = 8 << 20, 8
 """`Fetcher.bring` fetches a large file in parts of `PART_BYTES`, `PARTS` at a time. It counts as so many transfers."""
 
-AT_ONCE = 4
-"""Transfers that are begun before the daemon's other tasks have their turn. Derived: about 0.3 ms."""
+AT_ONCE = 8
+"""Files of a group, which are begun before the daemon's other tasks have their turn. Derived: about 0.5 ms. A group waits
+until so many slots are free; otherwise each file that ends would begin a group of one."""
+
+LEAST_GROUPS = 4
+"""Groups that fill all slots. Guessed: three quarters of the slots stay in use while a group waits."""
 
 UNUSED_SHARE = 2
 """Files that were prefetched and not opened yet may take half of the cache. Given: as much is left to files that are read
@@ -160,10 +165,11 @@ class Prefetcher:
         self._fetcher = fetcher
         self._metrics = metrics
         self._slots = max(1, slots)
+        self._group = max(1, min(AT_ONCE, self._slots // LEAST_GROUPS))
         self._capacity = capacity
         self._clock = clock
         self._paths = Paths(volumes)
-        self._plans = FromPlans(fs, self._wanted, self._still_wanted, clock)
+        self._plans = FromPlans(fs, self._wanted, self._still_wanted, clock, fetcher.look_soon)
         self._shards = FromShards(fs, self._paths, self._still_wanted)
         self._directories = FromDirectories(fs, self._paths, self._still_wanted, fetcher.look_soon)
         plan_store = PlanStore(directory) if directory else None
@@ -195,9 +201,8 @@ class Prefetcher:
             ahead.since = now
             if ahead.candidate.stream is None or passthrough:
                 self._use(obj.digest)
-            if ahead.candidate.directory is not None:
-                epoch = self._fetcher.course.epoch(obj)
-                self._directories.hit(origin, obj, ahead.candidate.directory, epoch, now)
+            if ahead.candidate.walk is not None:
+                self._directories.hit(ahead.candidate.walk, self._fetcher.course.epoch(obj), now)
             if self._pause == "no room":
                 self._resume_at = now
             self._wake()
@@ -273,23 +278,26 @@ class Prefetcher:
                 await self.hints.aclose()
 
     def _wake(self) -> None:
-        self._stirred = True
-        self._news.set()
+        if self._has_slots:  # else the end of a transfer wakes it
+            self._stirred = True
+            self._news.set()
+
+    @property
+    def _has_slots(self) -> bool:
+        """True if a group may begin."""
+        return self._in_flight + self._group <= self._slots
 
     def _paused(self) -> bool:
         return trio.current_time() < self._resume_at
 
     async def _start_some(self, nursery: trio.Nursery) -> bool:
-        """Begin transfers. True if others may follow, False if there is nothing to begin now."""
+        """Begin a group of transfers. True if others may follow, False if there is nothing to begin now."""
         budget = self._budget()
-        for _ in range(AT_ONCE):
-            if self._in_flight >= self._slots or self._enough(budget) or self._paused():
-                return False
-            candidate = await self._next()
-            if candidate is None:
-                return False
-            self._start(nursery, candidate, budget)
-        return True
+        if not self._has_slots or self._enough(budget) or self._paused():
+            return False
+        group = await self._next()
+        self._start(nursery, group, budget)
+        return bool(group)
 
     def _budget(self) -> int:
         """Bytes that may lie unused now."""
@@ -298,8 +306,12 @@ class Prefetcher:
     def _enough(self, budget: int) -> bool:
         return self.awaited.bytes >= budget or len(self.awaited.files) >= MOST_AWAITED
 
-    async def _next(self) -> Candidate | None:
-        return await self._plans.next() or await self._shards.next() or await self._directories.next()
+    async def _next(self) -> list[Candidate]:
+        return (
+            await self._plans.next(self._group)
+            or await self._shards.next()
+            or await self._directories.next(self._group)
+        )
 
     def _wanted(self, obj: ObjectId) -> bool:
         return bool(obj.size) and obj.digest not in self.awaited.files and not self._fetcher.whole(obj)
@@ -308,26 +320,41 @@ class Prefetcher:
         """For predictions: a file that was read in this epoch may have been evicted, and is not read again soon."""
         return self._wanted(obj) and not self._fetcher.course.had(obj)
 
-    def _start(self, nursery: trio.Nursery, candidate: Candidate, budget: int) -> None:
-        if candidate.found is None:
-            self._in_flight += 1
-            contained(nursery, "prefetch", self._look_up, nursery, candidate)
-            return
-        origin, obj = candidate.found
-        size = min(obj.size, budget // LARGEST_SHARE)
-        if obj.digest in self.awaited.files:
-            return  # of two plans, or prefetched during the lookup
-        ahead = _Prefetched(candidate, obj, size, trio.current_time())
-        self.awaited.put(ahead)
-        transfers = max(1, min(PARTS, size // PART_BYTES))
-        self._in_flight += transfers
-        try:
-            if size == obj.size and self._fetcher.bring_small(origin, obj, partial(self._ended, ahead, 1)):
-                return
-        except NoRoom as exc:
-            self._ended(ahead, 1, 0, exc)
-            return
-        contained(nursery, "prefetch", self._bring, origin, ahead, transfers)
+    def _start(self, nursery: trio.Nursery, group: list[Candidate], budget: int) -> None:
+        """Begin transfers, the first and as many others as are allowed; the rest are put back."""
+        now = trio.current_time()
+        small: dict[Origin, list[_Prefetched]] = {}
+        for number, candidate in enumerate(group):
+            if number and (self._in_flight >= self._slots or self._enough(budget)):
+                for other in reversed(group[number:]):
+                    other.give_back()
+                break
+            if candidate.found is None:
+                self._in_flight += 1
+                contained(nursery, "prefetch", self._look_up, nursery, candidate)
+                continue
+            origin, obj = candidate.found
+            if obj.digest in self.awaited.files:
+                continue  # of two plans, or prefetched during the lookup
+            size = min(obj.size, budget // LARGEST_SHARE)
+            ahead = _Prefetched(candidate, obj, size, now)
+            self.awaited.put(ahead)
+            transfers = max(1, min(PARTS, size // PART_BYTES))
+            self._in_flight += transfers
+            if size == obj.size <= LARGE:
+                small.setdefault(origin, []).append(ahead)
+            else:
+                contained(nursery, "prefetch", self._bring, origin, ahead, transfers)
+        for origin, files in small.items():
+            self._start_small(nursery, origin, files)
+
+    def _start_small(self, nursery: trio.Nursery, origin: Origin, files: list[_Prefetched]) -> None:
+        others = self._fetcher.bring_small(
+            origin, [(one.object, partial(self._ended, one, 1)) for one in files]
+        )
+        for one in files if others else ():
+            if one.object in others:
+                contained(nursery, "prefetch", self._bring, origin, one, 1)
 
     async def _look_up(self, nursery: trio.Nursery, candidate: Candidate) -> None:
         """Look up a path that no listing has, then fetch it."""
@@ -345,7 +372,7 @@ class Prefetcher:
         if candidate.found is None:
             self._unknown += 1
         elif self._wanted(candidate.found[1]):
-            self._start(nursery, candidate, self._budget())
+            self._start(nursery, [candidate], self._budget())
 
     async def _bring(self, origin: Origin, ahead: _Prefetched, transfers: int) -> None:
         fetched = 0
@@ -370,8 +397,8 @@ class Prefetcher:
         else:
             if isinstance(failure, CachefsError):
                 self._failed(failure, ahead.candidate)
-            if self.awaited.drop(ahead) and ahead.candidate.directory is not None:
-                ahead.candidate.directory.failed()
+            if self.awaited.drop(ahead) and ahead.candidate.walk is not None:
+                ahead.candidate.walk.policy.failed()
         self._wake()
 
     def _failed(self, exc: CachefsError, candidate: Candidate) -> None:

@@ -1,8 +1,8 @@
 """Candidates for prefetch: the objects of the files that the policies predict.
 
 Each source asks its policy which files to fetch, finds their objects in the cached listings, skips those that are cached or
-in flight, and returns one candidate at a time. A plan may name a path that no listing has: the task that fetches it looks it
-up, with requests to the origin.
+in flight, and returns a group of candidates: as many as are asked for, if it has so many. A plan may name a path that no
+listing has: the task that fetches it looks it up, with requests to the origin.
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ Found: TypeAlias = "tuple[Origin, ObjectId]"
 Wanted = Callable[["ObjectId"], bool]
 """True for a version that is neither cached nor in flight and, unless a plan names it, was not read in this epoch."""
 
+LookSoon = Callable[[Iterable["ObjectId"]], None]
+"""Called with versions shortly before `Wanted` is."""
+
 
 @dataclass(slots=True, eq=False)
 class Candidate:
@@ -62,8 +65,14 @@ class Candidate:
     found: Found | None
     put_back: Callable[[], None]
     item: Item | None = None
-    directory: Directory | None = None
+    walk: _Walk | None = None  # of its directory
     stream: StreamKey | None = None  # of a shard
+
+    def give_back(self) -> None:
+        """It is not fetched now."""
+        self.put_back()
+        if self.walk is not None:
+            self.walk.policy.failed()
 
 
 class Paths:
@@ -80,28 +89,53 @@ class FromPlans:
     """Files of the plans that jobs sent."""
 
     def __init__(
-        self, fs: FileSystem, wanted: Wanted, still_wanted: Wanted, clock: Callable[[], float]
+        self,
+        fs: FileSystem,
+        wanted: Wanted,
+        still_wanted: Wanted,
+        clock: Callable[[], float],
+        look_soon: LookSoon,
     ) -> None:
         self.plans = Plans()
         self._fs = fs
         self._clock = clock
         self._wanted = wanted
         self._still_wanted = still_wanted
+        self._look_soon = look_soon
 
-    async def next(self) -> Candidate | None:
+    async def next(self, most: int) -> list[Candidate]:
         examined = 0
-        while (item := self.plans.take(self._clock())) is not None:
-            examined += 1
-            if examined % SLICE == 0:
+        while items := self._take(most):
+            known = self._known(items)
+            self._look_soon(found[1] for _, found in known if found is not None)
+            group = []
+            for item, found in known:
+                wanted = self._still_wanted if item.is_behind else self._wanted
+                if found is None or wanted(found[1]):
+                    group.append(Candidate(found, partial(item.plan.put_back, item), item))
+            if group:
+                return group
+            examined += len(items)
+            if examined >= SLICE:
                 await trio.lowlevel.checkpoint()
+                examined = 0
+        return []
+
+    def _take(self, most: int) -> list[Item]:
+        items: list[Item] = []
+        while len(items) < most and (item := self.plans.take(self._clock())) is not None:
+            items.append(item)
+        return items
+
+    def _known(self, items: list[Item]) -> list[tuple[Item, Found | None]]:
+        """What the listings have of these, without those whose paths no listing can have."""
+        known = []
+        for item in items:
             try:
-                found = self._fs.tree_queries.known(_text(item.path))
+                known.append((item, self._fs.tree_queries.known(_text(item.path))))
             except CachefsError:
                 continue
-            wanted = self._still_wanted if item.is_behind else self._wanted
-            if found is None or wanted(found[1]):
-                return Candidate(found, partial(item.plan.put_back, item), item)
-        return None
+        return known
 
 
 class _Progress:
@@ -170,16 +204,17 @@ class FromShards:
             if len(self._queues) > QUEUES:
                 self._queues.popitem(last=False)
 
-    async def next(self) -> Candidate | None:
+    async def next(self) -> list[Candidate]:
+        """One at most: each takes several transfers."""
         while self._queues:
             await trio.lowlevel.checkpoint()
             key, queue = next(reversed(self._queues.items()))
             while queue and self.shards.worth_fetching(*key):
                 found = queue.pop(0)
                 if self._wanted(found[1]):
-                    return Candidate(found, partial(self._put_back, key, found), stream=key)
+                    return [Candidate(found, partial(self._put_back, key, found), stream=key)]
             del self._queues[key]
-        return None
+        return []
 
     def _put_back(self, key: StreamKey, found: Found) -> None:
         self._queues.setdefault(key, []).insert(0, found)
@@ -239,14 +274,14 @@ class _Walk:
 
 
 class FromDirectories:
-    """The other small files of a directory. `look_soon` is called with versions shortly before `wanted` is."""
+    """The other small files of a directory."""
 
     def __init__(
         self,
         fs: FileSystem,
         paths: Paths,
         wanted: Wanted,
-        look_soon: Callable[[Iterable[ObjectId]], None],
+        look_soon: LookSoon,
     ) -> None:
         self._look_soon = look_soon
         self._fs = fs
@@ -280,15 +315,13 @@ class FromDirectories:
             return walk
         return None
 
-    def hit(self, origin: Origin, obj: ObjectId, policy: Directory, epoch: int, now: float) -> None:
+    def hit(self, walk: _Walk, epoch: int, now: float) -> None:
         """A prefetched file was opened."""
-        policy.in_epoch(epoch)
-        policy.hit(now)
-        key = self._paths.of(origin, obj).rpartition("/")[0]
-        walk = self._walks.get(key)
-        if walk is not None and walk.policy is policy and policy.more_files():
-            self._eager[key] = None
-            self._eager.move_to_end(key)
+        walk.policy.in_epoch(epoch)
+        walk.policy.hit(now)
+        if walk.policy.more_files() and self._walks.get(walk.name) is walk:
+            self._eager[walk.name] = None
+            self._eager.move_to_end(walk.name)
 
     async def count(self, walk: _Walk) -> None:
         """Count the small files of a directory."""
@@ -299,49 +332,57 @@ class FromDirectories:
         if counted is not None:
             walk.policy.files = counted[0]
 
-    async def next(self) -> Candidate | None:
+    async def next(self, most: int) -> list[Candidate]:
+        """Of one directory."""
         while self._eager:
             key = next(reversed(self._eager))
             walk = self._walks.get(key)
-            if walk is not None and walk.policy.more_files():
-                sibling = await self._next_of(walk)
-                if sibling is not None:
-                    walk.policy.started()
-                    put_back = partial(self._put_back, key, walk, sibling)
-                    return Candidate((sibling.origin, sibling.object), put_back, directory=walk.policy)
-            self._eager.pop(key, None)
-        return None
+            group: list[Candidate] = []
+            more = 0 if walk is None else min(most, walk.policy.more_files())
+            while walk is not None and len(group) < more and (sibling := self._next_of(walk)) is not None:
+                put_back = partial(self._put_back, key, walk, sibling)
+                group.append(Candidate((sibling.origin, sibling.object), put_back, walk=walk))
+                walk.policy.started()
+            if group:
+                return group  # before anything is waited for: a reader may open one of them meanwhile
+            if walk is None or not more or not await self._look_on(walk):
+                self._eager.pop(key, None)
+        return []
 
     def _put_back(self, key: str, walk: _Walk, sibling: Sibling) -> None:
         walk.buffer.appendleft(sibling)
         self._eager[key] = None
 
-    async def _next_of(self, walk: _Walk) -> Sibling | None:
-        """The next file to fetch; None at the end of a pass, or where the listing ends so far."""
-        while True:
-            while walk.buffer:
-                sibling = walk.buffer.popleft()
-                if self._wanted(sibling.object):
-                    return sibling
-            await trio.lowlevel.checkpoint()
-            if walk.after is None and not walk.begin():
-                return None
-            assert walk.after is not None
-            before = walk.after
-            try:
-                files, after = self._fs.tree_queries.siblings(walk.ino, before, SLICE)
-            except CachefsError:
-                return None
-            if after == before:
-                return None
-            files = [file for file in files if file.object.size <= LARGE]
-            self._look_soon(file.object for file in files)
-            walk.buffer.extend(files)
-            walk.after = after
-            if after is None:
-                walk.to_the_end()
-            elif walk.round and after >= walk.start:
-                walk.after = None
+    def _next_of(self, walk: _Walk) -> Sibling | None:
+        """The next file to fetch of those that were looked at."""
+        while walk.buffer:
+            sibling = walk.buffer.popleft()
+            if self._wanted(sibling.object):
+                return sibling
+        return None
+
+    async def _look_on(self, walk: _Walk) -> bool:
+        """Look at a slice of the listing. False at the end of a pass, or where the listing ends so far."""
+        await trio.lowlevel.checkpoint()
+        if walk.after is None and not walk.begin():
+            return False
+        assert walk.after is not None
+        before = walk.after
+        try:
+            files, after = self._fs.tree_queries.siblings(walk.ino, before, SLICE)
+        except CachefsError:
+            return False
+        if after == before:
+            return False
+        files = [file for file in files if file.object.size <= LARGE]
+        self._look_soon(file.object for file in files)
+        walk.buffer.extend(files)
+        walk.after = after
+        if after is None:
+            walk.to_the_end()
+        elif walk.round and after >= walk.start:
+            walk.after = None
+        return True
 
     def status(self, most: int) -> list[dict[str, Any]]:
         """The `most` directories used last, for the status: plain values."""

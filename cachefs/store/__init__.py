@@ -18,7 +18,7 @@ from cachefs.store.catalog import CachedObject
 from cachefs.store.opening import Opened, open_store
 from cachefs.store.ram import SHM, remove_orphans
 from cachefs.store.scrub import scrub
-from cachefs.store.space import Fill, FillClosed, TierFill
+from cachefs.store.space import Fill, FillClosed, Run, TierFill
 from cachefs.store.store import Shared, Store
 from cachefs.store.tier import Tier
 
@@ -29,6 +29,7 @@ __all__ = [
     "Fill",
     "FillClosed",
     "Opened",
+    "Run",
     "Settled",
     "Shared",
     "Store",

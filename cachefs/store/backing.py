@@ -373,7 +373,10 @@ class Passthrough:
 
     def _ready(self, obj: CachedObject) -> bool:
         """True if a tier's file of it can be opened in passthrough as it is."""
-        return any(tier.passthrough and self._whole(obj, tier, verified=True) for tier in self._tiers)
+        for tier in self._tiers:  # noqa: SIM110 - a plain loop: each small file that comes is asked for
+            if tier.passthrough and self._whole(obj, tier, verified=True):
+                return True
+        return False
 
     async def _prepare(self, obj: CachedObject) -> bool:
         if self._ready(obj):

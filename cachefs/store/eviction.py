@@ -965,10 +965,10 @@ class Eviction:
 
     def own(self, copy: Copy) -> bool:
         """This node keeps it from now on. True if another node owned it until now."""
-        was = self.remote_owned.discard(copy.key)
-        if was:
-            self._evictable[copy.tier].add(copy.key, copy.clock, copy.dataset)
-        return was
+        if not self.remote_owned.tiers or not self.remote_owned.discard(copy.key):
+            return False
+        self._evictable[copy.tier].add(copy.key, copy.clock, copy.dataset)
+        return True
 
     def moved(self, source: Copy, target: Copy) -> None:
         """The target is as old as what it was copied from."""

@@ -26,7 +26,7 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -213,7 +213,7 @@ class Space:
         copy.arriving |= bits
         new = self.bytes(copy, bits & ~copy.forgotten)
         self._tiers[copy.tier].reserve(new)
-        if copy.key in self.eviction.remote_owned:
+        if self.eviction.remote_owned.tiers and copy.key in self.eviction.remote_owned:
             self._tiers[copy.tier].remote_owned_bytes += new
         copy.forgotten &= ~bits
 
@@ -709,6 +709,9 @@ def _copy_ranges(open_source: Callable[[], int], open_sink: Callable[[], int], r
 Completed = tuple[int, int]
 """(block, its xxh3_64)"""
 
+Run = tuple[CachedObject, int, int]
+"""(version, start, stop): blocks [start, stop) of it, within one extent"""
+
 
 class FillClosed(Exception):
     """The transfer outlived its fill: it must stop."""
@@ -898,26 +901,39 @@ class Fills:
     def begin(
         self, obj: CachedObject, start: int, stop: int, *, ahead: bool = False, remote_owned: bool = False
     ) -> Fill | None:
-        """Reserve room for blocks [start, stop) (within one extent) in the fastest tier that has it; None if none has.
+        """`begin_all` for one."""
+        return self.begin_all([(obj, start, stop)], ahead=ahead, remote_owned=remote_owned)[0]
+
+    def begin_all(
+        self, wanted: Sequence[Run], *, ahead: bool = False, remote_owned: bool = False
+    ) -> list[Fill | None]:
+        """Reserve room for blocks of several versions, for each in the fastest tier that has it; None where none has. Room
+        is looked for once for all that are left, and for each of them only where there is too little for all.
         `ahead`: they are prefetched, so they displace only the lowest priority classes, and once here they wait for a
         reader. `remote_owned`: another node owns them, so they displace only other remote-owned blocks."""
-        for tier, evict in self._places(ahead, remote_owned):
-            # Held while room is made: making it may evict this very object's other blocks, and with them its file.
-            with obj.held():
-                fill = self._fill_in(obj, tier, start, stop, evict, ahead, remote_owned)
-                if fill is None:
-                    continue
-                fill.ahead = ahead
-                if remote_owned:
-                    self._space.remote_owned(fill.copy)
-                else:
-                    self._space.own(fill.copy)
-                self._space.pin(fill.copy)
-                self._space.reserve(fill.copy, _bits(start, stop))
-            if tier.number == RAM and self._moves is not None:
-                self._moves.filled()
-            return fill
-        return None
+        fills: list[Fill | None] = [None] * len(wanted)
+        left = list(range(len(wanted)))
+        # Held while room is made: making it may evict blocks of these very objects, and with them their files.
+        for obj, _, _ in wanted:
+            obj.hold()
+        try:
+            for tier, evict in self._places(ahead, remote_owned):
+                together = len(left) > 1 and self._makes_room(
+                    tier, [wanted[n] for n in left], evict, ahead, remote_owned
+                )
+                before = len(left)
+                for n in left:
+                    if together or self._makes_room(tier, [wanted[n]], evict, ahead, remote_owned):
+                        fills[n] = self._fill_in(tier, *wanted[n], ahead, remote_owned)
+                left = [n for n in left if fills[n] is None]
+                if tier.number == RAM and self._moves is not None and len(left) < before:
+                    self._moves.filled()
+                if not left:
+                    break
+        finally:
+            for obj, _, _ in wanted:
+                obj.release()
+        return fills
 
     def _places(self, ahead: bool, remote_owned: bool) -> Iterator[tuple[Tier, Classes]]:
         """(tier, what may be evicted there), in the order to try: the lowest classes go from all tiers before any other
@@ -938,30 +954,39 @@ class Fills:
             yield from ((tier, ANY_REMOTE_OWNED) for tier in first)
             yield from ((tier, ANY) for tier in last)
 
-    def _fill_in(
-        self,
-        obj: CachedObject,
-        tier: Tier,
-        start: int,
-        stop: int,
-        evict: Classes,
-        ahead: bool,
-        remote_owned: bool,
-    ) -> TierFill | None:
-        need = allocated(min(obj.id.size, stop * self._block_size) - start * self._block_size)
-        left = self._space.left_to_readers(tier, need) if ahead and evict == LOWEST else 0
+    def _makes_room(
+        self, tier: Tier, wanted: Sequence[Run], evict: Classes, ahead: bool, remote_owned: bool
+    ) -> bool:
+        """True if the tier has room for all of these, for which blocks of the classes `evict` may go."""
+        block = self._block_size
+        needs = [allocated(min(obj.id.size, stop * block) - start * block) for obj, start, stop in wanted]
+        largest = max(needs)
+        left = self._space.left_to_readers(tier, largest) if ahead and evict == LOWEST else 0
         if remote_owned and ahead:
-            left = max(need, tier.limit_bytes() // READERS_SHARE)
-        if not self._space.evict_for(tier, need + left, evict):
-            return None
+            left = max(largest, tier.limit_bytes() // READERS_SHARE)
+        return self._space.evict_for(tier, sum(needs) + left, evict)
+
+    def _fill_in(
+        self, tier: Tier, obj: CachedObject, start: int, stop: int, ahead: bool, remote_owned: bool
+    ) -> TierFill | None:
+        """A fill that has its room."""
         open_file = self._space.file_to_write(obj, tier)
         if open_file is None:
             return None
         dataset = self._eviction.datasets(obj.id)
         copy = self._catalog.create(obj, tier.number, start // BLOCKS_PER_EXTENT, obj.id.size, dataset)
-        if copy.arriving & _bits(start, stop):
+        bits = _bits(start, stop)
+        if copy.arriving & bits:
             return None  # a move is writing them: two writers would not know of each other
-        return TierFill(tier, copy, open_file, obj.id.size, self._block_size, start, stop)
+        fill = TierFill(tier, copy, open_file, obj.id.size, self._block_size, start, stop)
+        fill.ahead = ahead
+        if remote_owned:
+            self._space.remote_owned(copy)
+        else:
+            self._space.own(copy)
+        self._space.pin(copy)
+        self._space.reserve(copy, bits)
+        return fill
 
     def bypass(self, obj: CachedObject, block: int) -> Fill:
         """One block into memory, for a reader that waits for it and that no tier can serve. So the readers that wait bound

@@ -101,7 +101,7 @@ class Store:
         self.course, self.left_behind = self.eviction.course, self.eviction.left_behind
         self.flush = self.eviction.flush
         self.pin, self.unpin, self.whole = self.pins.pin, self.pins.unpin, self.pins.whole
-        self.begin_fill, self.begin_bypass = fills.begin, fills.bypass
+        self.begin_fill, self.begin_fills, self.begin_bypass = fills.begin, fills.begin_all, fills.bypass
         self.settle, self.end_fill = fills.settle, fills.end
         self.adopt_bytes = adopting.adopt_bytes
         self.adopt, self.recast, self.make_room = adopting.adopt, adopting.recast, adopting.make_room

@@ -8,6 +8,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -439,3 +440,72 @@ async def test_a_full_cache_pauses_prefetch_and_readers_go_on() -> None:
             await w.read(name)
             await trio.sleep(2)
         assert w.metrics.prefetch_errors == 0
+
+
+async def test_files_are_begun_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is done once for a group: choosing it, looking for room, and waking the task that begins it."""
+    names = paths(1000)
+    shop = Shop(names)
+    async with world(shop) as w:
+        counted: Counter[str] = Counter()
+
+        def count(owner: Any, name: str) -> None:
+            real = getattr(owner, name)
+            monkeypatch.setattr(
+                owner, name, lambda *how, **more: (counted.update([name]), real(*how, **more))[1]
+            )
+
+        count(w.prefetcher, "_start_some")
+        count(w.lab.fetcher, "bring_small")
+        count(w.lab.fetcher, "_begin_all")
+        await w.read_all(shuffled(names))
+        demanded = len(names) - w.metrics.prefetch_files
+        assert 700 < w.metrics.prefetch_files == w.metrics.prefetch_used_files
+        assert counted["bring_small"] <= w.metrics.prefetch_files / 5
+        assert counted["_begin_all"] <= counted["bring_small"] + demanded
+        assert counted["_start_some"] <= w.metrics.prefetch_files
+        assert shop.most_in_flight > 40
+
+
+async def test_a_group_ends_where_enough_lies_unused_and_goes_on_from_there() -> None:
+    names = paths(300)
+    shop = Shop(names)
+    async with world(shop, budget=101 * 1000) as w:
+        await announce(w.prefetcher, names, range(300))
+        await w.quiet()
+        assert len(shop.got) == 101 and w.prefetcher.awaited.bytes == 101 * 1000
+        await w.read_all(names, workers=1)
+        assert Counter(shop.got) == Counter(names) and w.metrics.prefetch_used_files == 300
+
+
+async def test_the_index_is_read_once_for_a_group_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = paths(320)
+    shop = Shop(names)
+    async with world(shop) as w:
+        await w.look(names[0], 0, 1)  # lists the directory
+        index, loaded = w.lab.store.catalog._index, []
+        real = index.load
+
+        def load(keys: Any) -> Any:
+            loaded.append(len(keys))
+            return real(keys)
+
+        monkeypatch.setattr(index, "load", load)
+        await announce(w.prefetcher, names, range(320))
+        await w.quiet()
+        assert Counter(shop.got) == Counter(names)
+        assert len(loaded) <= 320 / prefetcher.AT_ONCE + 2
+
+
+async def test_a_path_that_was_looked_up_is_fetched_and_looked_up_once() -> None:
+    names = [f"{i:03d}/f.jpg" for i in range(200)]  # no listing has them: each is looked up
+    shop = Shop(names)
+    async with world(shop, budget=20 * 1000) as w:
+        await announce(w.prefetcher, names, range(200))
+        await w.quiet()
+        looked_up = sum(shop.counts)
+        for name in names:
+            await w.read(name)
+            await trio.sleep(0.1)
+        assert Counter(shop.got) == Counter(names)
+        assert looked_up <= 1 + 56 and shop.counts == (1 + len(names), 0)

@@ -49,12 +49,12 @@ async def test_a_pass_shows_each_name_once_but_for_the_slice_where_it_began(firs
     source = FromDirectories(fs, Paths([volume]), wanted, look_soon=lambda versions: None)
     for _ in range(START):
         source.missed(INO, origin, _version(NAMES[first]), 1, 0.0)
-    assert await source.next() is None
+    assert not await source.next(8)
     assert set(offered) == set(NAMES)
     assert len(tree_queries.shown) < len(NAMES) + 64
     before = len(tree_queries.shown)
     assert (
-        await source.next() is None and len(tree_queries.shown) == before
+        not await source.next(8) and len(tree_queries.shown) == before
     )  # a pass is over until more was missed
 
 

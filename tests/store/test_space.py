@@ -270,3 +270,59 @@ async def test_blocks_take_what_their_pages_take(tmp_path: Path, block: int) -> 
                 for bits in (0, 1, whole, whole & 0x5555, whole & ~(whole >> 1)):
                     pages = sum(-(-length // 4096) for _, length in lab.store.catalog.ranges(copy, bits))
                     assert space.bytes(copy, bits) == pages * 4096
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@in_trio
+async def test_room_for_several_versions_is_looked_for_once(
+    cache_dir: Path, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(cache_dir, ram=16 * MIB) as lab:
+        looked: list[int] = []
+        real = lab.store.space.evict_for
+
+        def evict_for(tier: Any, need: int, *how: Any, **more: Any) -> bool:
+            looked.append(need)
+            return real(tier, need, *how, **more)
+
+        monkeypatch.setattr(lab.store.space, "evict_for", evict_for)
+        objects = [lab.store.object(lab.origin.put(f"k{n}", bytes(BLOCK))) for n in range(8)]
+        fills = lab.store.begin_fills([(obj, 0, 1) for obj in objects], ahead=ahead)
+        assert looked == [8 * BLOCK]
+        ram, _ = lab.store.tiers
+        assert ram.used_bytes == ram.unlisted_bytes == 8 * BLOCK
+        for obj, fill in zip(objects, fills, strict=True):
+            assert fill is not None
+            fill.write(bytes(BLOCK))
+            lab.store.end_fill(obj, fill)
+        assert ram.unlisted_bytes == 0 and ram.blocks == 8
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ram", [0, 3, 20])
+@pytest.mark.parametrize("full", [False, True])
+@in_trio
+async def test_several_versions_lie_where_each_alone_would(
+    tmp_path: Path, ahead: bool, ram: int, full: bool
+) -> None:
+    """A full cache has blocks that may go, and some of the versions find no room all the same."""
+    found = []
+    for together in (False, True):
+        async with running(tmp_path / f"{together}", ram=ram * BLOCK, ssd=10 * BLOCK) as lab:
+            if full:
+                for n in range(10 + ram):
+                    put(lab, lab.origin.put(f"old{n}", bytes(BLOCK)))
+                await lab.store.flush()
+            objects = [lab.store.object(lab.origin.put(f"k{n}", bytes(BLOCK))) for n in range(12)]
+            runs = [(obj, 0, 1) for obj in objects]
+            if together:
+                fills = lab.store.begin_fills(runs, ahead=ahead)
+            else:
+                fills = [lab.store.begin_fill(*run, ahead=ahead) for run in runs]
+            used = [(tier.used_bytes, tier.blocks) for tier in lab.store.tiers]
+            found.append(([None if fill is None else fill.copy.tier for fill in fills], used))  # type: ignore[attr-defined]
+            for obj, fill in zip(objects, fills, strict=True):
+                if fill is not None:
+                    fill.write(bytes(BLOCK))
+                    lab.store.end_fill(obj, fill)
+    assert found[0] == found[1]
