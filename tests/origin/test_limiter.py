@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 
@@ -59,13 +60,24 @@ def thrash(n: int) -> float:
     return min(n, 16) * 25.0 * MB * min(1.0, 16 / n)
 
 
-@pytest.mark.parametrize("capacity", [bandwidth, latency])
+def falling(more: float) -> Callable[[int], float]:
+    """Three quarters of the requests bring `more` times as much."""
+    return lambda n: 400.0 * MB * (64 / n) ** math.log(more, 4 / 3)
+
+
+@pytest.mark.parametrize("capacity", [bandwidth, latency, falling(1.1)])
 def test_a_store_that_does_what_it_can_is_not_cut(capacity: Callable[[int], float]) -> None:
     store = Simulated(64)
     store.run(600, capacity)
     assert store.policy.reason == ""
     assert store.delivered >= 0.98 * 600 * capacity(64) * 0.99
     assert set(store.limits) == {64, 48}, "it does look"
+
+
+def test_a_fifth_more_at_three_quarters_is_clearly_more() -> None:
+    store = Simulated(64)
+    store.run(600, falling(1.2))
+    assert store.policy.reason == FALLING and min(store.limits) == 1
 
 
 def test_requests_that_hinder_each_other_become_fewer() -> None:
