@@ -39,7 +39,7 @@ from cachefs.upload.content import Row, State, Stored
 from cachefs.upload.dirty_file import DirtyFile, Way
 from cachefs.upload.journal import NOTES, Journal, JournalRemoved, Records, look
 from cachefs.upload.passthrough import Passthrough
-from cachefs.upload.queue import Queue, in_vain
+from cachefs.upload.queue import IN_BACKGROUND, Queue, in_vain
 from cachefs.upload.room import UNASKED, Cache, StagingRoom
 from cachefs.upload.staging import (
     LOOK_S,
@@ -53,17 +53,11 @@ from cachefs.upload.staging import (
 
 log = logging.getLogger(__name__)
 
-FLUSHED_AT_ONCE = 64
-"""Dirty files that one `flush` waits for at a time. Derived from the usual concurrency of a store."""
-
 FLUSH_RETRY_S = 5.0
 """How long at most `flush` leaves a failed dirty file alone. Guessed: a user waits."""
 
 SHOWN = 20
 """Dirty files that are shown one by one. Guessed: a screen."""
-
-GIVING_UP_S = 3.0
-"""How long a stop may take for each file that is being written. Guessed."""
 
 REPEATED_S = 2.0
 """How long what was not open when a daemon died waits for its upload: an open that was not answered is repeated meanwhile.
@@ -904,7 +898,7 @@ class Uploads:
                 await trio.sleep_until(min(dirty_file.trying.due, trio.current_time() + FLUSH_RETRY_S))
 
         with trio.move_on_after(deadline_s):
-            await each(one, chosen, FLUSHED_AT_ONCE)
+            await each(one, chosen, IN_BACKGROUND)
         return [dirty_file for dirty_file in chosen if dirty_file.dirty and not dirty_file.discarded]
 
     async def recover(self, open_inos: Container[int] = frozenset()) -> list[DirtyFile]:
@@ -942,7 +936,7 @@ class Uploads:
     async def hand_over(self) -> None:
         """Instead of `aclose`, once all tasks have ended: another daemon goes on with all that there is."""
         with trio.CancelScope(shield=True):
-            with trio.move_on_after(GIVING_UP_S):
+            with trio.move_on_after(HANGS_AFTER_S):
                 await self._disk.quiet()
             await trio.to_thread.run_sync(self.journal.close)
 
@@ -954,10 +948,10 @@ class Uploads:
                 self._queue.nursery = nursery
                 left = await self.flush(deadline_s=deadline_s, at_the_end=True)
                 for dirty_file in list(self._dirty_files.values()):
-                    with trio.move_on_after(GIVING_UP_S):
+                    with trio.move_on_after(HANGS_AFTER_S):
                         await run_contained(f"giving up {dirty_file.key}", self._give_up, dirty_file)
                 self._queue.close()
-                with trio.move_on_after(GIVING_UP_S):
+                with trio.move_on_after(HANGS_AFTER_S):
                     await self._disk.quiet()
                 nursery.cancel_scope.cancel()
             await trio.to_thread.run_sync(self.journal.close)
