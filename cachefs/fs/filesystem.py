@@ -560,7 +560,7 @@ class FileSystem:
         return handle.node.dirty_file
 
     def release(self, fh: int) -> None:
-        """Never raises, never waits. The last one who wrote a file begins its upload, if nothing else did."""
+        """Never raises, never waits. The last handle that wrote a file begins its upload, if nothing else did."""
         if self._writing is None:
             self._files.release(fh)
         else:

@@ -360,9 +360,9 @@ class LocalChanges:
     async def remove(
         self, node: Node, *, replaced: bool, instead: Callable[[], Awaitable[object]] | None = None
     ) -> None:
-        """Its name goes, by what is done `instead` at the store: nothing of it is uploaded, and who has it open goes on with
-        it alone. The name itself is there until another answer is written. When `instead` raises, nothing has
-        happened."""
+        """Its name goes, by what is done `instead` at the origin: nothing of it is uploaded, and processes that have it
+        open go on with it alone. The name itself is there until another answer is written. When `instead` raises, nothing
+        has happened."""
         node.removed = True
         ctime_ns = self.now_ns()
         try:

@@ -194,7 +194,7 @@ def clock_of(database: WriteBehind, machine: Machine | None = None) -> SteadyClo
 
 
 class _Turn:
-    """The lock of those who write names. Each waits first while more rows wait for the disk than memory is to hold."""
+    """The lock of all that write names. Each waits first while more rows wait for the disk than memory is to hold."""
 
     def __init__(self, database: WriteBehind) -> None:
         self._database = database

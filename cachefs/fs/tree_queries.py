@@ -1,8 +1,8 @@
 """What lies around a file, by path or by neighbourhood: for what fetches before a reader asks.
 
 Two kinds of questions. `known`, `version`, `siblings` and `count_files` read what is written down, however old, and never
-make a request: who uses what they say reads it conditionally, so old knowledge costs a refused GET and never a wrong byte.
-`resolve` and `walk` ask the store as a lookup and an `ls -R` would, and what they learn is there for everybody.
+make a request: their callers read conditionally, so old knowledge costs a refused GET and never a wrong byte.
+`resolve` and `walk` ask the origin as a lookup and an `ls -R` would, and all readers use what they learn.
 """
 
 from __future__ import annotations

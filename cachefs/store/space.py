@@ -736,7 +736,7 @@ class Fill:
         # The lowest offset that a reader waits for: bytes that land below it wake no reader.
         self.wake_at = self.stop + 1
         self.on_landed: Callable[[], None] | None = None
-        self.settled = 0  # blocks that exist for everybody
+        self.settled = 0  # blocks that all readers find
         self._size = size
         self.block_size = block_size
         self._completed: list[Completed] = []

@@ -3,8 +3,8 @@
 Two bounds. Of one file, `UNSENT` bytes may wait for their turn on the wire, where they are sent while the file is written:
 beyond that the writer goes as fast as the store. Of the disk, `keep_free` bytes shall stay free: the cache gives way first,
 then the writer waits for other files to be uploaded and given to the cache, which can evict them. If that does not help, it
-may write into what is kept free, which is kept free for users' files; the last tenth of it is left to others, and then it is
-`NoRoom` to this writer alone.
+may write into what is kept free, because that is kept free for users' files. The last tenth of it is left to other
+programs: then this writer alone gets `NoRoom`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Cache(Protocol):
         """Whether its disk is known not to answer."""
 
     async def adopt(self, obj_id: ObjectId, path: Path) -> bool:
-        """Take the file as the whole content of a version; False: it is still there, and whose it was."""
+        """Take the file as the whole content of a version; False: it is still there, and the caller's."""
 
     async def adopt_bytes(self, versions: Sequence[tuple[ObjectId, bytes]]) -> list[bool]:
         """The same for several with their whole contents in memory; False: it is not kept."""

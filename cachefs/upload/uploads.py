@@ -858,8 +858,7 @@ class Uploads:
         contained(self._queue.nursery, f"settling {dirty_file.key}", settle)
 
     def _hangs(self) -> bool:
-        """Whether the disk is known not to answer: each of those who wait for it with a deadline then saves the others
-        theirs."""
+        """Whether the disk is known not to answer. One caller whose deadline passed spares the others their own wait."""
         return self._store.hangs or self.journal.hangs or self._disk.hangs
 
     # -- the life of the room ----------------------------------------------------------------------
