@@ -277,7 +277,7 @@ class InFlightFetch:
                             fill.stop,
                             fill,
                             whole=fill.landed == 0 and fill.stop == object_id.size,
-                            turn=self._ticket,
+                            ticket=self._ticket,
                             failed=self._failed,
                         )
         except Exception as exc:

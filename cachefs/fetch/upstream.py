@@ -204,7 +204,7 @@ class Upstream:
             yield True
         finally:
             gate.leave(ticket)
-            if not gate.in_flight and not len(gate.line):
+            if not gate.in_flight and not len(gate.queue):
                 self._gates.pop(name, None)
 
 
@@ -339,7 +339,7 @@ class Comparing:
         whole = offset == 0 and length == object_id.size
         try:
             await origin.read(
-                object_id.key, object_id.etag, offset, stop, sink, whole=whole, turn=Ticket(background=True)
+                object_id.key, object_id.etag, offset, stop, sink, whole=whole, ticket=Ticket(background=True)
             )
         finally:
             self._metrics.discarded_bytes += len(sink.data)

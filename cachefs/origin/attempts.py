@@ -227,22 +227,22 @@ class Ticket:
     """The priority class of one request in all queues; it waits in one at a time. `thread` is the thread id of the read that
     waits for it, 0 for none."""
 
-    __slots__ = ("background", "line", "thread")
+    __slots__ = ("background", "queue", "thread")
 
     def __init__(self, background: bool = False) -> None:
         self.background = background
         self.thread = 0
-        self.line: Line | None = None
+        self.queue: WaitQueue | None = None
 
     def promote(self) -> None:
         """Make it demand, behind the demands that wait already."""
         if self.background:
             self.background = False
-            if self.line is not None:
-                self.line.promoted(self)
+            if self.queue is not None:
+                self.queue.promoted(self)
 
 
-class Line:
+class WaitQueue:
     """A wait queue of two classes, first come first served within each. Callers have deadlines of their own."""
 
     def __init__(self, on_promoted: Callable[[], None] = lambda: None) -> None:
@@ -254,21 +254,21 @@ class Line:
     def __len__(self) -> int:
         return len(self.demand) + len(self.background)
 
-    async def wait(self, turn: Ticket) -> None:
+    async def wait(self, ticket: Ticket) -> None:
         """Return when `call` has taken this ticket. A ticket that was called cannot be cancelled, and a cancelled one
         cannot be called, not even before its task runs: the caller of `call` relies on it."""
 
         def leave(_: object) -> trio.lowlevel.Abort:
-            turn.line = None
-            (self.background if turn.background else self.demand).pop(turn)
+            ticket.queue = None
+            (self.background if ticket.background else self.demand).pop(ticket)
             return trio.lowlevel.Abort.SUCCEEDED
 
-        (self.background if turn.background else self.demand)[turn] = trio.lowlevel.current_task()
-        turn.line = self
+        (self.background if ticket.background else self.demand)[ticket] = trio.lowlevel.current_task()
+        ticket.queue = self
         await trio.lowlevel.wait_task_rescheduled(leave)
 
-    def promoted(self, turn: Ticket) -> None:
-        self.demand[turn] = self.background.pop(turn)
+    def promoted(self, ticket: Ticket) -> None:
+        self.demand[ticket] = self.background.pop(ticket)
         self._on_promoted()
 
     @property
@@ -278,11 +278,11 @@ class Line:
 
     def call(self, *, background: bool) -> Ticket:
         """Let the first of a class go; the class must not be empty."""
-        turn, task = (self.background if background else self.demand).popitem(last=False)
+        ticket, task = (self.background if background else self.demand).popitem(last=False)
         self._overtaken = 0 if background else self._overtaken + 1
-        turn.line = None  # a promotion from here on has nothing to overtake
+        ticket.queue = None  # a promotion from here on has nothing to overtake
         trio.lowlevel.reschedule(task)
-        return turn
+        return ticket
 
 
 class Gate:
@@ -290,7 +290,7 @@ class Gate:
 
     def __init__(self, concurrency: Concurrency) -> None:
         self.concurrency = concurrency
-        self.line = Line(on_promoted=self._admit)
+        self.queue = WaitQueue(on_promoted=self._admit)
         self._inside: set[Ticket] = set()
 
     @property
@@ -299,33 +299,33 @@ class Gate:
 
     @property
     def background_in_flight(self) -> int:
-        return sum(turn.background for turn in self._inside)
+        return sum(ticket.background for ticket in self._inside)
 
-    async def enter(self, turn: Ticket) -> None:
+    async def enter(self, ticket: Ticket) -> None:
         """Return with a slot, which the caller releases with `leave`."""
-        if not self.enters(turn):
-            await self.line.wait(turn)
+        if not self.enters(ticket):
+            await self.queue.wait(ticket)
 
-    def enters(self, turn: Ticket) -> bool:
+    def enters(self, ticket: Ticket) -> bool:
         """Take a slot, if one is free and no request waits that goes first."""
-        overtaken = len(self.line.demand) + (len(self.line.background) if turn.background else 0)
-        if overtaken or not self.concurrency.admits(len(self._inside), turn.background):
+        overtaken = len(self.queue.demand) + (len(self.queue.background) if ticket.background else 0)
+        if overtaken or not self.concurrency.admits(len(self._inside), ticket.background):
             return False
-        self._inside.add(turn)
+        self._inside.add(ticket)
         return True
 
-    def leave(self, turn: Ticket) -> None:
+    def leave(self, ticket: Ticket) -> None:
         """Release a slot, and admit waiting requests (several, when the limit has grown)."""
-        self._inside.remove(turn)
+        self._inside.remove(ticket)
         self._admit()
 
     def _admit(self) -> None:
-        line, concurrency = self.line, self.concurrency
-        while (line.demand or line.background) and concurrency.admits(len(self._inside), background=False):
-            if line.demand and not line.starved:
-                self._inside.add(line.call(background=False))
-            elif line.starved or concurrency.admits(len(self._inside), background=True):
-                self._inside.add(line.call(background=True))
+        queue, concurrency = self.queue, self.concurrency
+        while (queue.demand or queue.background) and concurrency.admits(len(self._inside), background=False):
+            if queue.demand and not queue.starved:
+                self._inside.add(queue.call(background=False))
+            elif queue.starved or concurrency.admits(len(self._inside), background=True):
+                self._inside.add(queue.call(background=True))
             else:
                 return
 
@@ -359,13 +359,13 @@ class RateLimit:
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
         self._bucket: TokenBucket | None = None
-        self._line = Line()
+        self._queue = WaitQueue()
         self._busy = False
 
-    async def pay(self, count: int, turn: Ticket) -> None:
+    async def pay(self, count: int, ticket: Ticket) -> None:
         """Return when `count` bytes may go by."""
         if self._busy:
-            await self._line.wait(turn)
+            await self._queue.wait(ticket)
         self._busy = True
         now = trio.current_time()
         if self._bucket is None:  # trio's clock exists only inside trio
@@ -373,9 +373,9 @@ class RateLimit:
         try:
             await trio.sleep(self._bucket.take(count, now))
         finally:
-            line = self._line
-            if len(line):
-                line.call(background=line.starved or not line.demand)
+            queue = self._queue
+            if len(queue):
+                queue.call(background=queue.starved or not queue.demand)
             else:
                 self._busy = False
 
@@ -569,8 +569,8 @@ class Attempts:
             "concurrency_max": gate.concurrency.maximum,
             "in_flight": gate.in_flight,
             "background_in_flight": gate.background_in_flight,
-            "demand_waiting": len(gate.line.demand),
-            "background_waiting": len(gate.line.background),
+            "demand_waiting": len(gate.queue.demand),
+            "background_waiting": len(gate.queue.background),
             "limited_by": gate.concurrency.reason,
             "download_limit": self._download_limit.bytes_per_s if self._download_limit else 0,
             "upload_limit": self._upload_limit.bytes_per_s if self._upload_limit else 0,
@@ -584,14 +584,14 @@ class Attempts:
         self.client.close()
 
     def begin(
-        self, key: str, etag: str, size: int, sink: Sink, turn: Ticket, ended: Ended
+        self, key: str, etag: str, size: int, sink: Sink, ticket: Ticket, ended: Ended
     ) -> Callable[[], None] | None:
         """Begin one attempt to read a whole object, without a task: `ended` is called on the trio thread with its error, and
         `sink` not any more then. None, and nothing is begun, where the attempt would have to wait: for a place, for a disk,
         for a limit, for credentials, or for an origin that is out. Returns what ends it early, with an error."""
-        transfer = Receiving(0, size, sink, self.deadline_s, self._download_limit, turn, self._progressed)
+        transfer = Receiving(0, size, sink, self.deadline_s, self._download_limit, ticket, self._progressed)
         cancel: Callable[[], None] | None = None
-        if self._begin is None or transfer.waits or self.breaker.is_out or not self.gate.enters(turn):
+        if self._begin is None or transfer.waits or self.breaker.is_out or not self.gate.enters(ticket):
             return None
         since = trio.current_time()
 
@@ -603,7 +603,7 @@ class Attempts:
             except Transient as exc:
                 error = exc
             transfer.shut()
-            self._over("origin_get", turn, transfer, since, error)
+            self._over("origin_get", ticket, transfer, since, error)
             ended(transfer.sink_error or error)
 
         try:
@@ -611,9 +611,9 @@ class Attempts:
         except Exception:
             cancel = None  # a task meets it again, and tells of it
         if cancel is None:
-            self.gate.leave(turn)
+            self.gate.leave(ticket)
             return None
-        self._counted("origin_get", key, turn, transfer)
+        self._counted("origin_get", key, ticket, transfer)
         self.breaker.asked(cancel, since)
         return cancel
 
@@ -626,16 +626,16 @@ class Attempts:
         sink: Sink,
         *,
         whole: bool = False,
-        turn: Ticket | None = None,
+        ticket: Ticket | None = None,
         failed: Failed | None = None,
     ) -> None:
         """Deliver exactly bytes [start, stop) of the version `etag` to `sink.write`, in order, from a worker thread.
-        `whole`: the range is the whole object. `turn` is the request's priority ticket, which may be promoted meanwhile;
+        `whole`: the range is the whole object. `ticket` is the request's priority ticket, which may be promoted meanwhile;
         default: a reader waits. `failed`: how an attempt ended that `begin` began, which this repeats.
 
         Once this has returned or raised, `sink` is not and will not be called. An exception of the sink is raised unchanged.
         The deadline counts from the last byte that arrived, so a slow store may take its time and a silent one may not."""
-        turn = turn or Ticket()
+        ticket = ticket or Ticket()
         fetch, read = self._fetch, self._read
 
         async def attempt() -> None:
@@ -651,11 +651,11 @@ class Attempts:
         at, done = start, start >= stop
         while not done:
             transfer = Receiving(
-                at, stop, sink, self.deadline_s, self._download_limit, turn, self._progressed
+                at, stop, sink, self.deadline_s, self._download_limit, ticket, self._progressed
             )
             try:
                 await self.repeat(
-                    attempt, what, "origin_get", key, turn=turn, transfer=transfer, failed=failed
+                    attempt, what, "origin_get", key, ticket=ticket, transfer=transfer, failed=failed
                 )
                 done = True
             except Interrupted:
@@ -677,14 +677,14 @@ class Attempts:
         what: str,
         counter: str,
         key: str,
-        turn: Ticket | None = None,
+        ticket: Ticket | None = None,
         *,
         now: Callable[[Sending], Awaitable[T | None]] | None = None,
     ) -> T:
         """The result of `request`, which sends the first `size` bytes of `source`. Arguments as for `call`. An error of
         `source` is raised unchanged. `now` does the same without a thread for what lies in memory, or returns None."""
-        turn = turn or Ticket()
-        body = Sending(source, size, self.deadline_s, self._upload_limit, turn, self._progressed)
+        ticket = ticket or Ticket()
+        body = Sending(source, size, self.deadline_s, self._upload_limit, ticket, self._progressed)
         at_hand = self._upload_limit is None and size <= SENT_AT_ONCE
         at_hand = at_hand and isinstance(source, InMemory) and size <= len(source.data)
 
@@ -695,7 +695,7 @@ class Attempts:
             return await self.in_thread(lambda: body.attempt(lambda: request(body)))
 
         try:
-            result = await self.repeat(attempt, what, counter, key, turn=turn, transfer=body)
+            result = await self.repeat(attempt, what, counter, key, ticket=ticket, transfer=body)
         finally:
             await body.close()
             self._count(body)  # an abandoned thread may have gone on until now
@@ -711,7 +711,7 @@ class Attempts:
         counter: str,
         key: str,
         *,
-        turn: Ticket | None = None,
+        ticket: Ticket | None = None,
         transfer: Transfer | None = None,
         retries: int | None = None,
         patience: int = 1,
@@ -722,7 +722,7 @@ class Attempts:
             what,
             counter,
             key,
-            turn=turn,
+            ticket=ticket,
             transfer=transfer,
             retries=retries,
             patience=patience,
@@ -735,7 +735,7 @@ class Attempts:
         counter: str,
         key: str,
         *,
-        turn: Ticket | None = None,
+        ticket: Ticket | None = None,
         transfer: Transfer | None = None,
         retries: int | None = None,
         patience: int = 1,
@@ -745,7 +745,7 @@ class Attempts:
         counted under the metric `counter`, for the dataset of `key`. `what` begins error messages. `Unreachable` when the
         store is out and the request is not sent, or the origin has not come back while the request waited. `failed`: how a
         first attempt ended, which was made without a task."""
-        turn = turn or Ticket()
+        ticket = ticket or Ticket()
         tries = _Tries(self.backoff.retries if retries is None else retries)
         deadline_s = self.deadline_s * patience
         breaker, waits_until = self.breaker, 0.0
@@ -769,7 +769,7 @@ class Attempts:
                         (error, since), failed = failed, None
                         raise error
                     with breaker.interruptible() if interruptible else nullcontext():
-                        return await self._once(attempt, counter, key, turn, transfer, patience)
+                        return await self._once(attempt, counter, key, ticket, transfer, patience)
                     if transfer is not None:
                         raise Interrupted(f"{what}: {breaker.complaint()}")
                     continue
@@ -801,14 +801,14 @@ class Attempts:
         attempt: Callable[[], Awaitable[T]],
         counter: str,
         key: str,
-        turn: Ticket,
+        ticket: Ticket,
         transfer: Transfer | None,
         patience: int,
     ) -> T:
         """One attempt with a slot of the gate, reported to the limiter and the breaker."""
-        await (self.gate.enter(turn) if transfer is None else transfer.enter(self.gate, turn))
+        await (self.gate.enter(ticket) if transfer is None else transfer.enter(self.gate, ticket))
         sent_at = trio.current_time()
-        self._counted(counter, key, turn, transfer)
+        self._counted(counter, key, ticket, transfer)
         error: BaseException | None = None
         try:
             # A patient request expects a long silence, so its silence raises no suspicion.
@@ -825,15 +825,15 @@ class Attempts:
             error = exc
             raise
         finally:
-            self._over(counter, turn, transfer, sent_at, error)
+            self._over(counter, ticket, transfer, sent_at, error)
 
-    def _counted(self, counter: str, key: str, turn: Ticket, transfer: Transfer | None) -> None:
+    def _counted(self, counter: str, key: str, ticket: Ticket, transfer: Transfer | None) -> None:
         """A request is sent. It counts for its dataset, and for the process that waits for it (prefetching has none)."""
         ledger = self.metrics.ledger
         setattr(self.metrics, counter, getattr(self.metrics, counter) + 1)
         accounts = [ledger.account(self.prefix, key)]
         call = None if counter == "origin_get" else current_call.get()
-        thread = turn.thread if call is None else call.thread
+        thread = ticket.thread if call is None else call.thread
         if thread:
             accounts.append(ledger.waits.process(thread).account)
         for account in accounts:
@@ -844,7 +844,7 @@ class Attempts:
     def _over(
         self,
         counter: str,
-        turn: Ticket,
+        ticket: Ticket,
         transfer: Transfer | None,
         sent_at: float,
         error: BaseException | None,
@@ -862,8 +862,8 @@ class Attempts:
             if error is None:
                 self.transfer_rate.add(transfer.received, now - sent_at)
             self._count(transfer)
-            gate.concurrency.finished(len(gate.line) > 0, now)
-        gate.leave(turn)
+            gate.concurrency.finished(len(gate.queue) > 0, now)
+        gate.leave(ticket)
         self.metrics.ledger.origin_seconds[counter.removeprefix("origin_")].add(now - sent_at)
 
     async def in_thread(self, call: Callable[[], T]) -> T:
@@ -927,13 +927,13 @@ class Transfer:
         self,
         deadline_s: float,
         limit: RateLimit | None,
-        turn: Ticket,
+        ticket: Ticket,
         on_progress: Callable[[Transfer], None],
     ) -> None:
         self.position = self.counted = 0
         self.accounts: list[Account] = []
         self._deadline_s = deadline_s
-        self._limit, self._turn = limit, turn
+        self._limit, self._ticket = limit, ticket
         self._on_progress = on_progress
         self._scope: trio.CancelScope | None = None
         self._reported = time.monotonic()
@@ -948,9 +948,9 @@ class Transfer:
         self._scope = scope
         self._reported = time.monotonic()
 
-    async def enter(self, gate: Gate, turn: Ticket) -> None:
+    async def enter(self, gate: Gate, ticket: Ticket) -> None:
         """Wait for a slot of the gate."""
-        await gate.enter(turn)
+        await gate.enter(ticket)
 
     @property
     def gained(self) -> bool:
@@ -995,7 +995,7 @@ class Transfer:
         if self._scope is not None and not self._closed:
             self._scope.deadline = math.inf
         try:
-            await limit.pay(size, self._turn)
+            await limit.pay(size, self._ticket)
         finally:
             self._alive()
 
@@ -1021,10 +1021,10 @@ class Receiving(Transfer):
         sink: Sink,
         deadline_s: float,
         limit: RateLimit | None,
-        turn: Ticket,
+        ticket: Ticket,
         on_progress: Callable[[Transfer], None],
     ) -> None:
-        super().__init__(deadline_s, limit, turn, on_progress)
+        super().__init__(deadline_s, limit, ticket, on_progress)
         self.position = self.counted = self._began_at = start
         self.sink_error: Exception | None = None
         self._stop, self._sink = stop, sink
@@ -1092,21 +1092,21 @@ class Sending(Transfer):
         size: int,
         deadline_s: float,
         limit: RateLimit | None,
-        turn: Ticket,
+        ticket: Ticket,
         on_progress: Callable[[Transfer], None],
     ) -> None:
-        super().__init__(deadline_s, limit, turn, on_progress)
+        super().__init__(deadline_s, limit, ticket, on_progress)
         self.size = size
         self.source_error: Exception | None = None
         self._source = source
 
-    async def enter(self, gate: Gate, turn: Ticket) -> None:
+    async def enter(self, gate: Gate, ticket: Ticket) -> None:
         """Wait for a slot, with the deadline suspended: a file may have more parts than there are slots, and the origin
         does not cause that wait."""
         scope = self._scope
         assert scope is not None
         left, scope.deadline = scope.deadline - trio.current_time(), math.inf
-        await gate.enter(turn)
+        await gate.enter(ticket)
         scope.deadline = trio.current_time() + left
 
     def attempt(self, send: Callable[[], T]) -> T | None:

@@ -219,7 +219,7 @@ class Origin:
         if_absent: bool = False,
         token: str = "",
         settle: bool = True,
-        turn: Ticket | None = None,
+        ticket: Ticket | None = None,
     ) -> ObjectInfo:
         """Write the first `size` bytes of `source` (`FileRange`, `InMemory`) as one object in one request. A key that
         ends in "/" with no bytes is the marker of a directory.
@@ -248,7 +248,7 @@ class Origin:
                 what,
                 "origin_put",
                 key,
-                turn,
+                ticket,
                 now=lambda body: writer.put_now(key, body, sent),
             )
         except Conflict as exc:
@@ -431,15 +431,17 @@ class Upload:
         }
 
     async def part(
-        self, number: int, fd: int, offset: int, length: int, *, turn: Ticket | None = None
+        self, number: int, fd: int, offset: int, length: int, *, ticket: Ticket | None = None
     ) -> str:
         """Send bytes [offset, offset + length) of an open file as part `number`; returns its etag. The caller keeps `fd`
         open and the bytes unchanged until this has returned or raised: a repeated attempt reads them again.
 
         All parts but the last have at least `limits.least_part` bytes. `NoSuchUpload` when the upload is gone."""
-        return await self.part_from(number, FileRange(fd, offset), length, turn=turn)
+        return await self.part_from(number, FileRange(fd, offset), length, ticket=ticket)
 
-    async def part_from(self, number: int, source: Source, length: int, *, turn: Ticket | None = None) -> str:
+    async def part_from(
+        self, number: int, source: Source, length: int, *, ticket: Ticket | None = None
+    ) -> str:
         """The same from any source."""
         writer = self._attempts.writer
         self._within_limits(number, length)
@@ -450,7 +452,7 @@ class Upload:
             f"writing part {number} of {self._what}",
             "origin_put_part",
             self.key,
-            turn,
+            ticket,
         )
         self.known[number] = Part(etag, length)
         return etag

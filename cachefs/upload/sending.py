@@ -218,7 +218,7 @@ class Sender:
         self._found: dict[int, Part] | None = {}  # of an earlier run; None: not looked at yet
         self._beginning = trio.Lock()
         self._early: dict[int, trio.CancelScope] = {}
-        self._turns: set[Ticket] = set()
+        self._tickets: set[Ticket] = set()
         self._landing = trio.lowlevel.ParkingLot()
 
     # While the file is written.
@@ -267,8 +267,8 @@ class Sender:
     def promote(self) -> None:
         """A caller waits for it now."""
         self.background = False
-        for turn in self._turns:
-            turn.promote()
+        for ticket in self._tickets:
+            ticket.promote()
 
     async def finish(self, pieces: list[Piece], size: int, preconditions: Preconditions) -> ObjectInfo:
         """Make the object of the first `size` bytes, which are `pieces` and stay as they are until this has returned or
@@ -311,7 +311,7 @@ class Sender:
         small = size <= PUT_BYTES or not self._what.origin.limits.most_parts
         if small and self.upload is None and not parts.under_way:
             self.final = True
-            with self._turn() as turn, self._what.file.used():
+            with self._ticket() as ticket, self._what.file.used():
                 return await self._what.origin.put(
                     self._what.key,
                     await self._what.source(size),
@@ -320,7 +320,7 @@ class Sender:
                     if_absent=preconditions.if_absent,
                     token=preconditions.token,
                     settle=False,
-                    turn=turn,
+                    ticket=ticket,
                 )
         if self._found is None:
             assert self.upload is not None
@@ -353,12 +353,12 @@ class Sender:
         upload, landed = None, False
         try:
             upload = await self._open_upload()
-            with self._turn() as turn, self._what.file.used():
+            with self._ticket() as ticket, self._what.file.used():
                 await self._what.file.land()
                 fd, length = self._what.file.fd, piece.stop - piece.start
                 found = self._found.pop(piece.number, None) if self._found else None
                 if found is None or not await trio.to_thread.run_sync(same, found, fd, piece.start, length):
-                    await upload.part(piece.number, fd, piece.start, length, turn=turn)
+                    await upload.part(piece.number, fd, piece.start, length, ticket=ticket)
             landed = upload is self.upload
         finally:
             self.parts.ended(piece, landed=landed)
@@ -384,13 +384,13 @@ class Sender:
         self.upload = upload
 
     @contextmanager
-    def _turn(self) -> Iterator[Ticket]:
-        turn = Ticket(self.background)
-        self._turns.add(turn)
+    def _ticket(self) -> Iterator[Ticket]:
+        ticket = Ticket(self.background)
+        self._tickets.add(ticket)
         try:
-            yield turn
+            yield ticket
         finally:
-            self._turns.discard(turn)
+            self._tickets.discard(ticket)
 
 
 def expected(exc: Exception) -> CachefsError:

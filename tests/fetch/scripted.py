@@ -47,7 +47,7 @@ class Get:
     stop: int
     whole: bool
     background: bool
-    turn: Ticket | None = None
+    ticket: Ticket | None = None
     delivered: int = 0
 
 
@@ -120,10 +120,10 @@ class ScriptedOrigin:
         sink: Any,
         *,
         whole: bool = False,
-        turn: Ticket | None = None,
+        ticket: Ticket | None = None,
         failed: object = None,
     ) -> None:
-        get = Get(key, start, stop, whole, turn is not None and turn.background, turn)
+        get = Get(key, start, stop, whole, ticket is not None and ticket.background, ticket)
         self.gets.append(get)
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)

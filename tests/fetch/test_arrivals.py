@@ -100,7 +100,9 @@ async def test_who_waits_is_passthrough_it_and_was_a_reader_that_came_too_early(
         async with trio.open_nursery() as nursery:
             nursery.start_soon(lab.fetcher.arrival, object_id, 77)
             await trio.testing.wait_all_tasks_blocked()
-            assert get.turn is not None and not get.turn.background, "it goes before what nobody waits for"
+            assert get.ticket is not None and not get.ticket.background, (
+                "it goes before what nobody waits for"
+            )
             (waiting,) = lab.metrics.ledger.waits.waiting()
             assert (waiting["request"], waiting["key"], waiting["on"]) == ("read", "k", "origin")
             hold.release.set()

@@ -104,11 +104,11 @@ async def test_only_a_reader_makes_it_demand(cache_dir: Path) -> None:
                 nursery.start_soon(lab.fetcher.bring, lab.origin, object_id)
             await hold.reached.wait()
             (get,) = lab.origin.gets
-            assert get.turn is not None and get.turn.background
+            assert get.ticket is not None and get.ticket.background
             nursery.start_soon(lab.read, object_id, 0, 2 * BLOCK)
             nursery.start_soon(lab.read, object_id, 0, 1)
             await trio.testing.wait_all_tasks_blocked(0.01)
-            assert not get.turn.background
+            assert not get.ticket.background
             hold.release.set()
         assert len(lab.origin.gets) == 1
         assert lab.metrics.prefetched_late == 2, "each block once"

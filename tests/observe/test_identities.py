@@ -196,9 +196,9 @@ async def test_accounts_of_datasets_and_processes_are_the_counters_by_name() -> 
         backoff=Backoff(retries=2, first_s=0),
     )
     origin = Origin(attempts)
-    turn = Ticket()
-    turn.thread = os.getpid()
-    await origin.read("data/a/1", "e", 0, 100, Sink(), turn=turn)
+    ticket = Ticket()
+    ticket.thread = os.getpid()
+    await origin.read("data/a/1", "e", 0, 100, Sink(), ticket=ticket)
     await origin.read("data/b/1", "e", 0, 50, Sink())
     await origin.list_page("data/a/")
     with pytest.raises(CachefsError):

@@ -1,4 +1,4 @@
-"""Waiting for a turn and being cancelled, in every order: no slot is ever lost."""
+"""Waiting for a slot and being cancelled, in every order: no slot is ever lost."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def test_no_slot_is_kept_when_holders_and_waiters_are_cancelled_together(backgro
     """In one pass of the scheduler a holder leaves, and the next waiters are cancelled and have yet to run."""
 
     async def request(gate: Gate) -> None:
-        turn = Ticket(background)
-        await gate.enter(turn)
+        ticket = Ticket(background)
+        await gate.enter(ticket)
         try:
             await trio.sleep_forever()
         finally:
-            gate.leave(turn)
+            gate.leave(ticket)
 
     async def main() -> None:
         gate = Gate(Concurrency(8))
@@ -30,7 +30,7 @@ def test_no_slot_is_kept_when_holders_and_waiters_are_cancelled_together(backgro
                 await trio.testing.wait_all_tasks_blocked()
                 assert 0 < gate.in_flight <= 8
                 nursery.cancel_scope.cancel()
-            assert gate.in_flight == len(gate.line) == 0
+            assert gate.in_flight == len(gate.queue) == 0
 
     trio.run(main)
 

@@ -53,10 +53,10 @@ def test_demand_overtakes_background_and_each_is_in_order() -> None:
         order: list[str] = []
 
         async def pass_through(name: str, background: bool) -> None:
-            turn = Ticket(background)
-            await gate.enter(turn)
+            ticket = Ticket(background)
+            await gate.enter(ticket)
             order.append(name)
-            gate.leave(turn)
+            gate.leave(ticket)
 
         first = Ticket()
         await gate.enter(first)
@@ -64,9 +64,9 @@ def test_demand_overtakes_background_and_each_is_in_order() -> None:
             for name in ("b1", "b2", "d1", "d2"):
                 nursery.start_soon(pass_through, name, name.startswith("b"))
                 await trio.testing.wait_all_tasks_blocked()
-            assert len(gate.line) == 4
+            assert len(gate.queue) == 4
             gate.leave(first)
-        assert (gate.in_flight, len(gate.line)) == (0, 0)
+        assert (gate.in_flight, len(gate.queue)) == (0, 0)
         return order
 
     assert trio.run(main) == ["d1", "d2", "b1", "b2"]
@@ -96,7 +96,7 @@ def test_a_cancelled_waiter_takes_no_slot() -> None:
         with trio.move_on_after(1):
             await gate.enter(Ticket())
         gate.leave(first)
-        assert (gate.in_flight, len(gate.line)) == (0, 0)
+        assert (gate.in_flight, len(gate.queue)) == (0, 0)
         await gate.enter(Ticket())
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
@@ -105,16 +105,16 @@ def test_a_cancelled_waiter_takes_no_slot() -> None:
 def test_a_lower_limit_admits_no_request_until_it_is_met() -> None:
     async def main() -> None:
         gate = Gate(Concurrency(4))
-        turns = [Ticket() for _ in range(4)]
-        for turn in turns:
-            await gate.enter(turn)
+        tickets = [Ticket() for _ in range(4)]
+        for ticket in tickets:
+            await gate.enter(ticket)
         gate.concurrency.throttled(0.0, 1.0)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(gate.enter, Ticket())
             for waiting in (1, 1, 0):
-                gate.leave(turns.pop())
+                gate.leave(tickets.pop())
                 await trio.testing.wait_all_tasks_blocked()
-                assert len(gate.line) == waiting
+                assert len(gate.queue) == waiting
         assert gate.in_flight == 2
 
     trio.run(main)
@@ -150,19 +150,19 @@ def test_a_readers_bytes_are_paid_for_first() -> None:
     async def main() -> None:
         limit, order = RateLimit(100.0), []
 
-        async def take(name: str, turn: Ticket) -> None:
-            await limit.pay(100, turn)
+        async def take(name: str, ticket: Ticket) -> None:
+            await limit.pay(100, ticket)
             order.append((name, trio.current_time() - start))
 
         start = trio.current_time()
-        turns = {name: Ticket(name.startswith("b")) for name in ("b1", "b2", "b3", "d1", "d2")}
+        tickets = {name: Ticket(name.startswith("b")) for name in ("b1", "b2", "b3", "d1", "d2")}
         async with trio.open_nursery() as nursery:
-            for name, turn in turns.items():
-                nursery.start_soon(take, name, turn)
+            for name, ticket in tickets.items():
+                nursery.start_soon(take, name, ticket)
                 await trio.testing.wait_all_tasks_blocked()
             with trio.move_on_after(0.5):  # a cancelled taker leaves no gap
                 await take("d3", Ticket())
-            turns["b3"].promote()
+            tickets["b3"].promote()
         assert [name for name, _ in order] == ["b1", "d1", "d2", "b3", "b2"]
         assert [when for _, when in order] == pytest.approx([1, 2, 3, 4, 5], abs=TokenBucket.BURST_S)
         await take("alone", Ticket())
@@ -184,19 +184,19 @@ def test_a_turn_promoted_at_the_gate_takes_the_slots_kept_for_demand() -> None:
     async def main() -> None:
         gate = Gate(Concurrency(8))
         inside = [Ticket(background=True) for _ in range(7)]
-        for turn in inside:
-            await gate.enter(turn)
+        for ticket in inside:
+            await gate.enter(ticket)
         late = Ticket(background=True)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(gate.enter, late)
             await trio.testing.wait_all_tasks_blocked()
-            assert len(gate.line.background) == 1
+            assert len(gate.queue.background) == 1
             late.promote()
-        assert (gate.in_flight, gate.background_in_flight, len(gate.line)) == (8, 7, 0)
+        assert (gate.in_flight, gate.background_in_flight, len(gate.queue)) == (8, 7, 0)
         inside[0].promote()
         assert gate.background_in_flight == 6
-        for turn in [*inside, late]:
-            gate.leave(turn)
+        for ticket in [*inside, late]:
+            gate.leave(ticket)
         assert gate.in_flight == 0
 
     trio.run(main)
@@ -229,10 +229,10 @@ def test_background_has_its_turn_among_many_demands() -> None:
         order: list[str] = []
 
         async def pass_through(name: str, background: bool) -> None:
-            turn = Ticket(background)
-            await gate.enter(turn)
+            ticket = Ticket(background)
+            await gate.enter(ticket)
             order.append(name)
-            gate.leave(turn)
+            gate.leave(ticket)
 
         first = Ticket()
         await gate.enter(first)

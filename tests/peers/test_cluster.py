@@ -90,7 +90,7 @@ async def test_what_is_fetched_ahead_of_another_nodes_comes_an_extent_a_reply(ca
         assert here.metrics.peer_requests == 1
         parts = sorted((get.start, get.stop) for get in cluster.origin.gets)
         assert parts == [(at, min(size, at + 4 * BLOCK)) for at in range(0, EXTENT, 4 * BLOCK)]
-        assert all(get.turn is not None and not get.turn.background for get in cluster.origin.gets)
+        assert all(get.ticket is not None and not get.ticket.background for get in cluster.origin.gets)
         own = cluster.put_owned_by(here, "own", content(2, size))
         cluster.origin.gets.clear()
         assert await here.fetcher.bring(cluster.origin, own) == size  # type: ignore[arg-type]

@@ -194,7 +194,7 @@ class ScriptedStore:
         if_absent: bool = False,
         token: str = "",
         settle: bool = True,
-        turn: Any = None,
+        ticket: Any = None,
     ) -> ObjectInfo:
         assert not settle, "a HEAD would double the time that a small file takes"
         async with self.request("put", key):
@@ -259,7 +259,7 @@ class ScriptedUpload:
             raise NoSuchUpload(self.id)
         return self.store.uploads[self.id][1]
 
-    async def part(self, number: int, fd: int, offset: int, length: int, *, turn: Any = None) -> str:
+    async def part(self, number: int, fd: int, offset: int, length: int, *, ticket: Any = None) -> str:
         async with self.store.request("part", self.key):
             data = os.pread(fd, length, offset)
             if len(data) != length:
