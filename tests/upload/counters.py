@@ -47,7 +47,7 @@ def check_dirty_file(dirty_file: DirtyFile) -> None:
     locks = {"content": dirty_file.lock, "name": dirty_file.trying.turn, "row": dirty_file.record.turn}
     assert not [what for what, lock in locks.items() if lock.locked()], f"{name}: a lock is held"
     assert not parts.under_way and not parts._bytes_under_way, f"{name}: parts are counted as under way"
-    assert not sender._early and not sender._turns, f"{name}: it sends"
+    assert not sender._early and not sender._tickets, f"{name}: it sends"
     assert not sender.final, f"{name}: a commit is left"
     assert not sender._landing.statistics().tasks_waiting, f"{name}: a part is waited for"
     assert dirty_file.handles == 0

@@ -104,7 +104,7 @@ async def test_what_a_caller_waits_for_comes_before_what_none_waits_for(
         await trio.sleep(1)
         assert d.store.content("k") == content(1, dirty_file.size)
         assert turns.background == [waits == "never"] * (3 if parts else 1)
-        assert not dirty_file.sender._turns
+        assert not dirty_file.sender._tickets
         d.uploads.release(dirty_file)
         await d.quiet()
 
