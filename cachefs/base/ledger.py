@@ -27,7 +27,7 @@ DATASETS = 64
 """Rows of datasets. Borrowed from the cache store, which has no datasets for a source with more first components."""
 
 PROCESSES = 512
-"""Rows of processes, a bound. Guessed: a node's jobs and their loaders; half a MiB."""
+"""Rows of processes; further ones share one. A bound of memory: half a MiB."""
 
 THREAD_S = 10.0
 """How long a thread's process is cached. Derived: the kernel reuses a thread's number after minutes at the earliest, and

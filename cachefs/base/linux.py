@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 PROBE_DEADLINE_S = 5.0
-"""A mount that takes longer to answer one statfs counts as hanging. Guessed: a daemon answers in milliseconds."""
+"""A mount that takes longer to answer one statfs, or a kernel to take what it is told, counts as hanging. Guessed: both take
+milliseconds."""
 
 CAP_SYS_ADMIN = 21
 MNT_DETACH = 2

@@ -31,8 +31,7 @@ MOST_TAILS, TAIL_BYTES = 1024, 256 << 10
 disk at once. Guessed: more than the files that are written at the same time."""
 
 MOST_TIMES = 16_384
-"""Most directories whose last change is stored: 16 bytes each, and about 120 of the process. Guessed: more than a job
-changes."""
+"""Most directories whose last change is stored: 16 bytes each, and about 120 of the process. A bound of memory: 2 MB."""
 
 GIVE_BACK_BYTES = 64 << 10
 """A longer used part is returned to the kernel when it is free. Guessed: a system call costs as much as faulting in so many

@@ -28,8 +28,8 @@ FAILURES_NAMED = 2
 DATASETS_NAMED = 6
 """Most datasets in a line."""
 
-FOLLOW_EVERY_S = 0.5
-"""Between two reads of the log that `logs -f` follows. Guessed: people do not notice a shorter delay."""
+FOLLOW_EVERY_S = 1.0
+"""Between two reads of the log that `logs -f` follows. Borrowed from tail(1), `--sleep-interval`."""
 
 MARKS = {"ok": ("ok     ", "green"), "note": ("note   ", "yellow"), "problem": ("PROBLEM", "red")}
 

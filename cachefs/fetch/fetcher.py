@@ -24,6 +24,7 @@ from cachefs.fetch.upstream import Comparing, Here, Piece, Upstream
 from cachefs.origin import Origin, Ticket
 from cachefs.peers.wire import Busy
 from cachefs.store import Backing, CachedObject, Fill, FillClosed, Run, Settled, Store, Tier, TierFill
+from cachefs.store.space import HEAP_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -369,24 +370,19 @@ BRINGING = 64
 """Parts that all calls of `bring` have under way. Derived from the usual concurrency: more would take room and then wait."""
 
 ATTEMPTS = 8
-"""How often one read may find its blocks gone again (evicted, bad checksum, a failing tier) before it gives up. Guessed."""
-
-CACHED_ATTEMPTS = 3
-"""After this many, what is missing bypasses the tiers: under great pressure a block can be evicted before its reader runs.
+"""How often one read may find its blocks gone again (evicted, bad checksum, a failing tier) before it gives up. In the
+second half of them, what is missing bypasses the tiers: under great pressure a block can be evicted before its reader runs.
 Guessed."""
-
-HEAP_BYTES = 64 << 20
-"""What readers that no tier can serve may hold in memory while their blocks come; the others wait. Guessed: a gigabyte a
-second at 60 ms."""
 
 Buffer = bytes | bytearray | memoryview
 
 ReadHook = Callable[[ObjectId, int, int], None]
 """(object, offset, size): a part of a large file was read through the daemon. Never raises."""
 
-REPETITION_S = 0.25
+REPETITION_S = 0.1
 """The kernel repeats a read-ahead that failed as a read of its own, at once. One read of the same handle within this time
-gets the same failure: otherwise an application would wait for two deadlines. Guessed; the repetition comes within 1 ms."""
+gets the same failure: otherwise an application would wait for two deadlines. Derived: the repetition comes within 1 ms, and
+a loaded daemon may be a hundred times slower."""
 
 
 class OpenedObject:
@@ -474,6 +470,7 @@ class Fetcher:
         self._ahead_bytes = 0
         few = min(BRINGING, self._ahead_limit // (self._part_blocks * store.block_size))
         self._bringing = trio.CapacityLimiter(max(PARTS_AT_ONCE, few))
+        # Readers that no tier can serve hold this much while their blocks come; the others wait.
         self._heap_slots = trio.CapacityLimiter(max(4, HEAP_BYTES // store.block_size))
         self._flying: set[InFlightFetch] = set()
         self._without_task: set[InFlightFetch] = set()
@@ -586,7 +583,7 @@ class Fetcher:
                 self._store.hit(obj, (block for block in blocks if block not in absent))
                 count_misses(self._metrics, self.transfers.miss_reasons(self._metrics, obj, missing))
                 counted = True
-            in_flight = self._demand(opened, obj, missing, bypass=attempt >= CACHED_ATTEMPTS)
+            in_flight = self._demand(opened, obj, missing, bypass=attempt >= ATTEMPTS // 2)
             if not observed and opened.id.size > WHOLE_BYTES:
                 self._read_ahead(opened, obj, offset, size, pid)
                 observed = True

@@ -58,10 +58,6 @@ log = logging.getLogger(__name__)
 NOREPLACE = 1
 """RENAME_NOREPLACE of renameat2."""
 
-
-COPIES_AT_ONCE = 32
-"""Guessed; the origin's gate bounds what is really under way."""
-
 Place = tuple[Directory, bytes]
 
 Find = Callable[["Origin", str], Awaitable[Place]]
@@ -593,7 +589,7 @@ class _Copies:
             self.made[info.key] = info, made
             await self._tell(info, made)
 
-        await each(copy, objects, COPIES_AT_ONCE)
+        await each(copy, objects, self._origin.concurrency)
         if failed:
             raise failed[0]
 
@@ -632,7 +628,7 @@ async def keys_below(origin: Origin, prefix: str) -> list[ObjectInfo]:
 
     while prefixes:
         more: list[str] = []
-        await each(one, prefixes, COPIES_AT_ONCE)
+        await each(one, prefixes, origin.concurrency)
         prefixes = more
     return found
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cachefs.base.errors import CacheUnusable, NotFound, ObjectChanged
+from cachefs.fs.tree import KEPT_DIRECTORIES
 
 if TYPE_CHECKING:
     from cachefs.base.names import ObjectId
@@ -40,9 +41,6 @@ a walk that only looks, as of find, goes through it."""
 
 KNOWN_FILES = 16_384
 """Closed files that may be opened again from the table, about 500 bytes each. Beyond it all go the general way once."""
-
-DIRECTORIES_KEPT = 1_024
-"""Removed directories that processes may still be in, about 500 bytes each. Guessed; beyond it the oldest answer ESTALE."""
 
 LARGE = 4 << 20
 """Opens of larger files are always reported: each costs more than the report. Borrowed from what is fetched in one GET."""
@@ -236,7 +234,7 @@ class OpenFiles:
     def directory_removed(self, directory: Directory, shown: Attributes) -> None:
         """Note that a directory was removed here. Processes that are in it are shown the attributes `shown`."""
         self.gone[shown.ino] = directory, shown
-        if len(self.gone) > DIRECTORIES_KEPT:
+        if len(self.gone) > KEPT_DIRECTORIES:
             del self.gone[next(iter(self.gone))]
 
     def withhold(self, ino: int) -> None:

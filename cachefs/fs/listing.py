@@ -1,6 +1,6 @@
 """Listing a directory, once for all callers.
 
-Idea: per directory at most one listing pages on, as a task of its own that no reader's cancellation touches. Each page
+Each directory has at most one listing under way, as a task of its own that no reader's cancellation touches. Each page
 is written down and then announced; its waiters look at the tree again. How far it goes is a matter of demand: a
 reader of the directory keeps it ahead of itself, a lookup pays for ten pages and for twice as many each time it
 misses. A listing without a reader rests where it is and is resumed from there.

@@ -9,7 +9,7 @@ What is fresh is answered at once. Otherwise, in this order of cost:
 - where the first page does not reach it, both questions are asked side by side (HEAD of the key, LIST of one key below
   it), while the listing goes on for a bounded while.
 
-Questions about one name are asked once for all who want to know.
+A question about one name is asked once for all lookups that wait for it.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def written(attrs: dict[str, Any]) -> None:
 
 
 class Overrides:
-    """By inode. Nothing else knows it, so it is committed without delay; who promises that awaits `written`."""
+    """By inode. Nothing else knows it, so it is committed without delay. A caller that promises this awaits `written`."""
 
     def __init__(self, database: WriteBehind) -> None:
         self._database = database

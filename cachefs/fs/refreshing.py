@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cachefs.base.errors import CachefsError, NameTooLong, NotFound
+from cachefs.fs.freshness import REMEMBERED
 from cachefs.fs.keys import MAX_NAME, name_in, nameable
 from cachefs.fs.pages import write_pinned
 from cachefs.fs.tree import Directory
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
     from cachefs.fs.tree import Tree
 
 log = logging.getLogger(__name__)
-
-MOST_ABSENT = 65_536
-"""Names that the kernel may have as missing at a time, about 200 bytes each; it asks for others whenever it needs them.
-Guessed: more than a program tries on its way to what it imports."""
 
 
 @dataclass(eq=False, repr=False)
@@ -49,7 +46,7 @@ class Refreshing:
             return 0.0
         place, now = (directory.ino, name), self._tree.clock()
         self._absent.pop(place, None)
-        if len(self._absent) >= MOST_ABSENT:
+        if len(self._absent) >= REMEMBERED:
             oldest = next(iter(self._absent))
             if self._absent[oldest] > now:
                 return 0.0

@@ -51,7 +51,8 @@ FORMAT = "names 3"
 """Name of the tables' format, for `Database`."""
 
 KEPT_DIRECTORIES = 4096
-"""Directories remembered as objects (about 500 bytes each); others are read again when asked for. Guessed."""
+"""Directories remembered as objects, about 500 bytes each: others are read again when asked for. And removed directories
+that processes may still be in: beyond it the oldest answer ESTALE. Guessed."""
 
 CHANGES_REMEMBERED = 16_384
 """Names that were changed here lately, about 150 bytes each. Guessed: more than change while one page is on its way."""
@@ -193,7 +194,7 @@ def clock_of(database: WriteBehind, machine: Machine | None = None) -> SteadyClo
 
 
 class _Turn:
-    """The lock of those who write names. Each waits first while more rows wait for the disk than memory is to hold."""
+    """The lock of all that write names. Each waits first while more rows wait for the disk than memory is to hold."""
 
     def __init__(self, database: WriteBehind) -> None:
         self._database = database

@@ -1,8 +1,8 @@
 """What lies around a file, by path or by neighbourhood: for what fetches before a reader asks.
 
 Two kinds of questions. `known`, `version`, `siblings` and `count_files` read what is written down, however old, and never
-make a request: who uses what they say reads it conditionally, so old knowledge costs a refused GET and never a wrong byte.
-`resolve` and `walk` ask the origin as a lookup and an `ls -R` would, and every caller sees what they learn.
+make a request: their callers read conditionally, so old knowledge costs a refused GET and never a wrong byte.
+`resolve` and `walk` ask the origin as a lookup and an `ls -R` would, and all readers use what they learn.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import trio
 
 from cachefs.base.errors import IsADirectory, NotFound
 from cachefs.base.names import ObjectId
-from cachefs.fs.directories import DirectoryHandle
+from cachefs.fs.directories import CHUNK, DirectoryHandle
 from cachefs.fs.inodes import ROOT
 from cachefs.fs.keys import nameable
 from cachefs.fs.rows import NO_ROW, Row
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from cachefs.fs.lookup import Looker
     from cachefs.fs.tree import Tree
     from cachefs.origin import Origin
-
-SLICE = 256
-"""Rows looked at before others have their turn: about half a millisecond. Guessed."""
 
 
 class Sibling(NamedTuple):
@@ -96,7 +93,7 @@ class TreeQueries:
         order of the listing, as far as it has landed; and the mark to go on from, None at the end of all. At most `limit`,
         perhaps none though more follow: a run of sub-directories is passed a slice at a time."""
         directory, _ = self._tree.locate(ino)
-        rows, end = self._landed(directory, after, min(limit, SLICE))
+        rows, end = self._landed(directory, after, min(limit, CHUNK))
         assert directory.origin is not None or not rows
         return [
             Sibling(mark, row.ino, directory.origin, object_of(directory, mark, row))  # type: ignore[arg-type]
@@ -111,7 +108,7 @@ class TreeQueries:
         after: bytes | None = b"" if whole is not None else None
         files = size = 0
         while after is not None:
-            rows, after = self._landed(directory, after, SLICE)
+            rows, after = self._landed(directory, after, CHUNK)
             for _, row in rows:
                 if row.size <= largest:
                     files += 1
@@ -183,7 +180,7 @@ class TreeQueries:
     async def _below(self, directory: Directory, above: list[bytes]) -> AsyncGenerator[WalkedFile, None]:
         handle = DirectoryHandle(directory.ino, directory)
         offset = 0
-        while entries := await self._directories.read(handle, offset, SLICE):
+        while entries := await self._directories.read(handle, offset, CHUNK):
             for entry in entries:
                 path = [*above, entry.name]
                 if entry.attributes.is_dir:

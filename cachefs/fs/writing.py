@@ -1,7 +1,7 @@
 """Writing, put together: dirty files, names, and what is kept of attributes, over the local changes.
 
-What does not ask for a name's content is here: which node an inode number means, what is shown of it, and who may. Callers
-of `create`, `mknod`, `mkdir`, `unlink`, `rmdir`, `rename` and `open` have claimed the names (`claimed`).
+Here is what asks for no file's content: which node an inode number means, what is shown of it, and which users may change
+it. Callers of `create`, `mknod`, `mkdir`, `unlink`, `rmdir`, `rename` and `open` have claimed the names (`claimed`).
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class Writing:
         """The number of a new file, or of the one that is there, and a handle of it."""
         writable(directory)
         check_name(directory, name)
-        # Who empties what is there replaces it, whatever it is; others would by mistake.
+        # An open that empties the file replaces whatever is there. Others must not do so by mistake.
         replaces = flags & os.O_TRUNC and not flags & os.O_EXCL
         found = await (self._looker.look if replaces else self._looker.sure)(directory, name)
         if isinstance(found, Found):

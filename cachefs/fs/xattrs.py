@@ -1,7 +1,8 @@
 """Extended attributes: what cachefs knows of a file or a directory, as text under ``user.cachefs.``.
 
-They are asked for by name and never listed: who copies a file with all its attributes (cp -a, rsync -X, tar) would leave
-them on the copy, where they say nothing. Those that a copy has from elsewhere are taken without an error, and not kept.
+They are asked for by name and never listed: a program that copies a file with all its attributes (cp -a, rsync -X, tar)
+would leave them on the copy, where they say nothing. Those that a copy has from elsewhere are taken without an error, and
+not kept.
 """
 
 from __future__ import annotations

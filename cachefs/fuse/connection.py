@@ -32,8 +32,9 @@ MAX_BACKGROUND, CONGESTION = 128, 96
 
 FORCE, DETACH = 1, 2  # flags of umount2(2)
 
-FUSERMOUNT_S = 30.0
-"""How long fusermount3 may take, which mounts for users without rights. Guessed: it takes milliseconds."""
+MOUNTING_S = 30.0
+"""How long fusermount3, which mounts for users without rights, may take, and the kernel to send its first request (INIT).
+Guessed: both take milliseconds."""
 
 _FUSE = os.makedev(10, 229)
 """The device number of /dev/fuse, the same at every path."""
@@ -120,7 +121,7 @@ def fusermount(*arguments: str, passing: socket.socket | None = None) -> None:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=FUSERMOUNT_S,
+            timeout=MOUNTING_S,
         )
     except FileNotFoundError as exc:
         raise MountError("fusermount3 is missing: apt-get install fuse3") from exc
@@ -134,7 +135,7 @@ def mount_with_help(mountpoint: Path, options: Sequence[str]) -> int:
     """Mount at once, visibly. Returns a descriptor of /dev/fuse. Raises `MountError`."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.settimeout(FUSERMOUNT_S)
+        ours.settimeout(MOUNTING_S)
         fusermount("-o", ",".join(options), "--", str(mountpoint), passing=theirs)
         try:
             _, fds, _, _ = socket.recv_fds(ours, 1, 1)

@@ -61,7 +61,7 @@ RESENDS_SINCE = (6, 9)
 TOO_OLD = "this kernel cannot repeat requests (Linux 6.9 can)"
 
 LOOK_S = 0.05
-"""How often is looked for what another process writes here."""
+"""How often is looked for what no event tells: what another process writes here, whether a process has another signal."""
 
 MOST_HANDLES = 65_536
 """Places for records, 2 KiB of address space each; only those that were ever used take memory. Handles without a place

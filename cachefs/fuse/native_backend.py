@@ -35,7 +35,7 @@ from cachefs.fs import Backing, Entry, FileSystem
 from cachefs.fs.filesystem import Created, Opened
 from cachefs.fs.reader import Buffer
 from cachefs.fuse import callers, connection, protocol
-from cachefs.fuse.connection import CONGESTION, DETACH, FORCE, MAX_BACKGROUND
+from cachefs.fuse.connection import CONGESTION, DETACH, FORCE, MAX_BACKGROUND, MOUNTING_S
 from cachefs.fuse.held import LOOK_S
 from cachefs.fuse.notifier import Notifier
 from cachefs.fuse.operations import (
@@ -78,9 +78,6 @@ MOST_KEPT = 8
 
 MAX_PAGES = 256
 """Largest read: 1 MiB, what `fs.fuse.max_pages_limit` allows by default. Measured: more is not faster."""
-
-HANDSHAKE_S = 5.0
-"""How long the kernel may take to send INIT. Guessed: it does so at once."""
 
 WANTED = (
     Init.ASYNC_READ
@@ -257,7 +254,7 @@ class Device:
         asked = select.poll()
         asked.register(self.fd, select.POLLIN)
         while True:
-            if not asked.poll(HANDSHAKE_S * 1e3):
+            if not asked.poll(MOUNTING_S * 1e3):
                 raise MountError("the kernel did not begin to speak")
             request = self.read()
             if request is None:
@@ -439,10 +436,6 @@ that sleeps on another processor takes 20 to 40 µs, as much as all the rest of 
 SLICE_S = 1e-3
 """How long the other tasks wait at most while requests come in a stream. Guessed: shorter than any round trip they wait
 for."""
-
-SIGNALS_EVERY_S = 0.2
-"""How often the calling process of an interrupted request that went on is examined. The kernel reports only the first
-signal, and a later one may end the process. Guessed."""
 
 FINISH_S = 2.0
 """How long requests that wait may take before the mount is handed over: all programs wait meanwhile. Guessed: names are
@@ -714,9 +707,10 @@ class NativeBackend:
             self._signalled.add(interrupted)
 
     async def _watch_signals(self) -> None:
-        """Runs as long as requests wait whose process had a signal and was not ended by it."""
+        """Runs as long as requests wait whose process had a signal and was not ended by it. The kernel reports only the
+        first signal, and a later one may end the process."""
         while self._signalled:
-            await trio.sleep(SIGNALS_EVERY_S)
+            await trio.sleep(LOOK_S)
             self._signalled = {u for u in self._signalled if u in self._waiting and not self._give_up(u)}
 
     def _give_up(self, unique: int) -> bool:

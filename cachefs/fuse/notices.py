@@ -13,6 +13,7 @@ from itertools import islice
 
 import trio
 
+from cachefs.base.linux import PROBE_DEADLINE_S
 from cachefs.base.tasks import in_thread_at_last
 
 log = logging.getLogger(__name__)
@@ -22,14 +23,10 @@ Notice = tuple[int, int, bytes]
 
 MOST_WAITING = 65_536
 """Notices that wait, about 250 bytes each. Beyond it the oldest is dropped, and the kernel's own TTL has to do. A refresh
-waits after each thousand, so only changes that listings find can be so many. Guessed."""
+waits after each thousand, so only changes that listings find can be so many. A bound of memory: 16 MB."""
 
 AT_ONCE = 64
 """Notices that a thread sends before it returns: 5 ms. Measured: 75 µs each."""
-
-TOLD_WITHIN_S = 5.0
-"""How long a refresh waits for a kernel that does not take its notices: a request may hold a lock in the kernel while it
-waits for the origin. Guessed."""
 
 
 class Notices:
@@ -60,9 +57,10 @@ class Notices:
         self._came.set()
 
     async def told(self) -> None:
-        """Wait until the kernel has taken all that `tell` was given so far."""
+        """Wait until the kernel has taken all that `tell` was given so far, unless it hangs: a request may hold a lock in
+        the kernel while it waits for the origin."""
         came = self._taken + len(self._waiting)  # they are sent in order
-        with trio.move_on_after(TOLD_WITHIN_S):
+        with trio.move_on_after(PROBE_DEADLINE_S):
             while self._finished < came:
                 await self._refreshing.park()
         await trio.lowlevel.checkpoint()

@@ -20,10 +20,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-UNRECORDED_IDS = 8
-"""Backing ids behind the largest known one that are released, too: the daemon may have died between registering a file and
-writing down its id. The kernel numbers them one after the other. Guessed."""
-
 
 class Records:
     """The open files of one mount that a holder keeps. `origins` are those of the mount's volumes."""
@@ -73,9 +69,7 @@ class Records:
             self._unanswered[record.unique & ~RESENT] = record.fh
             used.add(record.backing_id)
             count += 1
-        known = self._table.backing_ids()
-        behind = max(known, default=0) + 1
-        for number in (known | set(range(behind, behind + UNRECORDED_IDS))) - used:
+        for number in self._table.backing_ids() - used:
             device.unregister(number)
             self._table.unregistered(number)
         log.info("took the mount over from another daemon: %d files are open", count)

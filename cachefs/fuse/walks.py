@@ -22,15 +22,13 @@ WALKS = 256
 threads that work on the same names."""
 
 ASKED = 8
-"""Names of files that are asked for in one walk. Derived: the kernel asks for the last name twice, and again if another
-process looks it up at the same time. This ends the walks of threads that open nothing (stat)."""
+"""How often names of files are looked up in one walk. Derived: the kernel asks for the last name twice, and again if
+another process looks it up at the same time; a name that is replaced before it can be opened is looked up again. This ends
+the walks of threads that open nothing (stat)."""
 
 HELD_S = 10.0
 """How long a file is held open at most, if no open comes. Guessed: the kernel sends it within a millisecond, or when it may
 change the directory. A file that is held keeps its place on the disk."""
-
-ATTEMPTS = 8
-"""How often a name is looked up that is replaced each time before it can be opened. Guessed."""
 
 
 class _Walk:
@@ -72,24 +70,24 @@ class WalksAgain:
     async def lookup(self, thread: int, parent: int, name: bytes) -> tuple[Attributes | None, float]:
         """Look up a name, and hold the file that it shows open."""
         walk = self.threads.get(thread)
-        for _ in range(ATTEMPTS):
+        while True:
             found = await self._fs.lookup(parent, name)
             attributes = found[0]
             if walk is None or (attributes is not None and attributes.is_dir):
-                break
+                return found
+            walk.left -= 1
             if attributes is None:
-                walk.left -= 1
-                break
+                return found
             try:
                 fh, _ = await self._fs.open(attributes.ino, os.O_RDONLY, thread)
             except ObjectChanged:
-                continue
+                if walk.left > 0:
+                    continue
+                return found
             except CachefsError:
-                break  # the kernel's own open is told
-            walk.left -= 1
+                return found  # the kernel's own open is told
             trio.lowlevel.spawn_system_task(run_contained, "holding a file open", self._hold, fh, walk)
-            break
-        return found
+            return found
 
     async def _hold(self, fh: int, walk: _Walk) -> None:
         try:

@@ -46,7 +46,8 @@ FAR_S = 0.1
 """A longer round trip to an origin, in seconds, is a finding. Guessed: the origin is in another region."""
 
 LOOKED_S = 1.0
-"""How long daemons are watched to see what they do. Guessed: long enough for a hundred of the kernel's ticks."""
+"""How long daemons are watched to see what they do. Derived: /proc counts processor time in hundredths of a second, so a
+share is known to a percent."""
 
 BUSY = 0.8
 """The share of one processor from which a thread is said to be what its mount waits for. Guessed: with less, it has often

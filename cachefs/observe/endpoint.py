@@ -25,7 +25,8 @@ MAX_CONNECTIONS = 32
 """Bound of open connections. Guessed: some scrapers, probes and open pages; further ones are closed at once."""
 
 ANSWER_S = 15.0
-"""Deadline of a connection, until its client has received the reply. Guessed: longer than a scraper waits."""
+"""Deadline of a connection, until its client has received the reply. Derived: Prometheus gives up after 10 s
+(`scrape_timeout`)."""
 
 
 class Reply(NamedTuple):

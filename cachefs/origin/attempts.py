@@ -66,14 +66,13 @@ log = logging.getLogger(__name__)
 # -- which requests may be in flight ---------------------------------------------------------------
 
 WINDOW_S = 2.0
-"""Seconds of arrivals that a limit is judged by. Guessed: some hundred requests of a healthy store."""
+"""Seconds of arrivals that a limit is judged by. Simulated: of small files whose rate varies by four fifths, one second
+shows a fall that is none, and two do not."""
 
 CLEARLY_MORE = 1.15
-"""The ratio of rates at which a lower limit is kept, and at which it is tried at once. Guessed: the noise of a steady store
-stays below it; requests that hinder each other bring a third more at three quarters."""
-
-CLEARLY_LESS = 0.95
-"""The ratio of rates down to which a higher limit is kept. Guessed: above the noise of a steady store."""
+"""The ratio of rates at which a lower limit is kept, or tried at once, and a higher one is not. Derived: halfway between a
+steady store, which brings the same at each, and requests that hinder each other, which bring a third more at three
+quarters."""
 
 PATIENCE = 4
 MOST_PATIENCE = 64
@@ -182,7 +181,7 @@ class Concurrency:
         down = self.limit < before
         if down:
             self._below = (self.limit, rate)
-        if rate > rate_before * CLEARLY_MORE if down else rate >= rate_before * CLEARLY_LESS:
+        if rate > rate_before * CLEARLY_MORE if down else rate * CLEARLY_MORE >= rate_before:
             self._from = None
             self._patience = 1  # a good direction: try further
         else:
@@ -1174,10 +1173,8 @@ FAILING_S, FAILURES = 2.0, 3
 fails for good after 3.1 s at the earliest, and is to be told by then that the origin is out."""
 
 LOOK_EVERY_S, PROBE_EVERY_S = 0.5, 1.0
-"""Seconds between two looks for a suspicion, and between two probes. Derived: 3.1 s suffice for two failures and a look."""
-
-LEAST_PROBE_S = 1.0
-"""A probe may take that long however short the deadline is: a busy machine is no outage. Guessed."""
+"""Seconds between two looks for a suspicion, and between two probes, of which one may take as long however short the
+deadline is: a busy machine is no outage. Derived: 3.1 s suffice for two failures and a look."""
 
 PROBERS = 16
 """Threads of probes, abandoned ones included. Derived: a client's own timeout ends each after 10 s, one in 6 s is begun."""
@@ -1258,7 +1255,7 @@ class Breaker:
         self._probe = probe
         self._metrics = metrics
         self._outage = Outage(min(SILENT_S, deadline_s / 3), min(FAILING_S, deadline_s / 3))
-        self._probe_s = min(SILENT_S, max(LEAST_PROBE_S, deadline_s / 3))
+        self._probe_s = min(SILENT_S, max(PROBE_EVERY_S, deadline_s / 3))
         self._probers = trio.CapacityLimiter(PROBERS)
         self._hanging: set[Callable[[], None]] = set()  # what ends them
         self._back = trio.Event()

@@ -53,10 +53,6 @@ from cachefs.origin.s3 import AMAZON, Bucket, S3Objects
 
 LIMITS = Limits(UNLIMITED, UNLIMITED, 1, UNLIMITED, 0, UNLIMITED, directories=True, longest_key=UNLIMITED)
 
-AT_ONCE = 1 << 20
-"""A file up to this many bytes is handed over as one piece of memory, which most filesystems write in one request.
-Guessed."""
-
 NO_CACHES = {"use_listings_cache": False, "skip_instance_cache": True}
 ENVIRONMENT = "check the credentials in the environment or in fsspec's own configuration"
 
@@ -169,7 +165,7 @@ class Filesystem(Writer):
             if key.endswith("/") and not body.size:
                 filesystem.makedirs(path, exist_ok=True)
                 return Written("directory", 0)  # filesystems tell no version of a directory
-            data = b"".join(body.chunks()) if body.size <= AT_ONCE else None
+            data = b"".join(body.chunks()) if body.size <= CHUNK else None
             try:
                 self._write(filesystem, path, body, data)
             except FileNotFoundError:  # some filesystems want a directory before its files

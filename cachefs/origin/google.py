@@ -15,7 +15,7 @@ from typing import Any
 
 from cachefs.base.errors import CachefsError, PermissionDenied
 from cachefs.origin.http import HttpClient, Sign, Signed, SignedHttp, Transport, one_line
-from cachefs.origin.protocol import GIB, HONOURED, MIB, TIB, Body, Limits
+from cachefs.origin.protocol import GIB, HONOURED, MIB, STALL_S, TIB, Body, Limits
 from cachefs.origin.s3 import Dialect, S3Objects
 
 LIMITS = Limits(5 * TIB, 5 * TIB, 5 * MIB, 5 * GIB, 10_000, 5 * TIB)
@@ -23,8 +23,6 @@ LIMITS = Limits(5 * TIB, 5 * TIB, 5 * MIB, 5 * GIB, 10_000, 5 * TIB)
 
 GOOGLE = Dialect("x-goog-", True, LIMITS)
 PUBLIC = "https://storage.googleapis.com"
-ANSWER_S = 30.0
-"""Seconds that Google's token service may be silent. Guessed."""
 
 READ_ONLY = "https://www.googleapis.com/auth/devstorage.read_only"
 READ_WRITE = "https://www.googleapis.com/auth/devstorage.read_write"
@@ -50,7 +48,7 @@ def _request(
     """google-auth's way to its services: one exchange."""
     from google.auth.exceptions import TransportError
 
-    transport = Transport(timeout or ANSWER_S)
+    transport = Transport(timeout or STALL_S)
     sent = body.encode() if isinstance(body, str) else body or b""
     try:
         reply = transport.request(method, url, headers or {}, sent, size=len(sent))

@@ -84,6 +84,11 @@ class Origin:
         return self._attempts.breaker.serves_stale
 
     @property
+    def concurrency(self) -> int:
+        """How many requests may be in flight at most."""
+        return self._attempts.gate.concurrency.maximum
+
+    @property
     def transfer_rate(self) -> float:
         """Recent bytes a second of one read; 0 before the first."""
         return self._attempts.transfer_rate.bytes_per_s
@@ -328,7 +333,7 @@ class Origin:
 
         for group in inside_out(wanted) if writer.limits.directories else [wanted]:
             batches = (group[at : at + batch] for at in range(0, len(group), batch))
-            await each(some, batches, self._attempts.gate.concurrency.maximum)
+            await each(some, batches, self.concurrency)
         return kept
 
     async def _copy_in_parts(self, key: str, to: str, size: int, etag: str | None) -> ObjectInfo:
@@ -344,7 +349,7 @@ class Origin:
             compared = await self._probes.copies_parts(to, upload.id, key)
             if not compared:
                 await self._unchanged(key, wanted)
-            await each(one, range(0, size, step), self._attempts.gate.concurrency.maximum)
+            await each(one, range(0, size, step), self.concurrency)
             if not compared:
                 await self._unchanged(key, wanted)
             return await upload.complete()

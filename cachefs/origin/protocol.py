@@ -44,6 +44,10 @@ UNLIMITED = 1 << 62
 
 NO_PARTS = "this origin knows no multipart uploads"
 
+STALL_S = 10.0
+"""Seconds that a store, or its token service, may stay silent within a reply. Guessed: ten times the time to the first byte
+of a busy store."""
+
 PATIENCE = 12
 """Deadlines and silences, as a multiple of the usual, for work that the origin does before it replies (copying, completing
 an upload). Guessed: S3 documents minutes."""

@@ -10,11 +10,9 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.names import ERRORS, OnOutage
 from cachefs.origin.attempts import DEFAULT, Attempts, Backoff
 from cachefs.origin.origin import Origin
-from cachefs.origin.protocol import Client
+from cachefs.origin.protocol import STALL_S, Client
 
 CLIENTS = ("auto", "curl", "fsspec")
-STALL_S = 10.0
-"""Seconds that a store may stay silent within a reply. Guessed: ten times the time to the first byte of a busy store."""
 
 
 def open_origin(

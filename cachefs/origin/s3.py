@@ -298,7 +298,7 @@ def signed_v4(
 ) -> dict[str, str]:
     """`headers` and those that authorise the request, by AWS Signature Version 4 for S3. `url` has its path percent-encoded
     and its query in canonical form; `payload` is the SHA-256 of the body in hex. botocore's signer takes several times as
-    long: it parses the URL again and makes the key anew for each request."""
+    long: it parses the URL again and makes the key again for each request."""
     scheme, _, rest = url.partition("://")
     address, parameters = rest.partition("?")[::2]
     host, _, path = address.partition("/")

@@ -9,7 +9,7 @@ never passes a tier's limit, because room is reserved before bytes come; copies 
 a file that was opened in passthrough is never changed, only unlinked.
 A crash may lose the last second of bookkeeping, never make a wrong byte readable.
 
-Who may call: `fetch` (reading, filling, passthrough), `upload` (files that were written here), `daemon` (opening, closing,
+Callers: `fetch` (reading, filling, passthrough), `upload` (files that were written here), `daemon` (opening, closing,
 status).
 """
 

@@ -30,15 +30,12 @@ from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count, block_l
 from cachefs.store.catalog import CachedObject, Copy
 from cachefs.store.eviction import ANY
 from cachefs.store.space import VICTIMS_AT_ONCE, Space
-from cachefs.store.tier import SSD, Tier, allocated, checksums
+from cachefs.store.tier import READ_THREADS, SSD, Tier, allocated, checksums
 
 log = logging.getLogger(__name__)
 
 NO_DATASET = 0
 """The dataset of copies that were not read yet. Datasets are hashes, and one of four billion is this."""
-
-HASHED_AT_ONCE = 2
-"""Files being hashed at a time, each a thread. Guessed: one does some GB/s, as fast as anything is written."""
 
 HASHED_NOW = 256 << 10
 """A file up to this size is hashed without a thread if the kernel has its pages. Measured: 57 µs, 19 for
@@ -73,7 +70,7 @@ class Adopting:
         self._tier = next((tier for tier in space.tiers if tier.number == SSD), None)
         self._block_size = space.block_size
         self._metrics = space.metrics
-        self._threads = trio.CapacityLimiter(HASHED_AT_ONCE)
+        self._threads = trio.CapacityLimiter(READ_THREADS)
 
     # -- adopting ----------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ A version is opened in passthrough from one tier, when all its blocks lie there 
 open its file is immutable (`tier.IMMUTABLE`): a process may keep a mapping of it long after it closed the file, and
 longer than the daemon lives. `space.py` never changes such a file, it only unlinks it.
 
-What a program on this node writes into a file is seen by those who have it open. So on a mount that can be written, the
+Programs that have a file open see what a program on this node writes into it. So on a mount that can be written, the
 file of a version that is about to be changed leaves the cache first (`take_out`): it is the staging file from then on, and
 its readers have it already. A file in memory cannot become one.
 

@@ -274,14 +274,11 @@ class Index:
 # -- the catalog -----------------------------------------------------------------------------------
 
 OBJECTS_IN_MEMORY = 8192
-"""Versions whose bookkeeping is kept in memory after use, about 1 KiB each. A bound of memory."""
+"""Versions whose bookkeeping is kept in memory after use, about 1 KiB each, and as many that were only looked at, 500 bytes
+each. A bound of memory."""
 
 COPIES_IN_MEMORY = 32_768
 """Copies that this may come to before versions are forgotten early, about 1.5 KiB each (measured). A bound of memory."""
-
-LOOKED_AT = 1024
-"""Versions that are only looked at, above which they are forgotten, about 500 bytes each. Guessed: files of a few
-directories that prefetch is about to fetch."""
 
 CHECKED_COPIES = 131_072
 """Copies of each of two generations in `Checked`, about 70 bytes each (measured), so 18 MiB in all. A bound of memory."""
@@ -493,7 +490,7 @@ class Catalog:
         self._looks(looked)
 
     def _looks(self, looked: dict[bytes, CachedObject]) -> None:
-        if len(self._looked_at) > LOOKED_AT:
+        if len(self._looked_at) > OBJECTS_IN_MEMORY:
             self._looked_at.clear()
         self._looked_at.update(looked)
 

@@ -697,12 +697,9 @@ EVICTABLE_FIRST = 65_536
 """Copies to be evicted first that are remembered of a tier, about 200 bytes each. A bound of memory: many more than are
 evicted before there are others."""
 
-LOOKED_AT = 64
-"""Remote-owned copies that one search passes over because they are in use; they come last in the next one. Guessed."""
-
 KEPT_AT_ONCE = 1024
-"""Protected rows passed over in one search, about 1 ms. Derived: after an epoch began, a million rows cost a thousand
-demands the right victim, a thousandth of them."""
+"""Protected rows, and copies in use, that one search passes over, about 1 ms. Derived: after an epoch began, a million rows
+cost a thousand demands the right victim, a thousandth of them."""
 
 HELD = 4096
 """Rows remembered because they could not go just then; beyond it the walk starts over. A bound of memory."""
@@ -839,7 +836,9 @@ class Keys:
 
     def oldest(self, tier: int) -> Iterator[CopyKey]:
         """Some of a tier, in the order in which they go. What is passed over is looked at last in the next search."""
-        for key in list(islice(self.tiers.get(tier, ()), LOOKED_AT)):
+        keys = self.tiers.get(tier, OrderedDict())
+        for _ in range(min(len(keys), KEPT_AT_ONCE)):
+            key = next(iter(keys))
             yield key
             self.used(key)
 

@@ -59,8 +59,9 @@ blocks of a small cache."""
 VICTIMS_AT_ONCE = 512
 """Measured: dropping a one-block file takes 0.15 ms, so this is under 0.1 s."""
 
-HEAP_BYTES = 32 << 20
-"""What the heap holds: thirty readers' current blocks. Guessed."""
+HEAP_BYTES = 64 << 20
+"""What the heap holds, and the most that may be on its way into it: what lands must stay until its reader has it. Derived:
+1 GB/s with a round trip of 60 ms has 60 MB under way."""
 
 Range = tuple[int, int]
 """(offset, length) in a file, in bytes"""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import trio
 import xxhash
 
+from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_length
 from cachefs.store.adopting import Adopting
@@ -27,9 +28,6 @@ from cachefs.store.tier import LOOK_EVERY_S, RAM, READ_THREADS, Tier
 
 FLUSH_EVERY_S = 1.0
 """How long the index may lag behind the files: what a kill -9 can cost in refetches. Guessed."""
-
-DISPOSAL_S = 10.0
-"""How long a stop waits for files that are on their way out; what is left then, the next start's scrub finds. Guessed."""
 
 Buffer = bytes | bytearray | memoryview
 
@@ -443,7 +441,7 @@ class Store:
             self.catalog.forget_tier(RAM)
             self.eviction.forget_tier(RAM)
             await trio.to_thread.run_sync(ram.remove)
-        await self._close_index(DISPOSAL_S)
+        await self._close_index(HANGS_AFTER_S)
 
     async def hand_over(self) -> None:
         """Instead of `aclose`: close the index for a daemon that goes on at once, with what is in memory, too."""

@@ -46,6 +46,7 @@ import xxhash
 from outcome import Error, Outcome, Value
 
 from cachefs.base import ownership
+from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.errors import CacheUnusable
 from cachefs.base.linux import cached_lstat, libc
 from cachefs.base.tasks import in_thread_at_last, start_in_thread
@@ -57,23 +58,18 @@ T = TypeVar("T")
 
 # -- the disk: whether it answers, and giving bytes back to it -------------------------------------
 
-HANGS_AFTER_S = 5.0
-"""A call that lasts longer hangs. Guessed: disks retry a bad sector for a second or two, and a reader has 30 s."""
-
 AT_ONCE_S = 0.5
 """How long the trio thread itself waits for a disk. Guessed: far longer than a disk takes to look up a name."""
 
 LOOK_EVERY_S = 0.5
-"""How often calls under way are looked at. Derived: a tenth of that."""
+"""How often calls under way are looked at, by those that wait for one, too; and how long the thread that removes files
+waits for more before it ends. Derived: a tenth of `HANGS_AFTER_S`."""
 
 READ_THREADS = 8
 """Reads of one disk at a time; more only lengthen its queue. Guessed."""
 
 SLICE_BYTES = 64 << 20
 """What one call frees. Measured on ext4: 1,000 extents of 64 KiB in 64 MiB go in 2 ms."""
-
-IDLE_S = 1.0
-"""How long the thread waits for more before it ends. Guessed."""
 
 PUNCH = 0x03  # FALLOC_FL_KEEP_SIZE | FALLOC_FLPUNCH_HOLE
 
@@ -269,7 +265,7 @@ class Disposal:
     def settle(self, digest: bytes) -> None:
         """Return when nothing of the version is still to go. Blocking. OSError(ETIMEDOUT) if the disk is down."""
         with self._changed:
-            while not self._changed.wait_for(lambda: digest not in self._pending, IDLE_S):
+            while not self._changed.wait_for(lambda: digest not in self._pending, LOOK_EVERY_S):
                 if self._disk.down:
                     raise TimeoutError(errno.ETIMEDOUT, "what was there before cannot be removed")
                 self._run()
@@ -291,7 +287,7 @@ class Disposal:
                 self._running = False
 
     def _begin(self) -> None:
-        threading.Thread(target=self._work, args=(IDLE_S,), name="disposal", daemon=True).start()
+        threading.Thread(target=self._work, args=(LOOK_EVERY_S,), name="disposal", daemon=True).start()
 
     def _work(self, idle_s: float) -> None:
         while True:

@@ -65,7 +65,7 @@ class Way(enum.Enum):
     PASSTHROUGH = enum.auto()
     """A process may write the file without our hearing of it."""
     SHARED = enum.auto()
-    """Here, and it is the backing file of readers, who may map it."""
+    """Here, and it is the backing file of readers, which may map it."""
     MAPPED = enum.auto()
     """The same, no writer has it open, and one may still write it through a mapping."""
 
@@ -346,7 +346,7 @@ class DirtyFile:
             await self._move(await self._owner.renew(self))
 
     async def unsent(self, offset: int) -> None:
-        """Return when no byte from `offset` on is being sent (-1: nothing is); for who holds the `lock`."""
+        """Return when no byte from `offset` on is being sent (-1: nothing is). The caller holds the `lock`."""
         while (attempt := self.attempt) is not None and offset < attempt.frozen:
             if not attempt.waiters and not self.sender.final:
                 attempt.scope.cancel()
@@ -383,7 +383,7 @@ class DirtyFile:
             self._owner.noted(self)
 
     def share(self) -> None:
-        """From now on all who have it open read and map its file by themselves, and write it here. What one writes through
+        """From now on all that have it open read and map its file by themselves, and write it here. What one writes through
         a mapping is not heard of; its file tells (`look`)."""
         with self.file.used():
             self.kernel.shape = self.file.shared()

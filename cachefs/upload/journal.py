@@ -316,8 +316,9 @@ class Journal:
 
 # -- rows --------------------------------------------------------------------------------
 
-AGAIN_S = 60.0
-"""How long what could not be cleared away is left alone. Guessed."""
+RETRY_S, LONGEST_RETRY_S = 0.5, 60.0
+"""Waits after failed uploads, doubled from the first to the last; the origin has repeated each request already. The last is
+also how long what could not be cleared away is left alone. Guessed."""
 
 
 class Records:
@@ -457,7 +458,7 @@ class Records:
             for name, row in list(self.orphans.items()):
                 await self._abort(name, row)
             self._wake = trio.Event()
-            with trio.move_on_after(AGAIN_S if self.orphans or self.journal.left else float("inf")):
+            with trio.move_on_after(LONGEST_RETRY_S if self.orphans or self.journal.left else float("inf")):
                 await self._wake.wait()
                 await trio.sleep(1)
 

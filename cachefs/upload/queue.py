@@ -22,17 +22,15 @@ from cachefs.base.tasks import contained, taken
 from cachefs.origin import ObjectInfo, new_token
 from cachefs.upload.content import Attempt, Row, Stored
 from cachefs.upload.dirty_file import DirtyFile
-from cachefs.upload.journal import DiskHangs, Records
+from cachefs.upload.journal import LONGEST_RETRY_S, RETRY_S, DiskHangs, Records
 from cachefs.upload.sending import Piece, Preconditions, expected
 from cachefs.upload.staging import LOOK_S, Lost
 
 log = logging.getLogger(__name__)
 
-RETRY_S, LONGEST_RETRY_S = 0.5, 60.0
-"""Waits after failures, doubled from the first to the last; the origin has repeated each request already. Guessed."""
-
-IN_BACKGROUND = 32
-"""Attempts without a waiter, at a time. Guessed: small files need many at once, the gate bounds their requests."""
+IN_BACKGROUND = 64
+"""Attempts without a waiter, and dirty files that one `flush` waits for, at a time. Derived from the usual concurrency of a
+store, whose gate bounds their requests."""
 
 ABOUT_THE_STORE = (OriginFailed, Transient, NoSuchUpload)
 """What may pass by itself. Any other error stays until the user removes its cause."""

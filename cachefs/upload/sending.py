@@ -188,7 +188,7 @@ class Parts:
 
 
 class Sent(Protocol):
-    """What is sent, where to, and who remembers over a crash that something is there."""
+    """What is sent, where to, and what remembers over a crash that something is there."""
 
     origin: Origin
     key: str
@@ -243,7 +243,7 @@ class Sender:
                 bug = None if isinstance(exc, CachefsError) else exc
                 log.info("%s; trying again at the commit", self.failed, exc_info=bug)
         finally:
-            del self._early[piece.number]  # before those whom its end has woken go on
+            del self._early[piece.number]  # before the tasks that its end has woken go on
             self.push(nursery)
 
     async def landed(self) -> None:
@@ -368,7 +368,7 @@ class Sender:
         async with self._beginning:
             if self.upload is None:
                 if self.failed is not None:
-                    raise self.failed  # just now, and who else sends early does not ask again
+                    raise self.failed  # just now, and no other early part asks again
                 with trio.CancelScope(shield=True):  # within the origin's deadline: nothing else records it
                     await self._begin()
             assert self.upload is not None
@@ -394,7 +394,7 @@ class Sender:
 
 
 def expected(exc: Exception) -> CachefsError:
-    """A failure as who commits is told it. One that is our bug ends neither the task's nursery nor the file."""
+    """A failure as the committing caller is told it. One that is our bug ends neither the task's nursery nor the file."""
     if isinstance(exc, CachefsError):
         return exc
     return OriginFailed(f"unexpected {type(exc).__name__}")

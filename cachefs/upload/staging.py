@@ -1,6 +1,6 @@
 """Staging files: what was written here and the origin does not have yet, as plain files beside the cache.
 
-Bytes are moved in worker threads, because the kernel makes who writes faster than the disk wait. A file is open as
+Bytes are moved in worker threads, because the kernel has a writer wait that is faster than the disk. A file is open as
 long as it is in use; thousands may wait for their upload with none open.
 
 A small one may lie in memory as long as no caller was promised that it is on the disk: written, sent and closed, it has cost
@@ -238,7 +238,7 @@ class StagingFile:
 
     @property
     def fd(self) -> int:
-        """The descriptor, for who is a user of one that has landed."""
+        """The descriptor, for a user of one that has landed."""
         assert self._made
         return self._fd
 
@@ -253,7 +253,7 @@ class StagingFile:
         return self._held is not None
 
     async def source(self, size: int) -> Source:
-        """The first `size` bytes, for who is a user and sends them: from memory if that takes no waiting."""
+        """The first `size` bytes, for a user that sends them: from memory if that takes no waiting."""
         data = self.read_now(0, size) if size <= HELD else None
         if data is not None:
             return InMemory(bytes(data))
@@ -261,7 +261,7 @@ class StagingFile:
         return FileRange(self._fd)
 
     async def land(self) -> None:
-        """All of it is in a file, for who is a user."""
+        """Have all of it in a file. The caller is a user."""
         async with self._landing:
             if self._held is None and self._made:
                 return
@@ -604,7 +604,7 @@ def rewrite(path: Path, data: bytes) -> None:
 
 
 def touch(directory: Path) -> None:
-    """Change something on a disk. Blocking. Errors are left to who changes more."""
+    """Change something on a disk. Blocking. Errors are left to the caller's next change."""
     with suppress(OSError):
         os.utime(directory)
 
@@ -652,7 +652,7 @@ def _leased(fd: int, *, otherwise: bool) -> bool:
 
 
 def translated(exc: OSError, directory: Path) -> CachefsError:
-    """What a failing disk is to who writes."""
+    """The error that a writer is told of a failing disk."""
     if exc.errno in FULL:
         return NoRoom(f"the disk of {directory} is full")
     if exc.errno == errno.EFBIG:

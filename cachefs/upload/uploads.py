@@ -39,7 +39,7 @@ from cachefs.upload.content import Row, State, Stored
 from cachefs.upload.dirty_file import DirtyFile, Way
 from cachefs.upload.journal import NOTES, Journal, JournalRemoved, Records, look
 from cachefs.upload.passthrough import Passthrough
-from cachefs.upload.queue import Queue, in_vain
+from cachefs.upload.queue import IN_BACKGROUND, Queue, in_vain
 from cachefs.upload.room import UNASKED, Cache, StagingRoom
 from cachefs.upload.staging import (
     LOOK_S,
@@ -53,9 +53,6 @@ from cachefs.upload.staging import (
 
 log = logging.getLogger(__name__)
 
-FLUSHED_AT_ONCE = 64
-"""Dirty files that one `flush` waits for at a time. Derived from the usual concurrency of an origin."""
-
 FLUSH_RETRY_S = 5.0
 """How long at most `flush` leaves a failed dirty file alone. Guessed: a user waits."""
 
@@ -63,7 +60,7 @@ SHOWN = 20
 """Dirty files that are shown one by one. Guessed: a screen."""
 
 GIVING_UP_S = 3.0
-"""How long a stop may take for each file that is being written. Guessed."""
+"""How long a stop may take for each file that is being written. Guessed: after a second signal the user waits for it."""
 
 REPEATED_S = 2.0
 """How long what was not open when a daemon died waits for its upload: an open that was not answered is repeated meanwhile.
@@ -869,8 +866,7 @@ class Uploads:
         contained(self._queue.nursery, f"settling {dirty_file.key}", settle)
 
     def _hangs(self) -> bool:
-        """Whether the disk is known not to answer: each of those who wait for it with a deadline then saves the others
-        theirs."""
+        """Whether the disk is known not to answer. One caller whose deadline passed spares the others their own wait."""
         return self._store.hangs or self.journal.hangs or self._disk.hangs
 
     # -- the life of the room ----------------------------------------------------------------------
@@ -909,7 +905,7 @@ class Uploads:
                 await trio.sleep_until(min(dirty_file.trying.due, trio.current_time() + FLUSH_RETRY_S))
 
         with trio.move_on_after(deadline_s):
-            await each(one, chosen, FLUSHED_AT_ONCE)
+            await each(one, chosen, IN_BACKGROUND)
         return [dirty_file for dirty_file in chosen if dirty_file.dirty and not dirty_file.discarded]
 
     async def recover(self, open_inos: Container[int] = frozenset()) -> list[DirtyFile]:

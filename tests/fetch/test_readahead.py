@@ -11,7 +11,7 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachefs.fetch.readahead import STREAMS, Budget, Readahead
+from cachefs.fetch.readahead import STREAMS, Budget, Readahead, footer_at
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
 from tests.store.lab import BLOCK, KIB, MIB, running
 
@@ -259,6 +259,11 @@ def test_what_is_declined_is_named_again_when_the_reader_comes_near() -> None:
         assert not wanted or wanted.stop <= block + 1 + 64, "and from then on it keeps to its window"
         named += wanted
     assert named == list(range(declined.start, named[-1] + 1))
+
+
+@pytest.mark.parametrize("size, footer", [(5, 1), (64, 1), (256, 4), (512, 8), (4096, 8)])
+def test_a_footer_is_a_64th_but_that_of_a_small_file_has_as_many_columns(size: int, footer: int) -> None:
+    assert footer_at(size * MIB) == (size - footer) * MIB
 
 
 @pytest.mark.parametrize("size", [64 * MIB, 300 * MIB, 4096 * MIB])

@@ -30,6 +30,7 @@ class Bucket:
         self.source = "s3://test"
         self.prefix = prefix
         self.can_list = True
+        self.concurrency = 64
         self.serves_stale = False
         self.page = page
         self.delay = delay

@@ -520,7 +520,7 @@ async def test_refresh_forgets_single_answers_that_a_name_is_missing() -> None:
 async def test_refresh_of_a_directory_tells_of_the_names_that_the_kernel_believes_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cachefs.fs.refreshing.MOST_ABSENT", 3)
+    monkeypatch.setattr("cachefs.fs.refreshing.REMEMBERED", 3)
     bucket = Bucket(["d/a", "e/a"])
     async with mounted(bucket, immutable=True) as mount:
         d, e, a = [await mount.ino(path) for path in ("d", "e", "d/a")]

@@ -223,7 +223,7 @@ def test_shaking_hands_twice() -> None:
 
 
 def test_a_kernel_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_backend, "HANDSHAKE_S", 0.01)
+    monkeypatch.setattr(native_backend, "MOUNTING_S", 0.01)
     with Pair() as pair, pytest.raises(MountError, match="did not begin"):
         pair.device._shake_hands(1)
 

@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from cachefs.fuse.callers import has_fatal_signal, is_ending
-from cachefs.fuse.native_backend import SIGNALS_EVERY_S
+from cachefs.fuse.held import LOOK_S
 from cachefs.fuse.protocol import Op
 from tests.fs.bucket import Bucket
 from tests.fuse.kernel import kernel, read_in
@@ -71,11 +71,11 @@ async def test_a_signal_that_ends_no_process_ends_no_request(
         reading = asking.send(Op.READ, ino, read_in(fh))
         await asking.idle()
         interrupt(asking, reading)
-        await trio.sleep(10 * SIGNALS_EVERY_S)
+        await trio.sleep(10 * LOOK_S)
         assert reading not in asking.replies
         release.set()
         assert len((await asking.reply(reading)).body) == 10
-        await trio.sleep(2 * SIGNALS_EVERY_S)
+        await trio.sleep(2 * LOOK_S)
         assert not asking.backend._signalled
 
 
@@ -91,5 +91,5 @@ async def test_a_later_signal_that_does_is_seen(dying: Callable[[bool], None]) -
         dying(True)
         before = trio.current_time()
         assert (await asking.reply(readers[0])).error == errno.EINTR
-        assert trio.current_time() - before <= SIGNALS_EVERY_S
+        assert trio.current_time() - before <= LOOK_S
         assert readers[1] not in asking.replies

@@ -1,4 +1,4 @@
-"""Waiting for a turn and being cancelled, in every order: no slot is ever lost."""
+"""Waiting for a slot and being cancelled, in every order: no slot is ever lost."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 
@@ -18,8 +19,9 @@ REQUEST = 8 * MB
 class Simulated:
     """A store that delivers `capacity(n)` bytes a second to n requests in flight, shared alike, with noise."""
 
-    def __init__(self, maximum: int, noise: float = 0.03) -> None:
+    def __init__(self, maximum: int, noise: float = 0.03, request: int = REQUEST) -> None:
         self.policy = Concurrency(maximum)
+        self.request = request
         self.now = 0.0
         self.noise = noise
         self.rng = random.Random(1)
@@ -33,9 +35,9 @@ class Simulated:
             rate = capacity(n) * self.rng.uniform(1 - self.noise, 1 + self.noise)
             # A round: each of n requests delivers a part of its bytes, and one after the other ends.
             for _ in range(n):
-                self.now += REQUEST / rate
-                self.policy.arrived(REQUEST)
-                self.delivered += REQUEST
+                self.now += self.request / rate
+                self.policy.arrived(self.request)
+                self.delivered += self.request
                 self.policy.succeeded()
                 self.policy.finished(full, self.now)
             self.limits.append(self.policy.limit)
@@ -59,13 +61,32 @@ def thrash(n: int) -> float:
     return min(n, 16) * 25.0 * MB * min(1.0, 16 / n)
 
 
-@pytest.mark.parametrize("capacity", [bandwidth, latency])
+def falling(more: float) -> Callable[[int], float]:
+    """Three quarters of the requests bring `more` times as much."""
+    return lambda n: 400.0 * MB * (64 / n) ** math.log(more, 4 / 3)
+
+
+@pytest.mark.parametrize(
+    "capacity", [bandwidth, latency, falling(1.1)], ids=["bandwidth", "latency", "a tenth more"]
+)
 def test_a_store_that_does_what_it_can_is_not_cut(capacity: Callable[[int], float]) -> None:
     store = Simulated(64)
     store.run(600, capacity)
     assert store.policy.reason == ""
     assert store.delivered >= 0.98 * 600 * capacity(64) * 0.99
     assert set(store.limits) == {64, 48}, "it does look"
+
+
+def test_small_files_whose_rate_varies_by_four_fifths_are_no_fall() -> None:
+    store = Simulated(64, noise=0.8, request=100_000)
+    store.run(120, bandwidth)
+    assert store.policy.reason == "" and store.share_at(48) > 0.9
+
+
+def test_a_fifth_more_at_three_quarters_is_clearly_more() -> None:
+    store = Simulated(64)
+    store.run(600, falling(1.2))
+    assert store.policy.reason == FALLING and min(store.limits) == 1
 
 
 def test_requests_that_hinder_each_other_become_fewer() -> None:

@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from bench.lab.dataset import content as bytes_of
-from cachefs.base.errors import OriginFailed
+from cachefs.base.errors import OriginFailed, Transient
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.fetch import Fetcher
@@ -213,13 +213,20 @@ def test_beyond_its_share_of_a_processor_only_some_are_compared(monkeypatch: pyt
         now += 0.001
         chosen += bool(some.choose("k", etag_of(BODY), SIZE))
         assert every.choose("k", etag_of(BODY), SIZE)
-    assert chosen * SIZE == pytest.approx(10 * http.HASHED_PER_S + http.HASHED_AT_ONCE, rel=0.02)
+    assert chosen * SIZE == pytest.approx(11 * http.HASHED_PER_S, rel=0.02)
     for _ in range(1_000):  # 100 a second
         now += 0.01
         chosen -= bool(some.choose("k", etag_of(BODY), SIZE))
-    assert chosen * SIZE == pytest.approx(
-        10 * http.HASHED_PER_S + http.HASHED_AT_ONCE - 1_000 * SIZE, rel=0.02
-    )
+    assert chosen * SIZE == pytest.approx(11 * http.HASHED_PER_S - 1_000 * SIZE, rel=0.02)
+
+
+def test_so_many_objects_are_remembered_until_they_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "MOST_REFUSED", 3)
+    md5s = http.Md5Etags()
+    for number in range(10):
+        with pytest.raises(Transient):
+            md5s.compare(f"{number}", "name", etag_of(BODY).strip('"'), damaged(BODY))
+        assert len(md5s._refused) == number % 3 + 1
 
 
 def test_an_object_that_comes_slowly_and_is_held_back_keeps_its_deadline(

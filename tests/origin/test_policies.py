@@ -105,14 +105,14 @@ def test_a_cancelled_waiter_takes_no_slot() -> None:
 def test_a_lower_limit_admits_no_request_until_it_is_met() -> None:
     async def main() -> None:
         gate = Gate(Concurrency(4))
-        turns = [Ticket() for _ in range(4)]
-        for ticket in turns:
+        tickets = [Ticket() for _ in range(4)]
+        for ticket in tickets:
             await gate.enter(ticket)
         gate.concurrency.throttled(0.0, 1.0)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(gate.enter, Ticket())
             for waiting in (1, 1, 0):
-                gate.leave(turns.pop())
+                gate.leave(tickets.pop())
                 await trio.testing.wait_all_tasks_blocked()
                 assert len(gate.queue) == waiting
         assert gate.in_flight == 2
@@ -155,14 +155,14 @@ def test_a_readers_bytes_are_paid_for_first() -> None:
             order.append((name, trio.current_time() - start))
 
         start = trio.current_time()
-        turns = {name: Ticket(name.startswith("b")) for name in ("b1", "b2", "b3", "d1", "d2")}
+        tickets = {name: Ticket(name.startswith("b")) for name in ("b1", "b2", "b3", "d1", "d2")}
         async with trio.open_nursery() as nursery:
-            for name, ticket in turns.items():
+            for name, ticket in tickets.items():
                 nursery.start_soon(take, name, ticket)
                 await trio.testing.wait_all_tasks_blocked()
             with trio.move_on_after(0.5):  # a cancelled taker leaves no gap
                 await take("d3", Ticket())
-            turns["b3"].promote()
+            tickets["b3"].promote()
         assert [name for name, _ in order] == ["b1", "d1", "d2", "b3", "b2"]
         assert [when for _, when in order] == pytest.approx([1, 2, 3, 4, 5], abs=TokenBucket.BURST_S)
         await take("alone", Ticket())

@@ -275,15 +275,15 @@ def test_background_work_waits_behind_demand_until_a_reader_waits_for_it(
     client = Slow()
 
     async def use(there: Origin) -> None:
-        turns = {key: Ticket(key.startswith("ahead")) for key in ("first", "ahead1", "ahead2", "wanted")}
+        tickets = {key: Ticket(key.startswith("ahead")) for key in ("first", "ahead1", "ahead2", "wanted")}
         async with trio.open_nursery() as nursery:
-            for key, turn in turns.items():
-                nursery.start_soon(lambda k=key, t=turn: there.read(k, "e", 0, 9, Collect(), ticket=t))
+            for key, ticket in tickets.items():
+                nursery.start_soon(lambda k=key, t=ticket: there.read(k, "e", 0, 9, Collect(), ticket=t))
                 await trio.sleep(0.02)
             status = there.status()
             assert (status["demand_waiting"], status["background_waiting"]) == (1, 2)
             if promoted:
-                turns[promoted].promote()
+                tickets[promoted].promote()
                 assert there.status()["demand_waiting"] == 2
             client.release.set()
 

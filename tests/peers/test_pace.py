@@ -70,6 +70,18 @@ def test_the_rate_of_the_origin_is_one_of_those_that_were_seen(seen: list[tuple[
     assert rate.bytes_per_s == 0 if not large else 0.99 * min(large) <= rate.bytes_per_s <= 1.01 * max(large)
 
 
+def test_the_rate_of_the_origin_is_that_of_about_ten_large_transfers() -> None:
+    rate = TransferRate()
+    rate.add(10_000_000, 0.1)
+    rate.add(250_000, 1.0)
+    assert rate.bytes_per_s == 100e6, "a small one measures the time to the first byte"
+    rate.add(300_000, 0.03)
+    assert 80e6 < rate.bytes_per_s < 85e6
+    for _ in range(10):
+        rate.add(10_000_000, 1.0)
+    assert 10e6 < rate.bytes_per_s < 20e6
+
+
 # One transfer.
 
 

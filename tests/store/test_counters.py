@@ -510,7 +510,7 @@ DAMAGES: dict[str, Callable[[Lab], None]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_what_is_miscounted_is_noticed(cache_dir: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "DISPOSAL_S", 0.0)  # what is said to be on its way out never goes
+    monkeypatch.setattr(store, "HANGS_AFTER_S", 0.0)  # what is said to be on its way out never goes
 
     @in_trio
     async def run() -> None:

@@ -212,7 +212,7 @@ def test_what_is_to_go_goes_once_a_thread_can_be_started(
         begin(self)
 
     monkeypatch.setattr(tier.Disposal, "_begin", fails)
-    monkeypatch.setattr(tier, "IDLE_S", 0.01)
+    monkeypatch.setattr(tier, "LOOK_EVERY_S", 0.01)
     disposal = tier.Disposal(Disk("ssd", tmp_path), pytest.fail)
     (tmp_path / "one").touch()
     disposal.remove(b"1", str(tmp_path / "one"), (), 0)

@@ -199,7 +199,7 @@ def test_keys_are_kept_by_tier_in_the_order_of_their_use() -> None:
 
 
 def test_one_search_passes_over_so_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eviction, "LOOKED_AT", 2)
+    monkeypatch.setattr(eviction, "KEPT_AT_ONCE", 2)
     keys = Keys()
     all_keys = [(1, bytes([n]) * 16, 0) for n in range(5)]
     for key in all_keys:

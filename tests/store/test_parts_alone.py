@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import trio
 
+from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.errors import CacheUnusable, NoRoom
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
@@ -18,7 +19,7 @@ from cachefs.store import opening, ram, space
 from cachefs.store import tier as tier_module
 from cachefs.store.backing import Backing, Passthrough
 from cachefs.store.catalog import CachedObject, Catalog, Copy
-from cachefs.store.store import DISPOSAL_S, Store
+from cachefs.store.store import Store
 from cachefs.store.tier import RAM, SSD
 from tests.fetch.scripted import in_trio
 from tests.store.lab import until
@@ -142,7 +143,7 @@ async def test_a_stop_takes_its_steps_in_order(trouble: str, verify: str, number
         *(["save", "saved"] if both else []),
         "flush",
         *forgets,
-        *(f"idle {number} {DISPOSAL_S}" for number in numbers),
+        *(f"idle {number} {HANGS_AFTER_S}" for number in numbers),
         *syncs,
         "flush, closing",
         "close",
@@ -402,7 +403,7 @@ def test_what_is_still_to_go_is_waited_for_unless_its_disk_is_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """It is begun again, if no thread could be started before."""
-    monkeypatch.setattr(tier_module, "IDLE_S", 0.01)
+    monkeypatch.setattr(tier_module, "LOOK_EVERY_S", 0.01)
     disk = tier_module.Disk("ssd", tmp_path)
     going, refused = tier_module.Disposal(disk, lambda exc: None), [number]
 

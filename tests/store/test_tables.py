@@ -486,7 +486,7 @@ async def test_a_version_has_copies_as_long_as_one_is_there(
 
 @in_trio
 async def test_looks_are_forgotten_beyond_a_bound(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalog, "LOOKED_AT", 4)
+    monkeypatch.setattr(catalog, "OBJECTS_IN_MEMORY", 4)
     async with running(cache_dir) as lab:
         rows = lab.store.catalog
         for number in range(20):

@@ -18,7 +18,7 @@ from cachefs.base.errors import CachefsError, CacheUnusable, Conflict, NoRoom, O
 from cachefs.origin import Part
 from cachefs.upload import orphans, sending
 from cachefs.upload.content import Attempt, Row
-from cachefs.upload.journal import AGAIN_S, DIRTY_FILES, DiskHangs, Journal, kept
+from cachefs.upload.journal import DIRTY_FILES, LONGEST_RETRY_S, DiskHangs, Journal, kept
 from cachefs.upload.staging import LOOK_S, StagingDisk
 from tests.fetch.scripted import content
 from tests.upload.scripted import PART, desk, in_trio
@@ -339,7 +339,7 @@ async def test_a_row_that_could_not_be_removed_is_removed_later(
         await d.uploads._queue.upload(dirty_file)
         await d.quiet()
         assert len(d.uploads.journal.rows(DIRTY_FILES)) == (failures > 0)
-        await trio.sleep(2 + max(0, failures - 1) * (AGAIN_S + 2))
+        await trio.sleep(2 + max(0, failures - 1) * (LONGEST_RETRY_S + 2))
         await d.quiet()
         assert not d.uploads.journal.rows(DIRTY_FILES) and d.uploads.journal.left is None
         await d.close(dirty_file)
@@ -374,7 +374,7 @@ async def test_a_removal_that_the_disk_cannot_note_may_be_undone_by_a_crash_unti
 
         assert back() == (set() if unlinks else {dirty_file.id})
         broken.clear()
-        await trio.sleep(AGAIN_S + 2)
+        await trio.sleep(LONGEST_RETRY_S + 2)
         await d.quiet()
         assert not back() and not d.uploads.journal.rows(DIRTY_FILES)
         unlink(dirty_file.file.path, missing_ok=True)

@@ -22,6 +22,7 @@ from cachefs.origin import ObjectInfo
 from cachefs.store.backing import BackingFile
 from cachefs.upload import passthrough, sending, staging
 from cachefs.upload.dirty_file import DirtyFile
+from cachefs.upload.staging import LOOK_S
 from tests.conftest import ROOT
 from tests.fetch.scripted import content
 from tests.upload.scripted import LIMITS, PART, Desk, Room, ScriptedStore, desk, in_trio
@@ -164,6 +165,19 @@ def test_a_process_that_opens_it_while_a_lease_is_held_does_not_end_us(tmp_path:
     command = [sys.executable, "-c", LEASED, str(tmp_path / "file")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "broken\nTrue\n"), done.stderr
+
+
+@in_trio
+async def test_a_writer_is_given_no_passthrough_where_room_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        Kernel(d)
+        dirty_file = await d.create("k")
+        monkeypatch.setattr(d.uploads.room, "free_bytes", lambda: LOOK_S * 3.9e9)
+        assert await d.uploads.open_backing(dirty_file) is None
+        monkeypatch.setattr(d.uploads.room, "free_bytes", lambda: LOOK_S * 4.5e9)
+        ends(d, dirty_file, await open_backing(d, dirty_file))
 
 
 @in_trio
