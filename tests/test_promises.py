@@ -374,11 +374,13 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_injection.py::test_a_call_that_fails_ends_no_daemon_and_loses_nothing",
     ),
     "When the database of names is cut short under a mount, requests of that moment get EIO, and the names "
-    "are learnt again.": (
+    "are learnt again. In the middle of a transaction that ends the daemon (SIGBUS). The next one, where there is "
+    "one, learns the names again; directories that were open then give ESTALE.": (
         "tests/fs/test_lost_names.py::test_names_are_learnt_again",
         "tests/fs/test_lost_names.py::test_a_reader_of_a_directory_is_told_and_never_sees_a_shorter_one",
         "tests/fs/test_lost_names.py::test_what_is_being_written_stays",
         "tests/mount/test_lost_names.py::test_names_are_learnt_again",
+        "tests/mount/test_lost_names.py::test_the_next_daemon_goes_on_where_one_ends_of_that",
     ),
     "Where no thread can be started for a while (a container's limit of processes), operations get an errno; "
     "the daemon goes on, and all is as before afterwards.": (

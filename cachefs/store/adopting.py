@@ -283,6 +283,8 @@ class Adopting:
                 if self._space.evict_for(tier, need, ANY, here=need):
                     self._put(obj, tier, checksums)
                     self._free_place(obj, tier)
+                    if was.backing is not None and was.backing.tier is tier:  # it has users
+                        was.backing.recast(obj)
                     return True
             tier.unlink(new.digest)
             self._free_place(obj, tier)

@@ -91,6 +91,10 @@ class Backing(BackingFile):
         self._metrics.passthrough_blocks += self.blocks
         return True
 
+    def recast(self, obj: CachedObject) -> None:
+        """See `Passthrough.recast`."""
+        self._passthrough.recast(self, obj)
+
     def retire(self) -> None:
         """The kernel and the cache forget it. Without users only."""
         self._passthrough.retire(self)
@@ -314,6 +318,16 @@ class Passthrough:
         self._space.unpin(obj, *backing.copies)
         obj.rest()
         return fd
+
+    def recast(self, backing: Backing, obj: CachedObject) -> None:
+        """`obj` has the file of `backing` on the same tier now, whole: the users go on under that version, so that the next
+        open shares the file with them, and `take_out` finds it."""
+        was, before = backing.object, backing.copies
+        was.backing, obj.backing = None, backing
+        backing.object, backing.copies = obj, self._catalog.copies(obj, backing.tier.number)
+        self._space.pin(*backing.copies)
+        self._space.unpin(was, *before)
+        was.rest()
 
     def refuse(self, tier: Tier, reason: str) -> None:
         """The kernel does not take this tier's files."""

@@ -418,7 +418,8 @@ class DirtyFile:
 
     def look(self) -> bool:
         """True if passthrough writers have changed it since the last look. `size` and `mtime_ns` are right after it."""
-        if self.discarded and not self.handles:  # its file is removed, while its name is still shown
+        # Its file is the cache's, or removed, while its name is still shown, or being changed.
+        if self.content.adopted or (not self.handles and (self.discarded or self.file.removed)):
             return False
         if self.kernel.way is Way.HERE or (shape := self.file.shape()) == self.kernel.shape:
             return False

@@ -248,6 +248,11 @@ class StagingFile:
         return None if self._held is None or self._start else bytes(self._held)
 
     @property
+    def removed(self) -> bool:
+        """Whether its name is gone, or goes with its last user."""
+        return self._removed
+
+    @property
     def ends_in_memory(self) -> bool:
         """True if all of it, or its end, lies in memory: then `write_now` may take more."""
         return self._held is not None

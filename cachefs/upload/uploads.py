@@ -814,9 +814,14 @@ class Uploads:
                 # A removal that is under way may fail: then the file stays, or else `_drop` removes it.
                 if dirty_file.discarded and not done and not dirty_file.trying.turn.locked():
                     dirty_file.file.remove()
-                if not dirty_file.handles and self._shown_from_cache(dirty_file):
+                if not done or dirty_file.handles or dirty_file.discarded:
+                    continue
+                # Its file is the cache's, and cannot be opened here once this has ended. So no await lies in between.
+                if self._shown_from_cache(dirty_file):
                     dirty_file.open()
                     self._release_later(dirty_file)
+                else:
+                    self._settled(dirty_file)
 
     async def _adopt(self, dirty_files: Sequence[DirtyFile], stored: Sequence[Stored | None]) -> list[bool]:
         """For each, whether the cache has its file now as the version that is `stored`."""

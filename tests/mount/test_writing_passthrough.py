@@ -307,6 +307,27 @@ class TestBesideOthers:
         flushed(mount)
         assert stored(bucket, "f") == b"new"
 
+    @pytest.mark.parametrize("writeback", [True, False])
+    def test_renamed_and_then_changed_while_its_reader_stays(
+        self, writable: Writable, bucket: Bucket, writeback: bool
+    ) -> None:
+        """The copy at the origin is the same file here, and its reader has that: the name keeps its inode."""
+        mount = writable(writeback=writeback, upload_delay="50ms" if writeback else None)
+        (mount.path / "f").write_bytes(b"first")
+        flushed(mount)
+        eventually(lambda: mount.metrics().get("adopted_versions"), "the cache has it")
+        with mount.counting() as counts:
+            reader = opened(mount.path / "f", os.O_RDONLY)
+        assert counts["passthrough_opens"] == 1
+        os.rename(mount.path / "f", mount.path / "g")
+        with (mount.path / "g").open("ab") as writer:
+            writer.write(b" second")
+        assert os.fstat(reader).st_ino == (mount.path / "g").stat().st_ino
+        assert os.pread(reader, 99, 0) == b"first second"
+        os.close(reader)
+        flushed(mount)
+        assert stored(bucket, "g") == b"first second" and keys(bucket) == ["g"]
+
     def test_changed_again_while_its_readers_stay(self, mount: Mount, bucket: Bucket) -> None:
         """All who have it open share the staging file, which the store has by now."""
         writer = opened(mount.path / "f")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from cachefs.base.names import ObjectId
 from cachefs.upload import staging
 from cachefs.upload.staging import LOOK_S
 from tests.upload.scripted import Desk, Room, add, desk, in_trio
+from tests.upload.test_passthrough import Kernel, taken
 
 
 class Slow(Room):
@@ -116,6 +118,36 @@ async def test_a_file_that_is_renamed_while_the_cache_takes_it(
         await trio.sleep(10 * LOOK_S)
         assert d.settled == ["new"] and list(d.store.objects) == ["new"]
         assert taking.adopted == {d.store.version("new"): b"data"}
+
+
+@pytest.mark.parametrize("adopts", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+@in_trio
+async def test_a_file_that_is_settled_when_the_turn_to_rename_it_comes(
+    tmp_path: Path, shared: bool, adopts: bool
+) -> None:
+    """Its staging file is gone then, also if readers had that as their backing file."""
+    cache = Slow()
+    cache.adopts = adopts
+    async with desk(tmp_path, cache=cache) as d:
+        kernel = Kernel(d)
+        if shared:
+            dirty_file, fd = await taken(d, tmp_path, b"data")
+            kernel.backings.append(dirty_file.backing)  # type: ignore[arg-type]
+            os.close(fd)
+            d.uploads.returned(dirty_file)
+            d.uploads.release(dirty_file)
+        else:
+            dirty_file = await d.save("k", b"1" * (staging.HELD + 1))
+        await cache.reached.wait()
+        async with trio.open_nursery() as nursery, dirty_file.trying.turn:
+            nursery.start_soon(d.rename, dirty_file, "new")
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            cache.released.set()
+            await d.quiet()
+            assert d.settled == ["k"]
+        assert list(d.store.objects) == ["new"]
+        assert list(cache.adopted) == ([d.store.version("new")] if adopts else [])
 
 
 async def save_half(d: Desk) -> Any:

@@ -133,6 +133,46 @@ async def test_what_happens_to_a_small_file_while_the_cache_takes_it(tmp_path: P
         assert await d.files() == []
 
 
+@pytest.mark.parametrize("adopts", [True, False])
+@in_trio
+async def test_a_small_file_that_the_cache_has_taken_waits_for_no_other_one(
+    tmp_path: Path, adopts: bool
+) -> None:
+    """A writer has another one of them: until it is done, this one can be opened and read, or is settled."""
+    async with desk(tmp_path, cache=Room(adopts=adopts)) as d:
+        plain, reached, go_on = d.cache.adopt_bytes, trio.Event(), trio.Event()
+
+        async def slow(versions: Sequence[tuple[ObjectId, bytes]]) -> list[bool]:
+            reached.set()
+            await go_on.wait()
+            return await plain(versions)
+
+        d.cache.adopt_bytes = slow  # type: ignore[method-assign]
+        again, rest = [await d.save(key, key.encode()) for key in ("again", "rest")]
+        written = trio.Event()
+
+        async def write() -> None:
+            async with again.lock:
+                await written.wait()
+
+        await reached.wait()
+        d.uploads.open(again)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(write)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            go_on.set()
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            assert again.key not in d.settled and (rest.key in d.settled) == adopts
+            if not adopts:
+                d.uploads.open(rest)
+                assert await rest.read(0, 10) == b"rest"
+                d.uploads.release(rest)
+            written.set()
+        d.uploads.release(again)
+        await d.quiet()
+        assert d.uploads._dirty_files == {} and sorted(d.settled) == ["again", "rest"]
+
+
 @in_trio
 async def test_what_is_written_at_the_end_is_copied_once(tmp_path: Path) -> None:
     """No zeros are written first where the bytes go, but a gap before them is zeros."""
