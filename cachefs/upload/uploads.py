@@ -735,17 +735,13 @@ class Uploads:
                 dirty_file.lock.acquire_nowait()
                 dirty_file.content.settle()
                 going.append(dirty_file)
-        with ExitStack() as used:
-            # One that is opened before it is settled is copied from here when it changes: the cache may have taken its file.
+        try:
+            await self._give_to_cache(going)
+        finally:
             for dirty_file in going:
-                used.enter_context(dirty_file.file.used())
-            try:
-                await self._give_to_cache(going)
-            finally:
-                for dirty_file in going:
-                    dirty_file.lock.release()
-            for dirty_file in going:
-                await self._settle(dirty_file, adopt=False)
+                dirty_file.lock.release()
+        for dirty_file in going:
+            await self._settle(dirty_file, adopt=False)
 
     def _goes_with_others(self, dirty_file: DirtyFile) -> bool:
         """Whether the cache may be given it as it is; `_settle` knows what else is to be done."""
