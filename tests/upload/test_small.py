@@ -19,6 +19,7 @@ from cachefs.upload.staging import HELD
 from cachefs.upload.uploads import TOGETHER
 from tests import threads
 from tests.upload.scripted import Room, ScriptedStore, add, desk, in_trio
+from tests.upload.test_passthrough import Kernel
 
 
 class Turns:
@@ -217,7 +218,7 @@ async def test_one_whose_upload_failed_is_on_the_disk_before_its_writer_hears_of
 async def test_a_disk_without_room_for_it_keeps_it_from_the_cache_and_from_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, data: bytes) -> int:
+    def full(path: Path, data: bytes, **how: Any) -> int:
         raise OSError(errno.ENOSPC, "full")
 
     async with desk(tmp_path) as d:
@@ -353,3 +354,21 @@ async def test_a_commit_of_a_small_file_takes_few_turns_of_the_loop(tmp_path: Pa
         await d.uploads.commit(dirty_file)
         trio.lowlevel.remove_instrument(steps)
         assert steps.counts == {"test": 1, "upload": 2}
+
+
+@in_trio
+async def test_a_file_that_the_kernel_writes_is_made_in_one_turn_of_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        Kernel(d)
+        turns = Turns(monkeypatch)
+        dirty_file = await d.create("k")
+        assert await d.uploads.open_backing(dirty_file) is not None
+        assert turns.count == 1, "its name, its mark, its time, and that it is only read here"
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.write(dirty_file.file.fd, b"1")
+        dirty_file.file.path.write_bytes(b"1")
+        assert dirty_file.look() and dirty_file.size == 1
+        d.uploads.returned(dirty_file)
+        await d.close(dirty_file)
