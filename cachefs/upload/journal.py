@@ -384,15 +384,25 @@ class Records:
         )
 
     async def forget(
-        self, dirty_file: DirtyFile, within_s: float = math.inf, *, patient: bool = False
+        self,
+        dirty_file: DirtyFile,
+        within_s: float = math.inf,
+        *,
+        patient: bool = False,
+        unlinks: bool = False,
     ) -> None:
         """The origin has it, or it was removed: it must not come back. Raises `DiskHangs` after `within_s`. `patient`: no
-        caller waits for this."""
+        caller waits for this. `unlinks`: its file may lose its name in the same turn of the thread."""
         async with self._turn(dirty_file, within_s):
             was, dirty_file.content.row = dirty_file.content.row, Row.NONE
-            if was is not Row.NONE:
-                file = dirty_file.file.path if was is Row.ACKNOWLEDGED else None
-                await self._remove(dirty_file.id, file, within_s, patient=patient)
+            if was is Row.NONE:
+                return
+            file, first, then = dirty_file.file, None, None
+            if was is Row.ACKNOWLEDGED and unlinks and file.can_unlink:
+                first, then = partial(orphans.disown, file.path), file.unlink
+            elif was is Row.ACKNOWLEDGED:
+                first = partial(orphans.forget, file.path)
+            await self._remove(dirty_file.id, within_s, first=first, then=then, patient=patient)
 
     async def forget_replaced(self, dirty_file: DirtyFile) -> None:
         """Record that the file which `dirty_file` replaced does not come back.
@@ -436,12 +446,9 @@ class Records:
                 await self._wake.wait()
                 await trio.sleep(1)
 
-    async def _remove(
-        self, name: str, file: Path | None = None, within_s: float = math.inf, *, patient: bool = False
-    ) -> None:
-        first = None if file is None else partial(orphans.forget, file)
+    async def _remove(self, name: str, within_s: float = math.inf, **how: Any) -> None:
         try:
-            await self.journal.write(DIRTY_FILES, name, None, first=first, within_s=within_s, patient=patient)
+            await self.journal.write(DIRTY_FILES, name, None, within_s=within_s, **how)
         except DiskHangs:
             raise
         except CachefsError as exc:

@@ -188,7 +188,7 @@ class StagingFile:
         # What is from there on in memory, until it lands.
         self._held = disk.tail(name, 0) if new else None
         self._landing = trio.Lock()
-        self._removed = False
+        self._removed = self._unlinked = False
         self.spoiled = False
         self._changes = self._synced = 0  # on the disk, and how many of them a sync has covered
         # Where the file ends, if the disk has bytes of a failed write behind that.
@@ -386,10 +386,24 @@ class StagingFile:
         """Remove the name, in a thread; users keep the file. Where the disk refuses, the next start removes it. Where the
         file is to outlive this process, its name goes with its last user."""
         self._removed = True
-        if self._made and not (self._users and self._disk.outlives):
+        if self.can_unlink and not self._unlinked:
             self._unlink()
         if not self._users:
             self._let_go()
+
+    @property
+    def can_unlink(self) -> bool:
+        """Whether it has a name that need not stay for its users."""
+        return self._made and not (self._users and self._disk.outlives)
+
+    def unlink(self) -> None:
+        """In a thread: remove the name before `remove`, which is called next. Where the disk refuses, that tries again."""
+        try:
+            os.unlink(self.path)
+        except OSError as exc:
+            log.debug("%s: %s", self.path, exc.strerror)
+        else:
+            self._unlinked = True
 
     def read_now(self, offset: int, size: int) -> Buffer | None:
         """The bytes, if that takes no waiting."""

@@ -662,7 +662,9 @@ class Uploads:
             finally:  # also of a caller that is cancelled: the name is gone
                 try:
                     with trio.CancelScope(shield=True):
-                        await self._records.forget(dirty_file, HANGS_AFTER_S)
+                        # What is not dirty may be on its way to the cache, as the file that it is.
+                        unlinks = dirty_file.content.is_ours and dirty_file.dirty
+                        await self._records.forget(dirty_file, HANGS_AFTER_S, unlinks=unlinks)
                 finally:
                     # Or a file that is replaced again and again would keep all that it ever was.
                     dirty_file.record.over = None
