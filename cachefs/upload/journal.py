@@ -225,18 +225,29 @@ class Journal:
             self._put_content(batch, key, content if isinstance(content, bytes) else None)
         if not patient:
             batch.hurry.set()
-        if self._since == math.inf:
-            self._since = trio.current_time()
-            trio.lowlevel.spawn_system_task(self._work)
+        if self._since < math.inf:
+            await self._ended(batch, within_s)
+        elif patient or within_s < math.inf:
+            self._go_on()
+            await self._ended(batch, within_s)
+        else:
+            # One writer after the other is met like this, and its thread is all that it waits for.
+            with trio.CancelScope(shield=True):
+                await self._commit()
+            self._since = math.inf
+            if self._next.rows:
+                self._go_on()
+        if not batch.ended.is_set():
+            raise DiskHangs("the disk of the journal does not answer")
+        if batch.error is not None:
+            raise batch.error
+
+    async def _ended(self, batch: _Batch, within_s: float) -> None:
         with trio.CancelScope(shield=True):  # a cancelled caller's row is written whole, or not at all
             known = within_s < math.inf and self.hangs_elsewhere()
             began = -math.inf if known else min(trio.current_time(), self._since)
             with trio.move_on_at(began + within_s):
                 await batch.ended.wait()
-        if not batch.ended.is_set():
-            raise DiskHangs("the disk of the journal does not answer")
-        if batch.error is not None:
-            raise batch.error
 
     def _put_content(self, batch: _Batch, key: str, content: bytes | None) -> None:
         before = self._sizes.pop(key, None)
@@ -248,23 +259,31 @@ class Journal:
             self._room -= len(content)
         batch.rows[CONTENTS, key.encode()] = content
 
+    def _go_on(self) -> None:
+        self._since = trio.current_time()
+        trio.lowlevel.spawn_system_task(self._work)
+
     async def _work(self) -> None:
         """One transaction after the other, until no row waits."""
         while self._next.rows:
             if not self._next.hurry.is_set():
                 with trio.move_on_after(GATHER_S):
                     await self._next.hurry.wait()
-            batch, self._next = self._next, _Batch()
-            self._since = trio.current_time()
-            puts = [(where, name, value) for (where, name), value in batch.rows.items()]
-            try:
-                await in_thread(partial(self._write, puts, batch))
-            except OSError as exc:
-                batch.error = CacheUnusable(f"the journal cannot be written: {exc.strerror}")
-            except Exception as exc:
-                batch.error = exc
-            batch.ended.set()
+            await self._commit()
         self._since = math.inf
+
+    async def _commit(self) -> None:
+        """One transaction, of all rows that wait."""
+        batch, self._next = self._next, _Batch()
+        self._since = trio.current_time()
+        puts = [(where, name, value) for (where, name), value in batch.rows.items()]
+        try:
+            await in_thread(partial(self._write, puts, batch))
+        except OSError as exc:
+            batch.error = CacheUnusable(f"the journal cannot be written: {exc.strerror}")
+        except Exception as exc:
+            batch.error = exc
+        batch.ended.set()
 
     def _write(self, puts: list[Put], batch: _Batch) -> None:
         for call in batch.first:

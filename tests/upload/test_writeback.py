@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -456,6 +458,48 @@ def test_rows_written_at_once_share_a_transaction(tmp_path: Path) -> None:
         journal.close()
 
     trio.run(use)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+@in_trio
+async def test_a_writer_alone_waits_for_the_disk_without_a_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cancelled: bool
+) -> None:
+    """The rows that come meanwhile go in the next transaction, also when the first writer is cancelled."""
+    journal, tasks = Journal(tmp_path / "journal"), list[object]()
+    spawn = trio.lowlevel.spawn_system_task
+    monkeypatch.setattr(
+        trio.lowlevel, "spawn_system_task", lambda *a, **k: (tasks.append(a[0]), spawn(*a, **k))[1]
+    )
+    for number in range(3):
+        await journal.write("drafts", str(number), {})
+    assert tasks == []
+    transactions, write, go_on = list[int](), journal._database.write, threading.Event()
+    journal._database.write = lambda puts: (  # type: ignore[assignment]
+        transactions.append(len(puts)),
+        go_on.wait(30),
+        write(puts),
+    )[2]
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            scope = trio.CancelScope()
+            nursery.start_soon(_write_in, scope, journal, "a")
+            while journal._since == math.inf:
+                await trio.lowlevel.checkpoint()
+            for key in "bcd":
+                nursery.start_soon(journal.write, "drafts", key, {})
+            await trio.lowlevel.checkpoint()
+            if cancelled:
+                scope.cancel()
+            go_on.set()
+    assert transactions == [1, 3] and len(tasks) == 1
+    assert sorted(journal.rows("drafts")) == ["0", "1", "2", "a", "b", "c", "d"]
+    journal.close()
+
+
+async def _write_in(scope: trio.CancelScope, journal: Journal, key: str) -> None:
+    with scope:
+        await journal.write("drafts", key, {})
 
 
 @in_trio
