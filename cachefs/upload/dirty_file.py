@@ -428,7 +428,7 @@ class DirtyFile:
 
     def found_changed(self) -> None:
         self.content.changed()
-        self._owner.noted(self)
+        self._owner.changed(self)
         self._owner.on_changed(self)
 
     def suspect_change(self, *, shows: bool) -> None:

@@ -248,7 +248,7 @@ class Uploads:
     def open(self, dirty_file: DirtyFile) -> None:
         """One user more, reader or writer."""
         dirty_file.open()
-        if dirty_file.handles == 1:
+        if dirty_file.handles == 1 and not self._is_noted(dirty_file):
             self.noted(dirty_file)
 
     def release(self, dirty_file: DirtyFile) -> None:
@@ -417,8 +417,13 @@ class Uploads:
     def noted(self, dirty_file: DirtyFile) -> None:
         if self._disk.shared is None or not dirty_file.ino or dirty_file.discarded:
             return
-        if dirty_file.handles or not dirty_file.acknowledged:  # else the journal has it
+        if dirty_file.handles or not dirty_file.acknowledged:
             self._put_record(dirty_file)
+        else:  # the journal has it; a record that stayed would say what was before
+            self._forget(dirty_file)
+
+    def _is_noted(self, dirty_file: DirtyFile) -> bool:
+        return self._disk.shared is not None and dirty_file.id in self._disk.shared.records
 
     def _put_record(self, dirty_file: DirtyFile) -> None:
         assert self._disk.shared is not None
@@ -678,12 +683,18 @@ class Uploads:
     def wrote(self, dirty_file: DirtyFile) -> None:
         """Its content has changed."""
         dirty_file.mtime_ns = self._now_ns()
-        if self._disk.shared is not None:
-            if dirty_file.record.says_clean:
-                self.noted(dirty_file)
-            else:
-                self._disk.shared.records.touch(dirty_file.id, dirty_file.mtime_ns)
+        self.changed(dirty_file)
         self._push(dirty_file)
+
+    def changed(self, dirty_file: DirtyFile) -> None:
+        """Its content is another, and so is its time. What a next daemon would go on from is the same, if that says already
+        that it is dirty."""
+        if self._disk.shared is None:
+            return
+        if dirty_file.record.says_clean:
+            self.noted(dirty_file)
+        else:
+            self._disk.shared.records.touch(dirty_file.id, dirty_file.mtime_ns)
 
     def _push(self, dirty_file: DirtyFile) -> None:
         if not (self._writeback or dirty_file.discarded or dirty_file.kernel.shared):
