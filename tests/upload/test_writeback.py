@@ -8,12 +8,14 @@ import os
 import threading
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 import trio.testing
 
 from cachefs.base.errors import CacheUnusable, NoRoom, OriginFailed, PermissionDenied
+from cachefs.upload import queue
 from cachefs.upload.journal import GATHER_S, Journal, Records
 from tests.fetch.scripted import content
 from tests.upload.scripted import PART, SOURCE, ScriptedStore, add, desk, in_trio
@@ -75,6 +77,34 @@ async def test_nothing_is_sent_before_the_delay_is_over(tmp_path: Path) -> None:
         await d.quiet()
         assert d.store.objects.keys() == {"final"}
         assert d.store.counts["copy"] == d.store.counts["delete"] == d.store.counts["abort"] == 0
+
+
+@in_trio
+async def test_an_upload_by_itself_is_one_task_and_wakes_nothing_before_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, plain = list[str](), queue.contained
+
+    def counted(nursery: trio.Nursery, what: str, *work: Any) -> None:
+        begun.append(what)
+        plain(nursery, what, *work)
+
+    async with desk(tmp_path, writeback=True, upload_delay_s=60) as d:
+        monkeypatch.setattr(queue, "contained", counted)
+        await d.save("a", b"1")
+        await d.quiet()
+        waiting = d.uploads._queue._changed
+        await trio.sleep(1)
+        await d.save("b", b"2")
+        assert not waiting.is_set(), "it waits for the first of them"
+        await trio.sleep(59.5)
+        assert list(d.store.objects) == ["a"]
+        await trio.sleep(1)
+        assert list(d.store.objects) == ["a", "b"] and begun == ["the upload of a", "the upload of b"]
+        await d.save("c", b"3")
+        d.uploads._queue.plan(await d.save("d", b"4"), 1)
+        await trio.sleep(2)
+        assert list(d.store.objects) == ["a", "b", "d"], "one that comes before all others does wake it"
 
 
 @in_trio
@@ -510,7 +540,8 @@ async def test_a_row_that_no_caller_waits_for_goes_along_with_the_next(tmp_path:
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(partial(journal.write, "drafts", "0", {}, patient=True))
-            await trio.lowlevel.checkpoint()
+            while not journal._next.rows:
+                await trio.lowlevel.checkpoint()
             await journal.write("drafts", "1", {})
             assert transactions == [2]
         began = trio.current_time()
