@@ -22,6 +22,7 @@ from pathlib import Path
 import trio
 
 from cachefs.base.errors import CachefsError
+from cachefs.base.tasks import taken
 from cachefs.store.backing import BackingFile
 from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.staging import LOOK_S, can_lease, tells_of_mappings
@@ -72,7 +73,7 @@ class Passthrough:
             return dirty_file.kernel.backing
         if not self.possible:
             return None
-        async with dirty_file.lock:
+        async with taken(dirty_file.lock):
             await dirty_file.unsent(-1)
             if not dirty_file.content.is_ours:
                 return None  # the file is the cache's

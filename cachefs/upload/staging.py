@@ -31,7 +31,7 @@ from cachefs.base import ownership
 from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.errors import CachefsError, CacheUnusable, NoRoom, TooLarge
 from cachefs.base.shared_memory import TAIL_BYTES, SharedMemory, Tail
-from cachefs.base.tasks import Outcome, in_thread, in_thread_at_last
+from cachefs.base.tasks import Outcome, in_thread, in_thread_at_last, taken
 from cachefs.origin import FileRange, InMemory, Source
 
 log = logging.getLogger(__name__)
@@ -262,7 +262,7 @@ class StagingFile:
 
     async def land(self, *, shared: bool = False) -> None:
         """All of it is in a file, for who is a user. With `shared`, a file that is made is left as `shared` leaves it."""
-        async with self._landing:
+        async with taken(self._landing):
             if self._held is None and self._made:
                 return
             data = bytes(self._held or b"")

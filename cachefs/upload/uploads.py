@@ -650,7 +650,7 @@ class Uploads:
         it raises, nothing has happened."""
         stored = dirty_file.stored
         dirty_file.content.removed = True
-        async with dirty_file.trying.turn:
+        async with taken(dirty_file.trying.turn):
             try:
                 await self._queue.halt(dirty_file)
                 if instead is not None:
