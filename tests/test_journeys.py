@@ -82,6 +82,10 @@ that makes the file, which a task looks after (CREATE), and once for the journal
 wait is a pass of the loop, and takes 40 µs."""
 
 
+SCOPES = {"CREATE": 2, "FLUSH": 2, "UNLINK": 3}
+"""Cancel scopes that these tasks enter. Each takes 10 µs."""
+
+
 class Passed:
     """Files of the product in which a function began, and the named functions, in any thread that `traced` was put into."""
 
@@ -322,13 +326,20 @@ def test_a_small_file_with_writeback_waits_for_few_things(
 ) -> None:
     for name, value in bucket.env.items():
         monkeypatch.setenv(name, value)
-    steps = Steps()
+    steps, enter, scopes = Steps(), trio.CancelScope.__enter__, list[str]()
+
+    def entered(self: trio.CancelScope) -> trio.CancelScope:
+        scopes.append(trio.lowlevel.current_task().name)
+        return enter(self)
+
+    monkeypatch.setattr(trio.CancelScope, "__enter__", entered)
 
     async def ask(kernel: Kernel, op: Op, ino: int, body: bytes) -> Any:
         steps.count = 0
+        scopes.clear()
         reply = await kernel.ask(op, ino, body)
         assert not reply.error, (op, reply)
-        counts[op.name] = steps.count
+        counts[op.name] = steps.count, sum(name.endswith("run_contained") for name in scopes)
         return reply
 
     async def play() -> None:
@@ -345,6 +356,7 @@ def test_a_small_file_with_writeback_waits_for_few_things(
                 await names.written()
             await ask(kernel, Op.UNLINK, ROOT, b"file\0")
 
-    counts: dict[str, int] = {}
+    counts: dict[str, tuple[int, int]] = {}
     in_trio(play)()
-    assert {op: counts[op] for op in WRITEBACK} == WRITEBACK, "a change of these is told here"
+    assert {op: counts[op][0] for op in WRITEBACK} == WRITEBACK, "a change of these is told here"
+    assert {op: counts[op][1] for op in SCOPES} == SCOPES, "and of these"

@@ -43,7 +43,7 @@ import trio
 from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.database import Database, Put, read_mark
 from cachefs.base.errors import CachefsError, CacheInUse, CacheUnusable
-from cachefs.base.tasks import in_thread, taken
+from cachefs.base.tasks import in_thread, take
 from cachefs.origin import Origin
 from cachefs.upload import orphans
 from cachefs.upload.content import Row
@@ -243,11 +243,11 @@ class Journal:
             raise batch.error
 
     async def _ended(self, batch: _Batch, within_s: float) -> None:
-        with trio.CancelScope(shield=True):  # a cancelled caller's row is written whole, or not at all
-            known = within_s < math.inf and self.hangs_elsewhere()
-            began = -math.inf if known else min(trio.current_time(), self._since)
-            with trio.move_on_at(began + within_s):
-                await batch.ended.wait()
+        known = within_s < math.inf and self.hangs_elsewhere()
+        began = -math.inf if known else min(trio.current_time(), self._since)
+        # Shielded: a cancelled caller's row is written whole, or not at all.
+        with trio.CancelScope(deadline=began + within_s, shield=True):
+            await batch.ended.wait()
 
     def _put_content(self, batch: _Batch, key: str, content: bytes | None) -> None:
         before = self._sizes.pop(key, None)
@@ -337,12 +337,17 @@ class Records:
         """Hold the turn to write the row of a dirty file. Raises `DiskHangs` after `within_s`: a close that has it waits for
         the disk without a limit."""
         turn = dirty_file.record.turn
-        with trio.move_on_after(within_s) as waiting:
-            async with taken(turn):
-                waiting.deadline = math.inf
-                yield
-        if waiting.cancelled_caught:
-            raise DiskHangs("the disk of the journal does not answer")
+        if not turn.locked():
+            await take(turn)
+        else:
+            with trio.move_on_after(within_s) as waiting:
+                await turn.acquire()
+            if waiting.cancelled_caught:
+                raise DiskHangs("the disk of the journal does not answer")
+        try:
+            yield
+        finally:
+            turn.release()
 
     async def acknowledge(self, dirty_file: DirtyFile, within_s: float = math.inf) -> None:
         """What it holds now is on the disk, and so is a row that says so. Raises `NoRoom`, `CacheUnusable`, of
