@@ -312,13 +312,20 @@ EMPTIED = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 """How most programs create a file. Without O_TRUNC the origin is asked first whether another client has made it."""
 
 
-class Steps(trio.abc.Instrument):
-    """How often tasks that serve one request are continued, their beginning included."""
+def serves_a_request(task: trio.lowlevel.Task) -> bool:
+    frame = getattr(task.coro, "cr_frame", None)
+    return frame is not None and frame.f_locals.get("what") == "a request"
 
-    count = 0
+
+class Steps(trio.abc.Instrument):
+    """How often tasks that serve one request are continued, their beginning included. `seen` is where they waited."""
+
+    def __init__(self) -> None:
+        self.seen = list[str]()
 
     def before_task_step(self, task: trio.lowlevel.Task) -> None:
-        self.count += task.name.endswith("run_contained")
+        if serves_a_request(task):
+            self.seen.append(" ".join(frame.f_code.co_name for frame, _ in task.iter_await_frames()))
 
 
 def test_a_small_file_with_writeback_waits_for_few_things(
@@ -326,26 +333,26 @@ def test_a_small_file_with_writeback_waits_for_few_things(
 ) -> None:
     for name, value in bucket.env.items():
         monkeypatch.setenv(name, value)
-    steps, enter, scopes = Steps(), trio.CancelScope.__enter__, list[str]()
+    steps, enter, scopes = Steps(), trio.CancelScope.__enter__, list[bool]()
 
     def entered(self: trio.CancelScope) -> trio.CancelScope:
-        scopes.append(trio.lowlevel.current_task().name)
+        scopes.append(serves_a_request(trio.lowlevel.current_task()))
         return enter(self)
 
     monkeypatch.setattr(trio.CancelScope, "__enter__", entered)
 
     async def ask(kernel: Kernel, op: Op, ino: int, body: bytes) -> Any:
-        steps.count = 0
+        steps.seen.clear()
         scopes.clear()
         reply = await kernel.ask(op, ino, body)
         assert not reply.error, (op, reply)
-        counts[op.name] = steps.count, sum(name.endswith("run_contained") for name in scopes)
+        counts[op.name], waits[op.name] = (len(steps.seen), sum(scopes)), list(steps.seen)
         return reply
 
     async def play() -> None:
         trio.lowlevel.add_instrument(steps)
         async with mount(bucket, cache_dir, writes=True, takes=True, writeback=True) as (kernel, _, names):
-            for name in (b"warm", b"file"):  # the first one lists the directory
+            for name in (b"new", b"newer"):  # the first one lists the directory
                 reply = await ask(kernel, Op.CREATE, ROOT, create_in(name, EMPTIED))
                 ino = int.from_bytes(reply.body[:8], "little")
                 fh = protocol.CREATE_REPLY.unpack(bytes(16) + reply.body)[-3]
@@ -354,9 +361,10 @@ def test_a_small_file_with_writeback_waits_for_few_things(
                 await ask(kernel, Op.FLUSH, ino, flush_in(fh))
                 await ask(kernel, Op.RELEASE, ino, release_in(fh))
                 await names.written()
-            await ask(kernel, Op.UNLINK, ROOT, b"file\0")
+            await ask(kernel, Op.UNLINK, ROOT, b"newer\0")
 
     counts: dict[str, tuple[int, int]] = {}
+    waits: dict[str, list[str]] = {}
     in_trio(play)()
-    assert {op: counts[op][0] for op in WRITEBACK} == WRITEBACK, "a change of these is told here"
-    assert {op: counts[op][1] for op in SCOPES} == SCOPES, "and of these"
+    assert {op: counts[op][0] for op in WRITEBACK} == WRITEBACK, waits
+    assert {op: counts[op][1] for op in SCOPES} == SCOPES
