@@ -96,6 +96,7 @@ class StagingDisk:
         self._begun = 0
         self._new: dict[object, float] = {}  # when the files under way were begun to be made
         self._quiet = trio.lowlevel.ParkingLot()
+        self.unlinked: set[Path] = set()  # names that a thread has removed before `StagingFile.remove`
 
     def tail(self, name: str, start: int) -> bytearray | Tail | None:
         """Memory for the bytes of a file from `start` on, none so far; None: they go to the disk at once."""
@@ -188,7 +189,7 @@ class StagingFile:
         # What is from there on in memory, until it lands.
         self._held = disk.tail(name, 0) if new else None
         self._landing = trio.Lock()
-        self._removed = self._unlinked = False
+        self._removed = False
         self.spoiled = False
         self._changes = self._synced = 0  # on the disk, and how many of them a sync has covered
         # Where the file ends, if the disk has bytes of a failed write behind that.
@@ -386,7 +387,9 @@ class StagingFile:
         """Remove the name, in a thread; users keep the file. Where the disk refuses, the next start removes it. Where the
         file is to outlive this process, its name goes with its last user."""
         self._removed = True
-        if self.can_unlink and not self._unlinked:
+        if self.path in self._disk.unlinked:
+            self._disk.unlinked.remove(self.path)
+        elif self.can_unlink:
             self._unlink()
         if not self._users:
             self._let_go()
@@ -403,7 +406,7 @@ class StagingFile:
         except OSError as exc:
             log.debug("%s: %s", self.path, exc.strerror)
         else:
-            self._unlinked = True
+            self._disk.unlinked.add(self.path)
 
     def read_now(self, offset: int, size: int) -> Buffer | None:
         """The bytes, if that takes no waiting."""

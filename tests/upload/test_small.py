@@ -392,6 +392,7 @@ async def test_a_file_that_is_not_sent_yet_is_removed_in_one_turn_of_a_thread(
         await d.uploads.discard(dirty_file)
         assert said == [True] and d.uploads.journal.rows("drafts") == {}
         assert os.listdir(d.staging) == [] and turns.count == 1 and d.uploads._disk.busy == 0
+        assert d.uploads._disk.unlinked == set()
         assert d.store.counts == {}
 
 
