@@ -31,6 +31,7 @@ from cachefs.base.errors import (
     NotFound,
     NotPermitted,
 )
+from cachefs.base.tasks import taken
 from cachefs.fs.dirty_files import check_key, check_name, writable
 from cachefs.fs.freshness import EVERY_NAME
 from cachefs.fs.keys import mark_of_directory, name_in, name_of
@@ -138,7 +139,7 @@ class Changing:
             if node is None:
                 await origin.delete(key)
             else:
-                async with node.lock:
+                async with taken(node.lock):
                     delete = partial(self._delete_stored, origin, key, node) if node.stored else None
                     await self._local_changes.remove(node, replaced=False, instead=delete)
         await self._local_changes.write(directory, name, False)

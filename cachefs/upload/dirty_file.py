@@ -375,12 +375,10 @@ class DirtyFile:
 
     # -- written by others -------------------------------------------------------------------------
 
-    async def begin_passthrough(self) -> None:
-        """From now on a process may write it in passthrough, unseen here. The caller holds the `lock`."""
-        if not self.kernel.in_passthrough:
-            self.kernel.shape = await self.file.open_backing()
-            self.kernel.way = Way.PASSTHROUGH
-            self._owner.noted(self)
+    def begin_passthrough(self, shape: Shape) -> None:
+        """From now on a process may write its file, which is like this, in passthrough, unseen here."""
+        self.kernel.shape, self.kernel.way = shape, Way.PASSTHROUGH
+        self._owner.noted(self)
 
     def share(self) -> None:
         """From now on all that have it open read and map its file by themselves, and write it here. What one writes through
@@ -431,7 +429,7 @@ class DirtyFile:
 
     def found_changed(self) -> None:
         self.content.changed()
-        self._owner.noted(self)
+        self._owner.changed(self)
         self._owner.on_changed(self)
 
     def suspect_change(self, *, shows: bool) -> None:

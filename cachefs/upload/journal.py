@@ -43,7 +43,7 @@ import trio
 from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.database import Database, Put, read_mark
 from cachefs.base.errors import CachefsError, CacheInUse, CacheUnusable
-from cachefs.base.tasks import in_thread, taken
+from cachefs.base.tasks import in_thread, take
 from cachefs.origin import Origin
 from cachefs.upload import orphans
 from cachefs.upload.content import Row
@@ -237,18 +237,29 @@ class Journal:
             self._put_content(batch, key, content if isinstance(content, bytes) else None)
         if not patient:
             batch.hurry.set()
-        if self._since == math.inf:
-            self._since = trio.current_time()
-            trio.lowlevel.spawn_system_task(self._work)
-        with trio.CancelScope(shield=True):  # a cancelled caller's row is written whole, or not at all
-            known = within_s < math.inf and self.hangs_elsewhere()
-            began = -math.inf if known else min(trio.current_time(), self._since)
-            with trio.move_on_at(began + within_s):
-                await batch.ended.wait()
+        if self._since < math.inf:
+            await self._ended(batch, within_s)
+        elif patient or within_s < math.inf:
+            self._go_on()
+            await self._ended(batch, within_s)
+        else:
+            # One writer after the other is met like this, and its thread is all that it waits for.
+            with trio.CancelScope(shield=True):
+                await self._commit()
+            self._since = math.inf
+            if self._next.rows:
+                self._go_on()
         if not batch.ended.is_set():
             raise DiskHangs("the disk of the journal does not answer")
         if batch.error is not None:
             raise batch.error
+
+    async def _ended(self, batch: _Batch, within_s: float) -> None:
+        known = within_s < math.inf and self.hangs_elsewhere()
+        began = -math.inf if known else min(trio.current_time(), self._since)
+        # Shielded: a cancelled caller's row is written whole, or not at all.
+        with trio.CancelScope(deadline=began + within_s, shield=True):
+            await batch.ended.wait()
 
     def _put_content(self, batch: _Batch, key: str, content: bytes | None) -> None:
         before = self._sizes.pop(key, None)
@@ -260,37 +271,44 @@ class Journal:
             self._room -= len(content)
         batch.rows[CONTENTS, key.encode()] = content
 
+    def _go_on(self) -> None:
+        self._since = trio.current_time()
+        trio.lowlevel.spawn_system_task(self._work)
+
     async def _work(self) -> None:
         """One transaction after the other, until no row waits."""
         while self._next.rows:
             if not self._next.hurry.is_set():
                 with trio.move_on_after(GATHER_S):
                     await self._next.hurry.wait()
-            batch, self._next = self._next, _Batch()
-            self._since = trio.current_time()
-            rows = {**dict.fromkeys(self._left), **batch.rows}
-            puts = [(where, name, value) for (where, name), value in rows.items()]
-            try:
-                await in_thread(partial(self._write, puts, batch))
-            except OSError as exc:
-                batch.error = CacheUnusable(f"the journal cannot be written: {exc.strerror}")
-            except Exception as exc:
-                batch.error = exc
-            if batch.error is None:
-                self._left -= rows.keys()
-            else:
-                self._refused(batch)
-            batch.ended.set()
+            await self._commit()
         self._since = math.inf
+
+    async def _commit(self) -> None:
+        """One transaction, of all rows that wait."""
+        batch, self._next = self._next, _Batch()
+        self._since = trio.current_time()
+        rows = {**dict.fromkeys(self._left), **batch.rows}
+        puts = [(where, name, value) for (where, name), value in rows.items()]
+        try:
+            await in_thread(partial(self._write, puts, batch))
+        except OSError as exc:
+            batch.error = CacheUnusable(f"the journal cannot be written: {exc.strerror}")
+        except Exception as exc:
+            batch.error = exc
+        if batch.error is None:
+            self._left -= rows.keys()
+        else:
+            self._refused(batch)
+        batch.ended.set()
 
     def _refused(self, batch: _Batch) -> None:
         """The database has what it had before."""
         self._left |= {key for key, value in batch.rows.items() if value is None}
         for table, key in batch.rows:
             if table == CONTENTS:
-                self._sizes.setdefault(
-                    key.decode(), 0
-                )  # an older content is there: each later close replaces it
+                # An older content is there, and each later close replaces it.
+                self._sizes.setdefault(key.decode(), 0)
 
     def _write(self, puts: list[Put], batch: _Batch) -> None:
         for call in batch.first:
@@ -346,12 +364,17 @@ class Records:
         """Hold the turn to write the row of a dirty file. Raises `DiskHangs` after `within_s`: a close that has it waits for
         the disk without a limit."""
         turn = dirty_file.record.turn
-        with trio.move_on_after(within_s) as waiting:
-            async with taken(turn):
-                waiting.deadline = math.inf
-                yield
-        if waiting.cancelled_caught:
-            raise DiskHangs("the disk of the journal does not answer")
+        if not turn.locked():
+            await take(turn)
+        else:
+            with trio.move_on_after(within_s) as waiting:
+                await turn.acquire()
+            if waiting.cancelled_caught:
+                raise DiskHangs("the disk of the journal does not answer")
+        try:
+            yield
+        finally:
+            turn.release()
 
     async def acknowledge(self, dirty_file: DirtyFile, within_s: float = math.inf) -> None:
         """What it holds now is on the disk, and so is a row that says so. Raises `NoRoom`, `CacheUnusable`, of
@@ -411,15 +434,25 @@ class Records:
         )
 
     async def forget(
-        self, dirty_file: DirtyFile, within_s: float = math.inf, *, patient: bool = False
+        self,
+        dirty_file: DirtyFile,
+        within_s: float = math.inf,
+        *,
+        patient: bool = False,
+        unlinks: bool = False,
     ) -> None:
         """The origin has it, or it was removed: it must not come back. Raises `DiskHangs` after `within_s`. `patient`: no
-        caller waits for this."""
+        caller waits for this. `unlinks`: its file may lose its name in the same turn of the thread."""
         async with self._turn(dirty_file, within_s):
             was, dirty_file.content.row = dirty_file.content.row, Row.NONE
-            if was is not Row.NONE:
-                file = dirty_file.file.path if was is Row.ACKNOWLEDGED else None
-                await self._remove(dirty_file.id, file, within_s, patient=patient)
+            if was is Row.NONE:
+                return
+            file, first, then = dirty_file.file, None, None
+            if was is Row.ACKNOWLEDGED and unlinks and file.can_unlink:
+                first, then = partial(orphans.disown, file.path), file.unlink
+            elif was is Row.ACKNOWLEDGED:
+                first = partial(orphans.forget, file.path)
+            await self._remove(dirty_file.id, within_s, first=first, then=then, patient=patient)
 
     async def forget_replaced(self, dirty_file: DirtyFile) -> None:
         """Record that the file which `dirty_file` replaced does not come back.
@@ -462,12 +495,9 @@ class Records:
                 await self._wake.wait()
                 await trio.sleep(1)
 
-    async def _remove(
-        self, name: str, file: Path | None = None, within_s: float = math.inf, *, patient: bool = False
-    ) -> None:
-        first = None if file is None else partial(orphans.forget, file)
+    async def _remove(self, name: str, within_s: float = math.inf, **how: Any) -> None:
         try:
-            await self.journal.write(DIRTY_FILES, name, None, first=first, within_s=within_s, patient=patient)
+            await self.journal.write(DIRTY_FILES, name, None, within_s=within_s, **how)
         except DiskHangs:
             raise
         except CachefsError as exc:

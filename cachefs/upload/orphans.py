@@ -64,8 +64,13 @@ def acknowledge(path: Path) -> None:
 
 def forget(path: Path) -> None:
     """The origin has it, or its name is gone: it need not be kept."""
-    _put(path, ACKNOWLEDGED, NO)
+    disown(path)
     _remove(path, OBJECT)
+
+
+def disown(path: Path) -> None:
+    """The same of a file that is about to be removed."""
+    _put(path, ACKNOWLEDGED, NO)
 
 
 def never_acknowledged(path: Path) -> bool:

@@ -21,6 +21,7 @@ from pathlib import Path
 import trio
 
 from cachefs.base.errors import CachefsError
+from cachefs.base.tasks import taken
 from cachefs.store.backing import BackingFile
 from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.staging import LOOK_S, can_lease, tells_of_mappings
@@ -71,19 +72,24 @@ class Passthrough:
             return dirty_file.kernel.backing
         if not self.possible:
             return None
-        async with dirty_file.lock:
+        async with taken(dirty_file.lock):
             await dirty_file.unsent(-1)
             if not dirty_file.content.is_ours:
                 return None  # the file is the cache's
-            if not await dirty_file.file.lands():
+            begun = dirty_file.kernel.in_passthrough
+            shape = dirty_file.kernel.shape if begun else await dirty_file.file.open_backing()
+            if shape is None:
                 return None  # its content comes through here, and waits for the disk
             if dirty_file.kernel.backing is None:
                 dirty_file.kernel.backing = self._told(dirty_file)
-            if dirty_file.kernel.backing is not None:
-                await dirty_file.begin_passthrough()
-                dirty_file.kernel.writers += 1
-                self._writers += 1
-                self._begun.set()
+            if dirty_file.kernel.backing is None:
+                dirty_file.file.in_passthrough = begun
+                return None
+            if not begun:
+                dirty_file.begin_passthrough(shape)
+            dirty_file.kernel.writers += 1
+            self._writers += 1
+            self._begun.set()
             return dirty_file.kernel.backing
 
     def share(self, dirty_file: DirtyFile, backing_id: int) -> None:

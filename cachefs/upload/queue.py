@@ -18,7 +18,7 @@ import trio
 from cachefs.base.errors import CachefsError, Conflict, NoSuchUpload, ObjectChanged, OriginFailed, Transient
 from cachefs.base.logs import Repeats
 from cachefs.base.metrics import Metrics
-from cachefs.base.tasks import contained, taken
+from cachefs.base.tasks import contained, run_contained, taken
 from cachefs.origin import ObjectInfo, new_token
 from cachefs.upload.content import Attempt, Row, Stored
 from cachefs.upload.dirty_file import DirtyFile
@@ -69,8 +69,10 @@ class Queue:
         """Upload it then, unless that was done meanwhile."""
         dirty_file.trying.due = trio.current_time() + in_s
         if not self._closed:
-            heapq.heappush(self._due, (dirty_file.trying.due, next(self._numbers), dirty_file))
-            self._changed.set()
+            planned = dirty_file.trying.due, next(self._numbers), dirty_file
+            heapq.heappush(self._due, planned)
+            if self._due[0] is planned:  # else `run` looks again before that time
+                self._changed.set()
 
     def close(self) -> None:
         """Nothing is begun any more."""
@@ -100,8 +102,10 @@ class Queue:
 
     async def _in_background(self, dirty_file: DirtyFile) -> None:
         try:
-            attempt = await self._started(dirty_file)
-            if attempt is not None:
+            attempt, is_new = await self._joined(dirty_file)
+            if is_new and attempt is not None:
+                await run_contained(f"the upload of {dirty_file.key}", self._attempt, dirty_file, attempt)
+            elif attempt is not None:
                 await attempt.done.wait()
         except CachefsError:
             pass  # said, and planned again
@@ -147,21 +151,26 @@ class Queue:
                     )
 
     async def _started(self, dirty_file: DirtyFile) -> Attempt | None:
-        """The attempt under way, or a new one."""
+        """The attempt under way, or a new one, in a task of its own."""
+        attempt, is_new = await self._joined(dirty_file)
+        if is_new and attempt is not None:
+            contained(self.nursery, f"the upload of {dirty_file.key}", self._attempt, dirty_file, attempt)
+        return attempt
+
+    async def _joined(self, dirty_file: DirtyFile) -> tuple[Attempt | None, bool]:
+        """The attempt under way, or a new one, which the caller carries out at once; and whether it is new."""
         if dirty_file.attempt is None:
             async with taken(dirty_file.trying.turn):  # not while it is being renamed
                 if dirty_file.attempt is not None or dirty_file.discarded or not self._is_quiet(dirty_file):
-                    return dirty_file.attempt
+                    return dirty_file.attempt, False
                 if dirty_file.dirty and (info := dirty_file.clear_suspicion()) is not None:
                     await self._unchanged(dirty_file, info)
                 if dirty_file.dirty:
                     dirty_file.trying.due, dirty_file.trying.overdue = math.inf, False
                     attempt = Attempt()
                     dirty_file.content.begin(attempt)
-                    contained(
-                        self.nursery, f"the upload of {dirty_file.key}", self._attempt, dirty_file, attempt
-                    )
-        return dirty_file.attempt
+                    return attempt, True
+        return dirty_file.attempt, False
 
     async def _unchanged(self, dirty_file: DirtyFile, info: ObjectInfo) -> None:
         """No process has changed it after all: the origin has it."""

@@ -289,8 +289,10 @@ class Sender:
 
     async def abandon(self) -> None:
         """Nothing is in progress afterwards, and no unrecorded upload is left at the origin, also when this is cancelled."""
-        with trio.CancelScope(shield=True):
-            await self.break_off()
+        self._quiet = True
+        if self._early:  # a scope costs as much as all the rest of a removal here
+            with trio.CancelScope(shield=True):
+                await self.break_off()
         upload, self.upload, self._found = self.upload, None, {}
         self.parts.forget()
         if upload is not None:

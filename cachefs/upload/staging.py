@@ -31,7 +31,7 @@ from cachefs.base import ownership
 from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.errors import CachefsError, CacheUnusable, NoRoom, TooLarge
 from cachefs.base.shared_memory import TAIL_BYTES, SharedMemory, Tail
-from cachefs.base.tasks import Outcome, in_thread, in_thread_at_last
+from cachefs.base.tasks import Outcome, in_thread, in_thread_at_last, taken
 from cachefs.origin import FileRange, InMemory, Source
 
 log = logging.getLogger(__name__)
@@ -96,6 +96,7 @@ class StagingDisk:
         self._begun = 0
         self._new: dict[object, float] = {}  # when the files under way were begun to be made
         self._quiet = trio.lowlevel.ParkingLot()
+        self.unlinked: set[Path] = set()  # names that a thread has removed before `StagingFile.remove`
 
     def tail(self, name: str, start: int) -> bytearray | Tail | None:
         """Memory for the bytes of a file from `start` on, none so far; None: they go to the disk at once."""
@@ -120,17 +121,17 @@ class StagingDisk:
         """Whether a small file takes too long to be made: the disk does not answer."""
         return min(list(self._new.values()), default=math.inf) < time.monotonic() - HANGS_AFTER_S
 
-    async def make(self, path: Path, data: bytes) -> int:
-        """A new file that holds `data`: a descriptor."""
+    async def make(self, path: Path, data: bytes, *, shared: bool = False) -> int:
+        """A new file that holds `data`: a descriptor; if it is `shared`, for reading only, as `_share` leaves it."""
 
         def timed() -> int:
             call = object()
             self._new[call] = time.monotonic()
             try:
-                return _written_file(path, data)
+                return _written_file(path, data, shared=shared)
             except FileNotFoundError:
                 self._make_again()
-                return _written_file(path, data)
+                return _written_file(path, data, shared=shared)
             finally:
                 del self._new[call]
 
@@ -265,9 +266,9 @@ class StagingFile:
         await self.land()
         return FileRange(self._fd)
 
-    async def land(self) -> None:
-        """Have all of it in a file. The caller is a user."""
-        async with self._landing:
+    async def land(self, *, shared: bool = False) -> None:
+        """Have all of it in a file. The caller is a user. `shared`: a file that is made is left as `shared` leaves it."""
+        async with taken(self._landing):
             if self._held is None and self._made:
                 return
             data = bytes(self._held or b"")
@@ -277,16 +278,17 @@ class StagingFile:
                     with self._written_to() as fd:
                         await self._disk.run(lambda: self._land(fd, data))
                 else:
-                    self._fd = await self._disk.make(self.path, data)
+                    self._fd = await self._disk.make(self.path, data, shared=shared)
+                    self._writes = not shared
             self._let_go()
             if not self._made:
                 self._made = True
                 if self._removed and not self._disk.outlives:  # meanwhile, or before
                     self._unlink()
 
-    async def lands(self) -> bool:
-        """Move what lies in memory to the disk; the caller is a user. False when the disk does not answer within
-        `HANGS_AFTER_S`: the move goes on. Raises `NoRoom`, `CacheUnusable`."""
+    async def lands(self, *, shared: bool = False) -> bool:
+        """Move what lies in memory to the disk (see `land`); the caller is a user. False when the disk does not answer
+        within `HANGS_AFTER_S`: the move goes on. Raises `NoRoom`, `CacheUnusable`."""
         if self._held is None or self._disk.hangs:
             return self._held is None
         landed = Outcome[None]()
@@ -294,7 +296,7 @@ class StagingFile:
         async def land() -> None:
             try:
                 with self.used():
-                    await self.land()
+                    await self.land(shared=shared)
             except Exception as exc:
                 landed.failure = exc
             landed.end()
@@ -353,20 +355,24 @@ class StagingFile:
         with self._translated():
             return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY)
 
-    async def open_backing(self) -> Shape:
-        """Others write it from now on. Returns what it is like until one does."""
-        return await self._disk.run(self.shared)
+    async def open_backing(self) -> Shape | None:
+        """All of it is in a file, which others write from now on. Returns what that is like until one does; None when the
+        disk does not answer within `HANGS_AFTER_S`. A file that is made for this costs one turn of a thread."""
+        made = self._made
+        if not await self.lands(shared=True):
+            return None
+        if made or self._writes:
+            return await self._disk.run(self.shared)
+        self.in_passthrough = True
+        return self.shape()
 
     def shared(self) -> Shape:
         """The same, blocking."""
         with self._translated():
             if self._writes:
                 self._cut_off(self._fd)
-                fd = self.reader()
-                os.dup2(fd, self._fd, inheritable=False)
-                os.close(fd)
-                self._writes = False
-            os.utime(self._fd, ns=(LONG_AGO_NS, LONG_AGO_NS))
+            _share(self._fd)
+            self._writes = False
         self.in_passthrough = True
         return self.shape()
 
@@ -386,10 +392,26 @@ class StagingFile:
         """Remove the name, in a thread; users keep the file. Where the disk refuses, the next start removes it. Where the
         file is to outlive this process, its name goes with its last user."""
         self._removed = True
-        if self._made and not (self._users and self._disk.outlives):
+        if self.path in self._disk.unlinked:
+            self._disk.unlinked.remove(self.path)
+        elif self.can_unlink:
             self._unlink()
         if not self._users:
             self._let_go()
+
+    @property
+    def can_unlink(self) -> bool:
+        """Whether it has a name that need not stay for its users."""
+        return self._made and not (self._users and self._disk.outlives)
+
+    def unlink(self) -> None:
+        """In a thread: remove the name before `remove`, which is called next. Where the disk refuses, that tries again."""
+        try:
+            os.unlink(self.path)
+        except OSError as exc:
+            log.debug("%s: %s", self.path, exc.strerror)
+        else:
+            self._disk.unlinked.add(self.path)
 
     def read_now(self, offset: int, size: int) -> Buffer | None:
         """The bytes, if that takes no waiting."""
@@ -671,12 +693,22 @@ def begin(path: Path) -> None:
         os.setxattr(path, ACKNOWLEDGED, NO, follow_symlinks=False)
 
 
-def _written_file(path: Path, data: bytes) -> int:
+def _share(fd: int) -> None:
+    """The file is open for reading only here, and has the time of one that no process has written. Blocking."""
+    reader = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+    os.dup2(reader, fd, inheritable=False)
+    os.close(reader)
+    os.utime(fd, ns=(LONG_AGO_NS, LONG_AGO_NS))
+
+
+def _written_file(path: Path, data: bytes, *, shared: bool = False) -> int:
     """A new file that holds `data`, open; on an error there is none."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     begin(path)
     try:
         _write(fd, 0, data)
+        if shared:
+            _share(fd)
     except OSError:
         with suppress(OSError):
             os.close(fd)

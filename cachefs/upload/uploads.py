@@ -245,7 +245,7 @@ class Uploads:
     def open(self, dirty_file: DirtyFile) -> None:
         """Add one user, a reader or a writer."""
         dirty_file.open()
-        if dirty_file.handles == 1:
+        if dirty_file.handles == 1 and not self._is_noted(dirty_file):
             self.noted(dirty_file)
 
     def release(self, dirty_file: DirtyFile) -> None:
@@ -414,8 +414,13 @@ class Uploads:
     def noted(self, dirty_file: DirtyFile) -> None:
         if self._disk.shared is None or not dirty_file.ino or dirty_file.discarded:
             return
-        if dirty_file.handles or not dirty_file.acknowledged:  # else the journal has it
+        if dirty_file.handles or not dirty_file.acknowledged:
             self._put_record(dirty_file)
+        else:  # the journal has it; a record that stayed would say what was before
+            self._forget(dirty_file)
+
+    def _is_noted(self, dirty_file: DirtyFile) -> bool:
+        return self._disk.shared is not None and dirty_file.id in self._disk.shared.records
 
     def _put_record(self, dirty_file: DirtyFile) -> None:
         assert self._disk.shared is not None
@@ -643,7 +648,7 @@ class Uploads:
         returned, the dirty file survives a crash; when it raises, nothing has happened."""
         stored = dirty_file.stored
         dirty_file.content.removed = True
-        async with dirty_file.trying.turn:
+        async with taken(dirty_file.trying.turn):
             try:
                 await self._queue.halt(dirty_file, gives_up=True)
                 if instead is not None:
@@ -660,7 +665,9 @@ class Uploads:
             finally:  # also of a caller that is cancelled: the name is gone
                 try:
                     with trio.CancelScope(shield=True):
-                        await self._records.forget(dirty_file, HANGS_AFTER_S)
+                        # What is not dirty may be on its way to the cache, as the file that it is.
+                        unlinks = dirty_file.content.is_ours and dirty_file.dirty
+                        await self._records.forget(dirty_file, HANGS_AFTER_S, unlinks=unlinks)
                 finally:
                     # Or a file that is replaced again and again would keep all that it ever was.
                     dirty_file.record.over = None
@@ -674,12 +681,18 @@ class Uploads:
     def wrote(self, dirty_file: DirtyFile) -> None:
         """Its content has changed."""
         dirty_file.mtime_ns = self._now_ns()
-        if self._disk.shared is not None:
-            if dirty_file.record.says_clean:
-                self.noted(dirty_file)
-            else:
-                self._disk.shared.records.touch(dirty_file.id, dirty_file.mtime_ns)
+        self.changed(dirty_file)
         self._push(dirty_file)
+
+    def changed(self, dirty_file: DirtyFile) -> None:
+        """Its content is another, and so is its time. What a next daemon would go on from is the same, if that says already
+        that it is dirty."""
+        if self._disk.shared is None:
+            return
+        if dirty_file.record.says_clean:
+            self.noted(dirty_file)
+        else:
+            self._disk.shared.records.touch(dirty_file.id, dirty_file.mtime_ns)
 
     def _push(self, dirty_file: DirtyFile) -> None:
         if not (self._writeback or dirty_file.discarded or dirty_file.kernel.shared):

@@ -891,7 +891,7 @@ def test_a_disk_that_does_not_make_a_small_file_hangs(
 ) -> None:
     now, answers, write = [0.0], threading.Event(), staging._written_file
     monkeypatch.setattr(staging, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(staging, "_written_file", lambda *a: answers.wait(30) and write(*a))
+    monkeypatch.setattr(staging, "_written_file", lambda *a, **k: answers.wait(30) and write(*a, **k))
     disk = StagingDisk(tmp_path)
 
     async def make() -> None:

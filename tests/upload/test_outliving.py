@@ -11,7 +11,7 @@ import logging
 import mmap
 import os
 import shutil
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,10 +21,11 @@ import trio
 
 from cachefs.base.errors import CacheUnusable
 from cachefs.base.names import ObjectId
-from cachefs.base.shared_memory import SharedMemory
+from cachefs.base.shared_memory import FileRecords, SharedMemory
 from cachefs.upload import DirtyFile, journal, sending
 from cachefs.upload.staging import HELD
 from tests.upload.scripted import KIB, MIB, PART, Desk, Room, ScriptedStore, add, desk, in_trio
+from tests.upload.test_passthrough import Kernel
 
 INO = 77
 SIZES = (0, 100, 200 * KIB, 300 * KIB, 2 * MIB + 100)
@@ -384,6 +385,43 @@ async def test_what_has_no_place_in_memory_goes_to_the_disk(daemon: Daemon, tmp_
     async with after.alive(INO) as (d, (second,)):
         assert await content(second) == b"data"
         await d.close(second)
+
+
+@in_trio
+async def test_a_file_is_written_down_once_for_each_change_of_what_it_is(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it is made, when the kernel writes it, when it is sent, when the origin has it, and when it is written again;
+    between these its time alone."""
+    put, puts = FileRecords.put, list[bool]()
+
+    def counted(self: FileRecords, name: str, mtime_ns: int, row: Mapping[str, Any]) -> bool:
+        puts.append(row["dirty"])
+        return put(self, name, mtime_ns, row)
+
+    monkeypatch.setattr(FileRecords, "put", counted)
+    async with daemon.alive(writeback=True, upload_delay_s=0.0) as (d, _):
+        Kernel(d)
+        dirty_file = await d.uploads.begin(d.store, "k")
+        d.uploads.outlive(dirty_file, INO, named=True)
+        d.uploads.open(dirty_file)
+        assert await d.uploads.open_backing(dirty_file) is not None
+        assert puts == [True, True]
+        dirty_file.file.path.write_bytes(b"1")
+        await d.uploads.commit(dirty_file)
+        assert puts == [True, True]
+        async with daemon.killed(tmp_path / "second").alive(INO) as (_, [second]):
+            assert second.dirty and second.mtime_ns == dirty_file.mtime_ns
+            puts.clear()
+        d.uploads.returned(dirty_file)
+        await d.uploads.flush()
+        assert puts == [True, False]
+        puts.clear()
+        await dirty_file.write(0, b"2")
+        await dirty_file.write(0, b"3")
+        assert puts == [True]
+        await d.close(dirty_file)
+        await d.uploads.flush()
 
 
 @in_trio

@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 import trio
 
-from cachefs.base.errors import NoRoom, OriginFailed
+from cachefs.base.errors import CacheUnusable, NoRoom, OriginFailed
 from cachefs.base.names import ObjectId
-from cachefs.upload import staging
+from cachefs.upload import orphans, staging
 from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.staging import HELD
 from cachefs.upload.uploads import TOGETHER
 from tests import threads
 from tests.upload.scripted import Room, ScriptedStore, add, desk, in_trio
+from tests.upload.test_passthrough import Kernel
 
 
 class Turns:
@@ -281,7 +282,7 @@ async def test_one_whose_upload_failed_is_on_the_disk_before_its_writer_hears_of
 async def test_a_disk_without_room_for_it_keeps_it_from_the_cache_and_from_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, data: bytes) -> int:
+    def full(path: Path, data: bytes, **how: Any) -> int:
         raise OSError(errno.ENOSPC, "full")
 
     async with desk(tmp_path) as d:
@@ -417,3 +418,64 @@ async def test_a_commit_of_a_small_file_takes_few_turns_of_the_loop(tmp_path: Pa
         await d.uploads.commit(dirty_file)
         trio.lowlevel.remove_instrument(steps)
         assert steps.counts == {"test": 1, "upload": 2}
+
+
+@in_trio
+async def test_a_file_that_the_kernel_writes_is_made_in_one_turn_of_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        Kernel(d)
+        turns = Turns(monkeypatch)
+        dirty_file = await d.create("k")
+        assert await d.uploads.open_backing(dirty_file) is not None
+        assert turns.count == 1, "its name, its mark, its time, and that it is only read here"
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.write(dirty_file.file.fd, b"1")
+        dirty_file.file.path.write_bytes(b"1")
+        assert dirty_file.look() and dirty_file.size == 1
+        d.uploads.returned(dirty_file)
+        await d.close(dirty_file)
+
+
+@in_trio
+async def test_a_file_that_is_not_sent_yet_is_removed_in_one_turn_of_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no request: its row goes, and then its name, which says before that it need not be kept."""
+    async with desk(tmp_path, writeback=True, upload_delay_s=60) as d:
+        dirty_file = await d.save("k", b"1" * 1000)
+        said, write = list[bool](), d.uploads.journal._database.write
+
+        def spied(puts: Any) -> None:
+            said.append(orphans.never_acknowledged(dirty_file.file.path))
+            write(puts)
+
+        monkeypatch.setattr(d.uploads.journal._database, "write", spied)
+        turns = Turns(monkeypatch)
+        await d.uploads.discard(dirty_file)
+        assert said == [True] and d.uploads.journal.rows("drafts") == {}
+        assert os.listdir(d.staging) == [] and turns.count == 1 and d.uploads._disk.busy == 0
+        assert d.uploads._disk.unlinked == set()
+        assert d.store.counts == {}
+
+
+@pytest.mark.parametrize("fails", ["row", "name"])
+@in_trio
+async def test_a_file_whose_removal_fails_half_way_goes_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    async with desk(tmp_path, writeback=True, upload_delay_s=60) as d:
+        dirty_file = await d.save("k", b"1" * 1000)
+
+        def refuse(*args: Any) -> None:
+            raise CacheUnusable("broken") if fails == "row" else OSError(errno.EIO, "broken")
+
+        with monkeypatch.context() as patch:
+            where = (d.uploads.journal._database, "write") if fails == "row" else (staging.os, "unlink")
+            patch.setattr(*where, refuse)
+            await d.uploads.discard(dirty_file)
+            assert len(os.listdir(d.staging)) == 1
+        assert await d.files() == []
+        await trio.sleep(2)
+        assert d.uploads.journal.rows("drafts") == {}

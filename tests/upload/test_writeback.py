@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
+import threading
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 import trio.testing
 
 from cachefs.base.errors import CacheUnusable, NoRoom, OriginFailed, PermissionDenied
+from cachefs.upload import queue
 from cachefs.upload.journal import GATHER_S, Journal, Records
 from tests.fetch.scripted import content
 from tests.upload.scripted import PART, SOURCE, ScriptedStore, add, desk, in_trio
@@ -73,6 +77,34 @@ async def test_nothing_is_sent_before_the_delay_is_over(tmp_path: Path) -> None:
         await d.quiet()
         assert d.store.objects.keys() == {"final"}
         assert d.store.counts["copy"] == d.store.counts["delete"] == d.store.counts["abort"] == 0
+
+
+@in_trio
+async def test_an_upload_by_itself_is_one_task_and_wakes_nothing_before_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, plain = list[str](), queue.contained
+
+    def counted(nursery: trio.Nursery, what: str, *work: Any) -> None:
+        begun.append(what)
+        plain(nursery, what, *work)
+
+    async with desk(tmp_path, writeback=True, upload_delay_s=60) as d:
+        monkeypatch.setattr(queue, "contained", counted)
+        await d.save("a", b"1")
+        await d.quiet()
+        waiting = d.uploads._queue._changed
+        await trio.sleep(1)
+        await d.save("b", b"2")
+        assert not waiting.is_set(), "it waits for the first of them"
+        await trio.sleep(59.5)
+        assert list(d.store.objects) == ["a"]
+        await trio.sleep(1)
+        assert list(d.store.objects) == ["a", "b"] and begun == ["the upload of a", "the upload of b"]
+        await d.save("c", b"3")
+        d.uploads._queue.plan(await d.save("d", b"4"), 1)
+        await trio.sleep(2)
+        assert list(d.store.objects) == ["a", "b", "d"], "one that comes before all others does wake it"
 
 
 @in_trio
@@ -458,6 +490,48 @@ def test_rows_written_at_once_share_a_transaction(tmp_path: Path) -> None:
     trio.run(use)
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+@in_trio
+async def test_a_writer_alone_waits_for_the_disk_without_a_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cancelled: bool
+) -> None:
+    """The rows that come meanwhile go in the next transaction, also when the first writer is cancelled."""
+    journal, tasks = Journal(tmp_path / "journal"), list[object]()
+    spawn = trio.lowlevel.spawn_system_task
+    monkeypatch.setattr(
+        trio.lowlevel, "spawn_system_task", lambda *a, **k: (tasks.append(a[0]), spawn(*a, **k))[1]
+    )
+    for number in range(3):
+        await journal.write("drafts", str(number), {})
+    assert tasks == []
+    transactions, write, go_on = list[int](), journal._database.write, threading.Event()
+    journal._database.write = lambda puts: (  # type: ignore[assignment]
+        transactions.append(len(puts)),
+        go_on.wait(30),
+        write(puts),
+    )[2]
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            scope = trio.CancelScope()
+            nursery.start_soon(_write_in, scope, journal, "a")
+            while journal._since == math.inf:
+                await trio.lowlevel.checkpoint()
+            for key in "bcd":
+                nursery.start_soon(journal.write, "drafts", key, {})
+            await trio.lowlevel.checkpoint()
+            if cancelled:
+                scope.cancel()
+            go_on.set()
+    assert transactions == [1, 3] and len(tasks) == 1
+    assert sorted(journal.rows("drafts")) == ["0", "1", "2", "a", "b", "c", "d"]
+    journal.close()
+
+
+async def _write_in(scope: trio.CancelScope, journal: Journal, key: str) -> None:
+    with scope:
+        await journal.write("drafts", key, {})
+
+
 @in_trio
 async def test_a_row_that_no_caller_waits_for_goes_along_with_the_next(tmp_path: Path) -> None:
     journal, transactions = Journal(tmp_path / "journal"), list[int]()
@@ -466,7 +540,8 @@ async def test_a_row_that_no_caller_waits_for_goes_along_with_the_next(tmp_path:
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(partial(journal.write, "drafts", "0", {}, patient=True))
-            await trio.lowlevel.checkpoint()
+            while not journal._next.rows:
+                await trio.lowlevel.checkpoint()
             await journal.write("drafts", "1", {})
             assert transactions == [2]
         began = trio.current_time()
