@@ -204,7 +204,8 @@ async def test_one_that_grows_lands_with_all_that_was_written(tmp_path: Path) ->
         assert await d.files() == []
         await add(dirty_file, b"3")
         assert await d.files() == [dirty_file.id]
-        assert d.uploads._disk.memory_left == staging.HELD_ALTOGETHER - 1
+        # The last byte is in memory, unless a part that is sent early has taken it to the disk by now.
+        assert staging.HELD_ALTOGETHER - d.uploads._disk.memory_left in (0, 1)
         await dirty_file.truncate(10)
         await add(dirty_file, b"4")
         assert await dirty_file.read(0, 100) == b"1" * 10 + b"4"
