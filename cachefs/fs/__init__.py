@@ -1,6 +1,6 @@
 """The filesystem without FUSE: names, inodes, attributes, listings, handles. Everything here is tested without a mount.
 
-Idea: the origin's listings are mirrored in LMDB (`tree`, written by `pages`), row by row at the origin's own order; what is
+Idea: the origin's listings are mirrored in LMDB (`tree`, written by `pages`), row by row in the origin's own order; what is
 known is used for a time (`freshness`); what is not known is found out with as few requests as possible: a page of a
 listing primes a thousand names (`listing`), a single name is asked for directly where a listing would be long (`lookup`).
 

@@ -368,7 +368,7 @@ class FileSystem:
         return self._directories.handles.add(handle)
 
     async def readdir(self, dh: int, offset: int, limit: int) -> list[Entry]:
-        """At most `limit` entries behind `offset`, at the origin's order, without "." and ".."; none at the end. Raises
+        """At most `limit` entries behind `offset`, in the origin's order, without "." and ".."; none at the end. Raises
         when the listing fails, rather than end early; `NotFound` when the directory was removed."""
         handle = self._directories.handles.get(dh)
         if handle is None:

@@ -29,8 +29,8 @@ from cachefs.upload.staging import LOOK_S, Lost
 log = logging.getLogger(__name__)
 
 IN_BACKGROUND = 64
-"""Attempts without a waiter, and dirty files that one `flush` waits for, at a time. Derived from the usual concurrency of a
-store, whose gate bounds their requests."""
+"""Attempts without a waiter, and dirty files that one `flush` waits for, at a time. Derived from the usual concurrency of an
+origin, whose gate bounds their requests."""
 
 ABOUT_THE_STORE = (OriginFailed, Transient, NoSuchUpload)
 """What may pass by itself. Any other error stays until the user removes its cause."""

@@ -101,7 +101,7 @@ async def test_who_waits_is_passthrough_it_and_was_a_reader_that_came_too_early(
             nursery.start_soon(lab.fetcher.arrival, object_id, 77)
             await trio.testing.wait_all_tasks_blocked()
             assert get.ticket is not None and not get.ticket.background, (
-                "it goes before what nobody waits for"
+                "it goes before what no reader waits for"
             )
             (waiting,) = lab.metrics.ledger.waits.waiting()
             assert (waiting["request"], waiting["key"], waiting["on"]) == ("read", "k", "origin")

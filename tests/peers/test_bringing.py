@@ -26,7 +26,7 @@ async def bring_all(node: Node, object_id: ObjectId) -> int:
 
 
 def holders(cluster: Nodes, object_id: ObjectId, extent: int) -> set[str]:
-    """Who has all of it, and not only remote-owned."""
+    """The nodes that have all of it, and not only as remote-owned."""
     found = set()
     for node in cluster:
         catalog = node.store.catalog

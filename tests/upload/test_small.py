@@ -105,19 +105,25 @@ async def test_one_that_is_opened_while_others_are_settled_keeps_its_content(tmp
         assert d.settled == ["a", "b"]
 
 
+def waiting_cache(cache: Room) -> tuple[trio.Event, trio.Event]:
+    """(set when the cache is given small files, to be set for it to take them)"""
+    plain, reached, go_on = cache.adopt_bytes, trio.Event(), trio.Event()
+
+    async def slow(versions: Sequence[tuple[ObjectId, bytes]]) -> list[bool]:
+        reached.set()
+        await go_on.wait()
+        return await plain(versions)
+
+    cache.adopt_bytes = slow  # type: ignore[method-assign]
+    return reached, go_on
+
+
 @pytest.mark.parametrize("adopts", [True, False])
 @in_trio
 async def test_what_happens_to_a_small_file_while_the_cache_takes_it(tmp_path: Path, adopts: bool) -> None:
     """One is removed, one opened and written again, one is left alone."""
     async with desk(tmp_path, cache=Room(adopts=adopts)) as d:
-        plain, reached, go_on = d.cache.adopt_bytes, trio.Event(), trio.Event()
-
-        async def slow(versions: Sequence[tuple[ObjectId, bytes]]) -> list[bool]:
-            reached.set()
-            await go_on.wait()
-            return await plain(versions)
-
-        d.cache.adopt_bytes = slow  # type: ignore[method-assign]
+        reached, go_on = waiting_cache(d.cache)
         gone, again, rest = [await d.save(key, key.encode()) for key in ("gone", "again", "rest")]
         await reached.wait()
         await d.uploads.discard(gone)
@@ -141,14 +147,7 @@ async def test_a_small_file_that_the_cache_has_taken_waits_for_no_other_one(
 ) -> None:
     """A writer has another one of them: until it is done, this one can be opened and read, or is settled."""
     async with desk(tmp_path, cache=Room(adopts=adopts)) as d:
-        plain, reached, go_on = d.cache.adopt_bytes, trio.Event(), trio.Event()
-
-        async def slow(versions: Sequence[tuple[ObjectId, bytes]]) -> list[bool]:
-            reached.set()
-            await go_on.wait()
-            return await plain(versions)
-
-        d.cache.adopt_bytes = slow  # type: ignore[method-assign]
+        reached, go_on = waiting_cache(d.cache)
         again, rest = [await d.save(key, key.encode()) for key in ("again", "rest")]
         written = trio.Event()
 
