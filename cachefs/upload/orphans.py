@@ -99,8 +99,16 @@ def _remove(path: Path, name: str) -> None:
 
 
 def accounted(staging: Path, name: str) -> bool:
-    """True for a staging file that a journal without a row of it says enough about: it was not acknowledged."""
-    return bool(_OURS.fullmatch(name)) and never_acknowledged(staging / name)
+    """True for a staging file that a journal without a row of it says enough about: it was not acknowledged, or it was being
+    made when the daemon died, and has neither a mark nor a byte yet."""
+    return bool(_OURS.fullmatch(name)) and (never_acknowledged(staging / name) or _says_nothing(staging / name))
+
+
+def _says_nothing(path: Path) -> bool:
+    try:
+        return not path.lstat().st_size and not {ACKNOWLEDGED, OBJECT} & set(os.listxattr(path))
+    except OSError:
+        return False
 
 
 def set_aside(staging: Path, names: Collection[str], why: str) -> Path | None:

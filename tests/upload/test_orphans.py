@@ -201,6 +201,21 @@ async def test_a_file_without_its_attributes_is_kept_aside(tmp_path: Path) -> No
     assert {file.name: file.read_bytes() for file in aside(tmp_path)} == before
 
 
+@pytest.mark.parametrize("attribute", ["", staging.ACKNOWLEDGED, orphans.OBJECT])
+@in_trio
+async def test_a_file_that_was_being_made_at_a_kill_goes(tmp_path: Path, attribute: str) -> None:
+    """Its mark follows its name. One that has an attribute was written by a daemon that came further."""
+    async with desk(tmp_path, writeback=True) as d:
+        await d.save("k", DATA)
+        path = d.staging / ("1" * 32)
+        path.touch()
+        if attribute:
+            os.setxattr(path, attribute, b"1")
+    async with desk(tmp_path):
+        assert not path.exists()
+    assert [file.name for file in aside(tmp_path)] == [path.name] * bool(attribute)
+
+
 @in_trio
 async def test_a_mark_that_cannot_be_renewed_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
