@@ -69,7 +69,7 @@ async def _pause(cache: Path, gib: int, extents: int, how: str) -> float:
         bits = (1 << min(BLOCKS_PER_EXTENT, blocks - extent * BLOCKS_PER_EXTENT)) - 1
         copy.pins += 1
         store.space.reserve(copy, bits)
-        store.space.land(copy, bits, bits)
+        store.space.commit(copy, bits, bits)
         store.catalog.touch(copy)
         copy.pins -= 1
     longest = 0.0

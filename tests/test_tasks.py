@@ -23,7 +23,7 @@ PACKAGE = Path(cachefs.__file__).parent
 
 SERVICES = {
     # What a service is made of: it ends with it, and the composition root starts it again.
-    "fetch/fetcher.py": {"bring_runs"},
+    "fetch/fetcher.py": {"prefetch_runs"},
     "fetch/upstream.py": {"work"},
     "peers/client.py": {"watch"},
     "peers/node.py": {"self._membership.run"},
@@ -275,7 +275,7 @@ def test_a_staging_file_goes_once_a_thread_starts(tmp_path: Path, monkeypatch: p
         await held.write(0, b"hello")
         fails_to_start(monkeypatch, 1)
         with pytest.raises(CacheUnusable, match="no thread"):
-            await held.lands()
-        assert await held.lands() and path.read_bytes() == b"hello"
+            await held.try_spill()
+        assert await held.try_spill() and path.read_bytes() == b"hello"
 
     trio.run(main)

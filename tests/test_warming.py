@@ -79,7 +79,7 @@ class World:
         elif start < stop:
             yield start, stop, True
 
-    async def bring_everywhere(self, obj: ObjectId, start: int, stop: int, here: Any) -> int:
+    async def prefetch_everywhere(self, obj: ObjectId, start: int, stop: int, here: Any) -> int:
         elsewhere = 0
         for first, last, kept in self.kept_here(obj, start, stop):
             if kept:
@@ -93,7 +93,7 @@ class World:
         self.probed += 1
         return ["10.0.0.9:7070"]
 
-    async def bring(
+    async def prefetch(
         self, origin: Any, obj: ObjectId, start: int, stop: int, *, ahead: bool, keep: bool
     ) -> int:
         assert keep and not ahead

@@ -45,15 +45,21 @@ PRIVATE = (
 """Each has a standard term: passthrough, dirty file, successor, client, plan store, freshness, predicted, token, MAC, …"""
 
 IN_ROOMS = (
-    ("cachefs/store/*.py", ("borrowed", "spent", "Seen")),
+    (
+        "cachefs/store/*.py",
+        ("borrowed", "spent", "Seen", *(WRITING := ("Fill", "fill", "fills", "land", "landed", "arriving"))),
+    ),
+    ("cachefs/fetch/*.py", (*WRITING, "arrives", "arrival", "brought", "bring")),
     ("cachefs/cli/*.py", ("borrowed", "apart")),
     ("cachefs/origin/attempts.py", ("turn", "Line", "line", "_line")),
     ("cachefs/origin/origin.py", ("turn",)),
     ("cachefs/upload/sending.py", ("turn", "turns", "_turn", "_turns")),
+    ("cachefs/upload/*.py", ("land", "lands", "landed", "make_room")),
     ("cachefs/fs/*.py", ("overlay", "_kept", "HeldNames")),
 )
 """Words that are good English elsewhere, and in these files were private ones: remote-owned, evictable first, access filter,
-incompatible, priority ticket, wait queue, pending local changes, attribute overrides. Only code is looked at."""
+cache write, written, committed, in progress, in flight, prefetched, incompatible, priority ticket, wait queue, spill, evict,
+pending local changes, attribute overrides. Only code is looked at."""
 
 OF_THE_ORIGIN = ("cachefs/fs/*.py", "cachefs/upload/*.py")
 """Rooms where *the store* can only mean the origin, or the cache store: their text says which."""

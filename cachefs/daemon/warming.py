@@ -368,7 +368,9 @@ class Jobs:
             async def here(start: int, stop: int) -> None:
                 await self._bring(job, wanted, start, stop)
 
-            elsewhere = await self._fetcher.bring_everywhere(wanted.object, wanted.start, wanted.stop, here)
+            elsewhere = await self._fetcher.prefetch_everywhere(
+                wanted.object, wanted.start, wanted.stop, here
+            )
             job.elsewhere_bytes += elsewhere
             job.done_bytes += elsewhere
             return
@@ -387,7 +389,7 @@ class Jobs:
     async def _bring(self, job: Job, wanted: Wanted, begin: int, end: int) -> None:
         for start in range(begin, end, SLICE_BYTES):
             stop = min(end, start + SLICE_BYTES)
-            fetched = await self._fetcher.bring(
+            fetched = await self._fetcher.prefetch(
                 wanted.origin, wanted.object, start, stop, ahead=False, keep=True
             )
             job.fetched_bytes += fetched  # not `+= await …`: that would lose what other tasks add meanwhile

@@ -23,7 +23,7 @@ from cachefs.fetch.readahead import Budget, Readahead
 from cachefs.fetch.upstream import Comparing, Here, Piece, Upstream
 from cachefs.origin import Origin, Ticket
 from cachefs.peers.wire import Busy
-from cachefs.store import Backing, CachedObject, Fill, FillClosed, Run, Settled, Store, Tier, TierFill
+from cachefs.store import Backing, CachedObject, CacheWrite, Run, Settled, Store, Tier, TierWrite, WriteClosed
 from cachefs.store.space import HEAP_BYTES
 
 log = logging.getLogger(__name__)
@@ -34,10 +34,10 @@ _NONE: Mapping[int, InFlightFetch] = {}
 
 # -- transfers under way ---------------------------------------------------------------------------
 
-AskPeers = Callable[[Fill, Ticket], Awaitable[None]]
-"""Has peers deliver as much of a fill as they can; the rest is the origin's."""
+AskPeers = Callable[[CacheWrite, Ticket], Awaitable[None]]
+"""Has peers deliver as much of a cache write as they can; the rest is the origin's."""
 
-Brought = Callable[[int, CachefsError | None], None]
+OnEnd = Callable[[int, CachefsError | None], None]
 """(bytes that came, what failed): a file that was fetched in the background. Never raises."""
 
 
@@ -53,11 +53,13 @@ class Transfers:
 
     def add(self, fetch: InFlightFetch) -> None:
         blocks = self._versions.setdefault(fetch.object.id.digest, {})
-        blocks.update(dict.fromkeys(range(fetch.fill.start_block, fetch.fill.stop_block), fetch))
+        blocks.update(
+            dict.fromkeys(range(fetch.cache_write.start_block, fetch.cache_write.stop_block), fetch)
+        )
 
     def discard(self, fetch: InFlightFetch) -> None:
         blocks = self._versions.get(fetch.object.id.digest, {})
-        for block in range(fetch.fill.start_block, fetch.fill.stop_block):
+        for block in range(fetch.cache_write.start_block, fetch.cache_write.stop_block):
             if blocks.get(block) is fetch:
                 del blocks[block]
         if not blocks:
@@ -84,9 +86,9 @@ def count_misses(metrics: Metrics, reasons: Counter[str]) -> None:
 
 
 class InFlightFetch:
-    """Brings the blocks of one fill, and holds their object until it is over. `ahead` says that it began before any
+    """Brings the blocks of one cache write, and holds their object until it is over. `ahead` says that it began before any
     reader waited; `elsewhere`, that peers are being asked; `error` is set when it failed. `policy` is told when it has
-    landed, `brought` when it is over. One that was given up ends with neither its blocks nor an error."""
+    been written, `on_end` when it is over. One that was given up ends with neither its blocks nor an error."""
 
     def __init__(
         self,
@@ -94,21 +96,21 @@ class InFlightFetch:
         transfers: Transfers,
         origin: Origin,
         obj: CachedObject,
-        fill: Fill,
+        cache_write: CacheWrite,
         token: trio.lowlevel.TrioToken,
         *,
         ahead: bool,
         elsewhere: bool,
         policy: Readahead | None,
-        brought: Brought | None,
+        on_end: OnEnd | None,
     ) -> None:
         self.origin = origin
         self.object = obj
-        self.fill = fill
+        self.cache_write = cache_write
         self.ahead = ahead
         self.elsewhere = elsewhere
         self.policy = policy
-        self.brought = brought
+        self.on_end = on_end
         self.done = False
         self.error: Exception | None = None
         self.waits: list[Wait] = []  # of reads that wait for it
@@ -120,7 +122,7 @@ class InFlightFetch:
         self._joined: set[int] = set()
         self._store = store
         self._waiters: list[tuple[int, trio.Event]] = []
-        fill.on_landed = lambda: token.run_sync_soon(self.wake, idempotent=True)
+        cache_write.on_written = lambda: token.run_sync_soon(self.wake, idempotent=True)
         self._transfers = transfers
         transfers.add(self)
         obj.hold()
@@ -129,15 +131,19 @@ class InFlightFetch:
         """A reader waits for these blocks: from now on the fetch is demand, and overtakes prefetch. Returns how many of
         them were prefetched, and are late for the first time."""
         self._ticket.promote()
-        late = {b for b in blocks if self.ahead and self.fill.start_block <= b < self.fill.stop_block}
+        late = {
+            b
+            for b in blocks
+            if self.ahead and self.cache_write.start_block <= b < self.cache_write.stop_block
+        }
         late -= self._joined
         self._joined |= late
         return len(late)
 
     def left_s(self) -> float:
         """Seconds until it is over, at the pace so far. Before its first byte, as long as it has lasted."""
-        so_far, came = trio.current_time() - self._began, self.fill.landed - self.fill.start
-        return so_far * (self.fill.stop - self.fill.landed) / came if came else so_far
+        so_far, came = trio.current_time() - self._began, self.cache_write.written - self.cache_write.start
+        return so_far * (self.cache_write.stop - self.cache_write.written) / came if came else so_far
 
     def waited_for(self, wait: Wait, thread: int) -> None:
         """A read of `thread` waits for it; its requests count for the first such thread."""
@@ -173,10 +179,10 @@ class InFlightFetch:
             event.set()
         self._waiters.clear()
 
-    async def landed(self, offset: int) -> None:
-        """Return when all bytes below `offset` (clipped to this fetch) have landed, or it is over."""
-        target = min(offset, self.fill.stop)
-        if not self.done and self.fill.landed < target:
+    async def written(self, offset: int) -> None:
+        """Return when all bytes below `offset` (clipped to this fetch) are written, or it is over."""
+        target = min(offset, self.cache_write.stop)
+        if not self.done and self.cache_write.written < target:
             await self._wait(target)
 
     async def ended(self) -> None:
@@ -188,8 +194,8 @@ class InFlightFetch:
         event = trio.Event()
         waiter = (target, event)
         self._waiters.append(waiter)
-        self.fill.wake_at = min(self.fill.wake_at, target)
-        if self.fill.landed >= target:  # the thread may have passed it between the two looks
+        self.cache_write.wake_at = min(self.cache_write.wake_at, target)
+        if self.cache_write.written >= target:  # the thread may have passed it between the two looks
             self.wake()
         try:
             await event.wait()
@@ -200,39 +206,43 @@ class InFlightFetch:
 
     def read(self, offset: int, size: int) -> bytes | None:
         """Bytes that this fetch has brought; None if they are not there yet, not its own, or it is over."""
-        fill = self.fill
-        if (self.done and not fill.kept) or offset < fill.start or offset + size > fill.landed:
+        cache_write = self.cache_write
+        if (
+            (self.done and not cache_write.kept)
+            or offset < cache_write.start
+            or offset + size > cache_write.written
+        ):
             return None
         try:
-            data = fill.read(offset, size)
+            data = cache_write.read(offset, size)
         except OSError:
             return None
         return data if len(data) == size else None
 
     def wake(self) -> None:
-        """Settle what has landed and wake the readers that wait for it. Trio thread."""
+        """Settle what is written and wake the readers that wait for it. Trio thread."""
         if self.done:
             return
-        self._store.settle(self.object, self.fill)
-        landed = self.fill.landed
+        self._store.settle(self.object, self.cache_write)
+        written = self.cache_write.written
         waiting = []
         lowest = _NEVER
         for target, event in self._waiters:
-            if target <= landed:
+            if target <= written:
                 event.set()
             else:
                 waiting.append((target, event))
                 lowest = min(lowest, target)
         self._waiters = waiting
-        self.fill.wake_at = lowest
-        if lowest <= self.fill.landed:
-            self.fill.on_landed()  # type: ignore[misc]
+        self.cache_write.wake_at = lowest
+        if lowest <= self.cache_write.written:
+            self.cache_write.on_written()  # type: ignore[misc]
 
     def begin(self, over: Callable[[bool], None]) -> bool:
         """Begin the transfer of a whole object without a task, if it has to wait for nothing. When it has ended, `over` is
         told whether `run` must go on with it."""
-        fill, object_id = self.fill, self.object.id
-        if self.elsewhere or fill.kept or fill.landed or fill.stop != object_id.size:
+        cache_write, object_id = self.cache_write, self.object.id
+        if self.elsewhere or cache_write.kept or cache_write.written or cache_write.stop != object_id.size:
             return False
 
         since = time.monotonic()
@@ -250,13 +260,13 @@ class InFlightFetch:
                 over(repeat)
 
         key, etag = object_id.key, object_id.etag
-        self._end_early = self.origin.begin(key, etag, object_id.size, fill, self._ticket, ended)
+        self._end_early = self.origin.begin(key, etag, object_id.size, cache_write, self._ticket, ended)
         return self._end_early is not None
 
     async def run(self, ask_peers: AskPeers | None, slots: trio.CapacityLimiter | None) -> None:
         """Transfer, from peers first if they are to be asked, holding one of the slots if there are any. Raises nothing but
         cancellation; `error` says how it ended."""
-        fill, object_id = self.fill, self.object.id
+        cache_write, object_id = self.cache_write, self.object.id
         try:
             with trio.CancelScope() as scope:
                 self._end_early = scope.cancel
@@ -264,19 +274,19 @@ class InFlightFetch:
                     scope.cancel()
                 async with slots or nullcontext():
                     if ask_peers is not None:
-                        await ask_peers(fill, self._ticket)
+                        await ask_peers(cache_write, self._ticket)
                         self.elsewhere = False
                         for wait in self.waits:
                             if wait.on == PEER:
                                 wait.now_for(ORIGIN)
-                    if fill.landed < fill.stop:
+                    if cache_write.written < cache_write.stop:
                         await self.origin.read(
                             object_id.key,
                             object_id.etag,
-                            fill.landed,
-                            fill.stop,
-                            fill,
-                            whole=fill.landed == 0 and fill.stop == object_id.size,
+                            cache_write.written,
+                            cache_write.stop,
+                            cache_write,
+                            whole=cache_write.written == 0 and cache_write.stop == object_id.size,
                             ticket=self._ticket,
                             failed=self._failed,
                         )
@@ -288,9 +298,9 @@ class InFlightFetch:
     def _end(self) -> None:
         self._leave()
         # Both lead back here: memory of a circle is given back late.
-        self._end_early = self.fill.on_landed = None
+        self._end_early = self.cache_write.on_written = None
         try:
-            self._store.end_fill(self.object, self.fill)
+            self._store.end_write(self.object, self.cache_write)
         finally:
             self._wake_all()
             self.object.release()
@@ -310,7 +320,7 @@ Measured: of 64 files of 16 MiB from another node, opened by four readers as fas
 passthrough when opens waited for 0.05 or 0.1 s, and 42 to 53 with 0.2."""
 
 
-class Arrivals:
+class OpenWaits:
     """Watches files that are about to be whole."""
 
     def __init__(self, store: Store, transfers: Transfers, metrics: Metrics) -> None:
@@ -319,12 +329,12 @@ class Arrivals:
         self._metrics = metrics
 
     def soon(self, obj: CachedObject) -> bool:
-        """True if every block is cached or in flight, at least one is in flight, and all should land in a tier within
+        """True if every block is cached or in flight, at least one is in flight, and all should be in a tier within
         `OPEN_WAITS_S`."""
         in_flight = self._transfers.of(obj)
         return (
             bool(in_flight)
-            and all(f.left_s() <= OPEN_WAITS_S and not f.fill.kept for f in set(in_flight.values()))
+            and all(f.left_s() <= OPEN_WAITS_S and not f.cache_write.kept for f in set(in_flight.values()))
             and all(block in in_flight or self._store.has(obj, block) for block in self._blocks(obj))
         )
 
@@ -335,7 +345,7 @@ class Arrivals:
         why = self._transfers.miss_reasons(self._metrics, obj, absent)
         if (call := current_call.get()) is not None:
             call.end()
-        wait, landed = self._metrics.ledger.waits.begin(pid, obj.id, 0), 0
+        wait, cached = self._metrics.ledger.waits.begin(pid, obj.id, 0), 0
         try:
             with obj.held(), trio.move_on_after(OPEN_WAITS_S):
                 for fetch in in_flight:
@@ -344,10 +354,10 @@ class Arrivals:
                 for fetch in in_flight:
                     await fetch.ended()
                 if all(self._store.has(obj, block) for block in absent):
-                    landed = obj.id.size
+                    cached = obj.id.size
                     count_misses(self._metrics, why)  # otherwise its reads will find them missing
         finally:
-            wait.end(landed)
+            wait.end(cached)
 
     def _blocks(self, obj: CachedObject) -> range:
         return range(block_count(obj.id.size, self._store.block_size))
@@ -364,10 +374,11 @@ COUNTED_BYTES = 4 << 30
 index."""
 
 PARTS_AT_ONCE = 8
-"""Parts of one object that `bring` has under way. Derived: 64 MiB hide a round trip of 60 ms at 1 GB/s."""
+"""Parts of one object that `prefetch` has under way. Derived: 64 MiB hide a round trip of 60 ms at 1 GB/s."""
 
 BRINGING = 64
-"""Parts that all calls of `bring` have under way. Derived from the usual concurrency: more would take room and then wait."""
+"""Parts that all calls of `prefetch` have under way. Derived from the usual concurrency: more would take room and then
+wait."""
 
 ATTEMPTS = 8
 """How often one read may find its blocks gone again (evicted, bad checksum, a failing tier) before it gives up. In the
@@ -465,11 +476,11 @@ class Fetcher:
         self._token = trio.lowlevel.current_trio_token()
         # All streams together: what is on its way cannot be evicted, and demand needs room, too.
         self._ahead_limit = 2 * room
-        self._arrivals = Arrivals(store, self.transfers, metrics)
+        self._open_waits = OpenWaits(store, self.transfers, metrics)
         self._budget = Budget(self._ahead_limit // store.block_size)
         self._ahead_bytes = 0
         few = min(BRINGING, self._ahead_limit // (self._part_blocks * store.block_size))
-        self._bringing = trio.CapacityLimiter(max(PARTS_AT_ONCE, few))
+        self._prefetching = trio.CapacityLimiter(max(PARTS_AT_ONCE, few))
         # Readers that no tier can serve hold this much while their blocks come; the others wait.
         self._heap_slots = trio.CapacityLimiter(max(4, HEAP_BYTES // store.block_size))
         self._flying: set[InFlightFetch] = set()
@@ -526,18 +537,18 @@ class Fetcher:
     def _passthrough_ready(self, object_id: ObjectId) -> bool:
         return object_id.size <= WHOLE_BYTES or object_id.digest not in self._not_passed
 
-    def arrives(self, object_id: ObjectId) -> bool:
+    def soon_cached(self, object_id: ObjectId) -> bool:
         if not self.passthrough or not self._store.passthrough or not self._passthrough_ready(object_id):
             return False
         obj = self._store.look(object_id)
         if obj.backing is not None:
             return False
-        return (bool(self._flying) and self._arrivals.soon(obj)) or self._store.must_make_immutable(obj)
+        return (bool(self._flying) and self._open_waits.soon(obj)) or self._store.must_make_immutable(obj)
 
-    async def arrival(self, object_id: ObjectId, pid: int) -> None:
+    async def wait_until_cached(self, object_id: ObjectId, pid: int) -> None:
         obj = self._store.object(object_id)
         if self.transfers.of(obj):
-            await self._arrivals.wait(obj, pid)
+            await self._open_waits.wait(obj, pid)
         await self._store.make_immutable(obj)
 
     def restore_backing(self, opened: OpenedObject, backing_id: int) -> Backing:
@@ -589,7 +600,7 @@ class Fetcher:
                 observed = True
             for fetch in in_flight:
                 fetch.waited_for(wait, pid)
-                await fetch.landed(offset + size)
+                await fetch.written(offset + size)
             data = await self._collect(obj, in_flight, offset, size)
             if data is not None:
                 return data
@@ -598,7 +609,7 @@ class Fetcher:
             f"{opened.id.key}: its blocks vanish as fast as they come (is the cache too small or failing?)"
         )
 
-    async def bring(
+    async def prefetch(
         self,
         origin: Origin,
         object_id: ObjectId,
@@ -613,7 +624,7 @@ class Fetcher:
 
         With `ahead` the store evicts only the lowest priority classes for it; without, as for a reader. `keep`: extents
         that other nodes own are kept here, too. Raises `NoRoom` when the store takes no more, and what a read raises.
-        Cancelled, it ends the fetches that it began and no reader waits for; what has landed stays."""
+        Cancelled, it ends the fetches that it began and no reader waits for; what is written stays."""
         obj = self._store.object(object_id)
         stop = object_id.size if stop is None else min(stop, object_id.size)
         blocks = blocks_covering(start, max(0, stop - start), self._block_size)
@@ -622,36 +633,36 @@ class Fetcher:
         fetched = 0
         failures: list[CachefsError] = []
 
-        async def bring_runs() -> None:
+        async def prefetch_runs() -> None:
             nonlocal fetched
             try:
                 for first, last in parts:
                     if failures:
                         break
-                    async with self._bringing:
-                        count = await self._bring_run(origin, obj, first, last, ahead=ahead, keep=keep)
+                    async with self._prefetching:
+                        count = await self._prefetch_run(origin, obj, first, last, ahead=ahead, keep=keep)
                     fetched += count
             except CachefsError as exc:
                 failures.append(exc)
 
         with obj.held():
             if len(blocks) <= self._part_blocks:
-                await bring_runs()  # no more than one part, or two across the end of an extent
+                await prefetch_runs()  # no more than one part, or two across the end of an extent
             else:
                 async with trio.open_nursery() as nursery:
                     for _ in range(min(PARTS_AT_ONCE, -(-len(blocks) // self._part_blocks))):
-                        nursery.start_soon(bring_runs)
+                        nursery.start_soon(prefetch_runs)
             if failures:
                 raise failures[0]
             if self.passthrough:
                 self._store.prepare_later(obj)
             return fetched
 
-    def bring_small(self, origin: Origin, files: Sequence[tuple[ObjectId, Brought]]) -> list[ObjectId]:
-        """Fetch small files as `bring` does, without a task that waits for each: the second of each pair is told how many
+    def prefetch_small(self, origin: Origin, files: Sequence[tuple[ObjectId, OnEnd]]) -> list[ObjectId]:
+        """Fetch small files as `prefetch` does, without a task that waits for each: the second of each pair is told how many
         bytes came, and what failed; `NoRoom` at once. Returns the files that take more than that, or of which something is
         here: nothing was begun of them."""
-        group: list[tuple[Run, Brought]] = []
+        group: list[tuple[Run, OnEnd]] = []
         others: list[ObjectId] = []
         for object_id, done in files:
             obj = self._store.object(object_id)
@@ -664,9 +675,9 @@ class Fetcher:
                 group.append(((obj, 0, blocks), done))
             else:
                 others.append(object_id)
-        fills = self._begin_all([run for run, _ in group], ahead=True)
-        for ((obj, *_), done), fill in zip(group, fills, strict=True):
-            if self._start(origin, obj, fill, ahead=True, brought=done) is None:
+        cache_writes = self._begin_all([run for run, _ in group], ahead=True)
+        for ((obj, *_), done), cache_write in zip(group, cache_writes, strict=True):
+            if self._start(origin, obj, cache_write, ahead=True, on_end=done) is None:
                 done(0, NoRoom(f"no tier takes {obj.id.key} now"))
         return others
 
@@ -696,9 +707,9 @@ class Fetcher:
         """As `Upstream.kept_here`."""
         return self._upstream.kept_here(object_id, start, stop, self._block_size)
 
-    async def bring_everywhere(self, object_id: ObjectId, start: int, stop: int, here: Here) -> int:
-        """Have the nodes that keep [start, stop) fetch it, as `Upstream.bring` says."""
-        return await self._upstream.bring(object_id, start, stop, self._block_size, here)
+    async def prefetch_everywhere(self, object_id: ObjectId, start: int, stop: int, here: Here) -> int:
+        """Have the nodes that keep [start, stop) fetch it, as `Upstream.prefetch` says."""
+        return await self._upstream.prefetch(object_id, start, stop, self._block_size, here)
 
     async def probe(self) -> list[str]:
         """As `Upstream.probe`."""
@@ -716,37 +727,37 @@ class Fetcher:
         in_flight = self.transfers.of(obj)
         for block in missing:
             fetch = in_flight.get(block)
-            if fetch is not None and ((fetch.elsewhere and not background) or fetch.fill.kept):
+            if fetch is not None and ((fetch.elsewhere and not background) or fetch.cache_write.kept):
                 raise Busy("another node is being asked for it, or no tier takes it")
         # A reading peer takes an extent in one reply, but from the origin it comes in parts, as for a reader here.
         longest = whole_extent if background else lambda _: self._part_blocks
         for start, stop in runs([b for b in missing if b not in in_flight], longest):
-            fill = self._begin(obj, start, stop, keep=background)
-            if fill is None:
+            cache_write = self._begin(obj, start, stop, keep=background)
+            if cache_write is None:
                 raise Busy("no tier takes it now")
-            fill.requester = requester
-            self._start(origin, obj, fill, ahead=background, straight=not background)
+            cache_write.requester = requester
+            self._start(origin, obj, cache_write, ahead=background, straight=not background)
 
     # -- the parts of it ---------------------------------------------------------------------------
 
     def _begin(
         self, obj: CachedObject, start: int, stop: int, *, ahead: bool = False, keep: bool = False
-    ) -> Fill | None:
+    ) -> CacheWrite | None:
         """Room for blocks of one extent, as much as is due to them here."""
         return self._begin_all([(obj, start, stop)], ahead=ahead, keep=keep)[0]
 
     def _begin_all(
         self, wanted: Sequence[Run], *, ahead: bool = False, keep: bool = False
-    ) -> list[Fill | None]:
+    ) -> list[CacheWrite | None]:
         """The same for blocks of several versions: looked for once, unless other nodes own some of them."""
         if keep or not self._shared:
-            return self._store.begin_fills(wanted, ahead=ahead)
-        fills = []
+            return self._store.begin_writes(wanted, ahead=ahead)
+        cache_writes = []
         for one in wanted:
             obj, start, _ = one
             remote_owned = not self._upstream.keeps(obj.id, start)
-            fills += self._store.begin_fills([one], ahead=ahead, remote_owned=remote_owned)
-        return fills
+            cache_writes += self._store.begin_writes([one], ahead=ahead, remote_owned=remote_owned)
+        return cache_writes
 
     def _attached(self, opened: OpenedObject) -> CachedObject:
         obj = opened.cached
@@ -812,14 +823,14 @@ class Fetcher:
             return max(1, min(self._part_blocks, halves))
 
         for start, stop in runs(blocks, part):
-            fill = None
+            cache_write = None
             if self._ahead_bytes < self._ahead_limit:
-                fill = self._begin(obj, start, stop, ahead=True)
-            if self._start(origin, obj, fill, ahead=True, policy=policy) is None:
+                cache_write = self._begin(obj, start, stop, ahead=True)
+            if self._start(origin, obj, cache_write, ahead=True, policy=policy) is None:
                 policy.declined(start)
                 break
 
-    async def _bring_run(
+    async def _prefetch_run(
         self, origin: Origin, obj: CachedObject, start: int, stop: int, *, ahead: bool, keep: bool
     ) -> int:
         """Fetch blocks [start, stop) of one extent, joining what is in flight. Returns the bytes fetched."""
@@ -833,8 +844,8 @@ class Fetcher:
             if fetch is None:
                 in_flight = self.transfers.of(obj)
                 first, last = next(runs([b for b in missing if b not in in_flight]))
-                fill = self._begin(obj, first, last, ahead=ahead, keep=keep)
-                fetch = self._start(origin, obj, fill, ahead=True)
+                cache_write = self._begin(obj, first, last, ahead=ahead, keep=keep)
+                fetch = self._start(origin, obj, cache_write, ahead=True)
                 if fetch is None:
                     raise NoRoom(f"no tier takes {obj.id.key} now")
             try:
@@ -846,8 +857,8 @@ class Fetcher:
             if joined is None:
                 if fetch.error is not None:
                     raise (fetch.error if isinstance(fetch.error, CachefsError) else _unexpected(fetch))
-                fetched += fetch.fill.landed - fetch.fill.start
-                wanted = range(fetch.fill.stop_block, stop)  # it began with the first that was missing
+                fetched += fetch.cache_write.written - fetch.cache_write.start
+                wanted = range(fetch.cache_write.stop_block, stop)  # it began with the first that was missing
         raise OriginFailed(f"{obj.id.key}: its blocks vanish as fast as they come")
 
     def _asks(self, object_id: ObjectId, block: int) -> bool:
@@ -862,37 +873,37 @@ class Fetcher:
         self,
         origin: Origin,
         obj: CachedObject,
-        fill: Fill | None,
+        cache_write: CacheWrite | None,
         *,
         ahead: bool,
         policy: Readahead | None = None,
         straight: bool = False,
-        brought: Brought | None = None,
+        on_end: OnEnd | None = None,
     ) -> InFlightFetch | None:
         """`straight`: no other node is asked. The rest is as `InFlightFetch` says."""
-        if fill is None:
+        if cache_write is None:
             return None
         fetch = InFlightFetch(
             self._store,
             self.transfers,
             origin,
             obj,
-            fill,
+            cache_write,
             self._token,
             ahead=ahead,
-            elsewhere=not straight and self._asks(obj.id, fill.start_block),
+            elsewhere=not straight and self._asks(obj.id, cache_write.start_block),
             policy=policy,
-            brought=brought,
+            on_end=on_end,
         )
         misses = self._metrics.ledger.misses
         misses.fetched(obj.id)
         if not fetch.elsewhere:
-            misses.asked(obj.id.digest, fill.start_block // BLOCKS_PER_EXTENT, "origin")
+            misses.asked(obj.id.digest, cache_write.start_block // BLOCKS_PER_EXTENT, "origin")
         if ahead:
-            self._metrics.prefetched += fill.stop_block - fill.start_block
-            self._ahead_bytes += fill.stop - fill.start
+            self._metrics.prefetched += cache_write.stop_block - cache_write.start_block
+            self._ahead_bytes += cache_write.stop - cache_write.start
         if policy is not None:
-            policy.under_way += fill.stop_block - fill.start_block
+            policy.under_way += cache_write.stop_block - cache_write.start_block
         self._flying.add(fetch)
         if obj.id.size <= WHOLE_BYTES and fetch.begin(partial(self._over, fetch)):
             if not self._without_task:
@@ -909,7 +920,7 @@ class Fetcher:
         if repeat:
             contained(self._nursery, f"a transfer of {fetch.object.id.key}", self._fly, fetch)
         else:
-            self._landed(fetch)
+            self._committed(fetch)
         if not self._without_task:
             self._none_without.set()
 
@@ -931,41 +942,41 @@ class Fetcher:
     def _disk_down(self, tier: Tier) -> None:
         """What is being written to this tier comes another way: its readers do not wait for it any more."""
         for fetch in list(self._flying):
-            if isinstance(fetch.fill, TierFill) and fetch.fill.tier is tier:
+            if isinstance(fetch.cache_write, TierWrite) and fetch.cache_write.tier is tier:
                 fetch.break_off(NoRoom(f"the disk of the {tier.name} tier does not answer"))
 
     async def _fly(self, fetch: InFlightFetch) -> None:
         """Transfer in a task."""
         peers = partial(self._upstream.read, fetch.object.id, fetch.origin) if fetch.elsewhere else None
         try:
-            await fetch.run(peers, self._heap_slots if fetch.fill.kept else None)
+            await fetch.run(peers, self._heap_slots if fetch.cache_write.kept else None)
         except BaseException:
             self._gone(fetch)
             raise
-        self._landed(fetch)
+        self._committed(fetch)
 
     def _gone(self, fetch: InFlightFetch) -> None:
         """It is in flight no more."""
-        fill = fetch.fill
+        cache_write = fetch.cache_write
         self._flying.discard(fetch)
         if fetch.ahead:
-            self._ahead_bytes -= fill.stop - fill.start
+            self._ahead_bytes -= cache_write.stop - cache_write.start
         if fetch.policy is not None:
-            fetch.policy.under_way -= fill.stop_block - fill.start_block
+            fetch.policy.under_way -= cache_write.stop_block - cache_write.start_block
 
-    def _landed(self, fetch: InFlightFetch) -> None:
+    def _committed(self, fetch: InFlightFetch) -> None:
         """It is over, with an error or not."""
         self._gone(fetch)
-        obj, fill, error, policy = fetch.object, fetch.fill, fetch.error, fetch.policy
-        if error is not None and not isinstance(error, CachefsError | FillClosed):
+        obj, cache_write, error, policy = fetch.object, fetch.cache_write, fetch.error, fetch.policy
+        if error is not None and not isinstance(error, CachefsError | WriteClosed):
             log.error("transfer of %s failed unexpectedly", obj.id.key, exc_info=error)
-        if error is None and policy is not None and (wanted := policy.landed()):
+        if error is None and policy is not None and (wanted := policy.committed()):
             self._ask_ahead(fetch.origin, obj, policy, wanted)
-        if fetch.brought is not None:
+        if fetch.on_end is not None:
             if error is None and self.passthrough:
                 self._store.prepare_later(obj)
             failure = error if error is None or isinstance(error, CachefsError) else _unexpected(fetch)
-            fetch.brought(fill.landed - fill.start, failure)
+            fetch.on_end(cache_write.written - cache_write.start, failure)
 
     async def _collect(
         self, obj: CachedObject, in_flight: list[InFlightFetch], offset: int, size: int

@@ -6,7 +6,7 @@ stream, which has to prove itself, except at the file's start, where sequential 
 shown otherwise. Reads of the footer are neither: columnar formats begin there, whatever they read afterwards.
 
 A stream from the file's start that has used two full windows is about to read all of it (a shard, a checkpoint). Then its
-blocks follow each other as parts land, up to the object's end, as far as the budget of all streams allows.
+blocks follow each other as parts are written, up to the object's end, as far as the budget of all streams allows.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Stream:
 
 class Readahead:
     """For one object of `size` bytes; windows in blocks of `block_size`, at most `max_blocks`. Full windows move on in
-    parts of `part_blocks`. The caller counts in `under_way` the blocks named that have not landed yet, and in `users` its
+    parts of `part_blocks`. The caller counts in `under_way` the blocks named that are not written yet, and in `users` its
     readers."""
 
     def __init__(
@@ -100,7 +100,7 @@ class Readahead:
                 return _NOTHING  # in the same block as before: nothing is new
         return self._extend(stream)
 
-    def landed(self) -> range:
+    def committed(self) -> range:
         """Blocks that were under way are here: what comes after them, for a stream that will read all of the object."""
         for stream in self._streams:
             if stream.whole and (wanted := self._extend(stream)):

@@ -3,7 +3,7 @@
 A request names a version and blocks of it. It gets what is mounted here and nothing else: the source must be mounted, and
 the key below the mounted prefix. What is missing is fetched only if this node is meant to fetch it (the owner, or the
 successor of owners that are dead), as demand, and straight from the origin: no third node is asked for a peer that reads.
-Blocks are given one by one as they land, as ranges of the tiers' files.
+Blocks are given one by one as they are written, as ranges of the tiers' files.
 """
 
 from __future__ import annotations
@@ -130,12 +130,12 @@ class Reply:
                     return
                 raise Busy("no tier takes it now")
             fetch = self._serving.transfers.of(self.object).get(block)
-            if fetch is None or (fetch.elsewhere and not self.background) or fetch.fill.kept:
+            if fetch is None or (fetch.elsewhere and not self.background) or fetch.cache_write.kept:
                 self.begin()
                 continue
             if not self.background:
                 fetch.join((block,))
-            await fetch.landed(start + length)
+            await fetch.written(start + length)
             fetch.wake()
             if not self._store.has(self.object, block):
                 _raise_failure(fetch)

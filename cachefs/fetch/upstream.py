@@ -1,8 +1,8 @@
 """The rung of the ladder between this node's store and the origin: the node that owns the extent, or its successor.
 
-A peer delivers whole, checked blocks into the same fill that the origin would write to, so whatever goes wrong with it, the
-next one, and at last the origin, goes on where it stopped. If a reply breaks off after some blocks, the same peer is asked
-again: an owner that has to wait for the origin breaks off rather than be silent.
+A peer delivers whole, checked blocks into the same cache write that the origin would write to, so whatever goes wrong with
+it, the next one, and at last the origin, goes on where it stopped. If a reply breaks off after some blocks, the same peer is
+asked again: an owner that has to wait for the origin breaks off rather than be silent.
 
 Demand goes before prefetch here, too: each peer has an admission gate like the one in front of the origin.
 """
@@ -30,7 +30,7 @@ from cachefs.origin.attempts import Concurrency, Gate, Ticket
 from cachefs.peers.client import CONNECTIONS_PER_PEER
 from cachefs.peers.cluster import Asked, Cluster
 from cachefs.peers.wire import PeerFailed
-from cachefs.store import Fill, Store
+from cachefs.store import CacheWrite, Store
 
 if TYPE_CHECKING:
     from cachefs.fetch.fetcher import Transfers
@@ -65,31 +65,36 @@ class Upstream:
         extent = block // BLOCKS_PER_EXTENT
         return self.cluster is not None and self.cluster.owner(object_id.digest, extent) is not None
 
-    async def read(self, object_id: ObjectId, origin: Origin, fill: Fill, ticket: Ticket) -> None:
-        """As much of the fill as peers deliver; what is missing then is the origin's. Raises what the fill raises."""
+    async def read(
+        self, object_id: ObjectId, origin: Origin, cache_write: CacheWrite, ticket: Ticket
+    ) -> None:
+        """As much of the cache write as peers deliver; what is missing then is the origin's. Raises what the cache write
+        raises."""
         if self.cluster is None:
             return
         asked_any = False
-        for asked in self.cluster.candidates(object_id.digest, fill.start_block // BLOCKS_PER_EXTENT):
+        for asked in self.cluster.candidates(object_id.digest, cache_write.start_block // BLOCKS_PER_EXTENT):
             asked_any = True
             more = True
             while more:
-                before = fill.landed
-                more = await self._some(asked, object_id, fill, ticket, origin.transfer_rate)
+                before = cache_write.written
+                more = await self._some(asked, object_id, cache_write, ticket, origin.transfer_rate)
                 if self.comparing is not None:
-                    await self.comparing.received(asked, origin, object_id, fill, before)
-                if more and fill.landed == fill.stop:
+                    await self.comparing.received(asked, origin, object_id, cache_write, before)
+                if more and cache_write.written == cache_write.stop:
                     return
-        self._asked(object_id, fill, "origin")
+        self._asked(object_id, cache_write, "origin")
         if asked_any:
-            self._metrics.peer_misses += fill.stop_block - fill.landed // fill.block_size
+            self._metrics.peer_misses += (
+                cache_write.stop_block - cache_write.written // cache_write.block_size
+            )
 
     async def _some(
-        self, asked: Asked, object_id: ObjectId, fill: Fill, ticket: Ticket, origin_rate: float
+        self, asked: Asked, object_id: ObjectId, cache_write: CacheWrite, ticket: Ticket, origin_rate: float
     ) -> bool:
         """Ask one peer once. True if it delivered something and did not fail: go on with it."""
         assert self.cluster is not None
-        name, before = asked.member.name, fill.landed
+        name, before = asked.member.name, cache_write.written
         since = trio.current_time()
         patience_s = math.inf if ticket.background else self.cluster.patience_s
         async with self._place(name, ticket, patience_s) as admitted:
@@ -100,24 +105,24 @@ class Upstream:
                     asked,
                     object_id,
                     before,
-                    fill.stop,
-                    fill,
-                    sink_waits=fill.waits,
+                    cache_write.stop,
+                    cache_write,
+                    sink_waits=cache_write.waits,
                     origin_rate=origin_rate,
                     others=sum(gate.in_flight for other, gate in self._gates.items() if other != name),
                 )
             except PeerFailed as exc:
-                self._asked(object_id, fill, f"{asked.member}: {exc.kind}")
+                self._asked(object_id, cache_write, f"{asked.member}: {exc.kind}")
                 log.debug("a peer did not deliver %s from %d on: %s", object_id.key, before, exc)
                 return exc.kind == "reset" and exc.delivered > 0
             else:
-                self._asked(object_id, fill, str(asked.member))
+                self._asked(object_id, cache_write, str(asked.member))
                 return True
             finally:
-                self._metrics.peer_hits += -(-(fill.landed - before) // fill.block_size)
+                self._metrics.peer_hits += -(-(cache_write.written - before) // cache_write.block_size)
 
-    def _asked(self, object_id: ObjectId, fill: Fill, way: str) -> None:
-        self._metrics.ledger.misses.asked(object_id.digest, fill.start_block // BLOCKS_PER_EXTENT, way)
+    def _asked(self, object_id: ObjectId, cache_write: CacheWrite, way: str) -> None:
+        self._metrics.ledger.misses.asked(object_id.digest, cache_write.start_block // BLOCKS_PER_EXTENT, way)
 
     def kept_here(self, object_id: ObjectId, start: int, stop: int, block_size: int) -> Iterator[Piece]:
         """[start, stop) in pieces."""
@@ -129,7 +134,7 @@ class Upstream:
             yield start, end, kept
             start = end
 
-    async def bring(self, object_id: ObjectId, start: int, stop: int, block_size: int, here: Here) -> int:
+    async def prefetch(self, object_id: ObjectId, start: int, stop: int, block_size: int, here: Here) -> int:
         """Have the nodes that keep the extents of [start, stop) fetch them: as many as there are replicas, in the ring's
         order, past those that fail to. `here` is awaited for extents that this node keeps, and for those that no node
         brings. Returns the bytes that only other nodes fetched. Raises what `here` raises."""
@@ -175,7 +180,7 @@ class Upstream:
             else:
                 try:
                     async with self._place(asked.member.name, Ticket(background=True)):
-                        await cluster.bring(asked, object_id, start, stop)
+                        await cluster.prefetch(asked, object_id, start, stop)
                 except PeerFailed as exc:
                     log.debug("a peer does not bring %s from %d on: %s", object_id.key, start, exc)
                     continue
@@ -280,24 +285,24 @@ class Comparing:
         self._other_etags: set[str] = set()  # sources whose etags look like MD5 and are not
 
     async def received(
-        self, asked: Asked, origin: Origin, object_id: ObjectId, fill: Fill, start: int
+        self, asked: Asked, origin: Origin, object_id: ObjectId, cache_write: CacheWrite, start: int
     ) -> None:
-        """A peer has delivered bytes [start, fill.landed) of an open fill."""
-        wanted = self.sampler.take(start, fill.landed, fill.block_size)
+        """A peer has delivered bytes [start, cache_write.written) of an open cache write."""
+        wanted = self.sampler.take(start, cache_write.written, cache_write.block_size)
         md5 = ""
-        if start == 0 and fill.landed == object_id.size <= WHOLE_BYTES:
+        if start == 0 and cache_write.written == object_id.size <= WHOLE_BYTES:
             found = MD5.fullmatch(object_id.etag)
             if (
                 found
                 and origin.source not in self._other_etags
                 and not self.sampler.rng.randrange(self.wholes)
             ):
-                wanted, md5 = (0, fill.landed), found[1]
+                wanted, md5 = (0, cache_write.written), found[1]
         if wanted is None or self._busy:
             return
         self._busy = True
         try:
-            data = await trio.to_thread.run_sync(fill.look, *wanted)
+            data = await trio.to_thread.run_sync(cache_write.look, *wanted)
         except BaseException as exc:
             self._busy = False
             if isinstance(exc, OSError):

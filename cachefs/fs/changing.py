@@ -576,7 +576,7 @@ class _Copies:
         return self._new + key.removeprefix(self._prefix)
 
     async def make(self, objects: Sequence[ObjectInfo]) -> None:
-        """After a failure no other is begun, but what is under way is waited for: it would land unseen."""
+        """After a failure no other is begun, but what is under way is waited for: it would change the origin unseen."""
         failed: list[CachefsError] = []
 
         async def copy(info: ObjectInfo) -> None:

@@ -1,4 +1,4 @@
-"""Reading directories: streamed from the tree while the listing lands.
+"""Reading directories: streamed from the tree while the listing comes in.
 
 A cookie is the inode number of the name it stands behind: it needs no memory, holds for every handle and after a restart,
 and can be sought to. A handle that began on a complete listing reads what is there, whatever is

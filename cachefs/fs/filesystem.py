@@ -452,8 +452,8 @@ class FileSystem:
         return self._files.open(ino, handle.origin, handle.object, handle.mtime_ns, pid)
 
     async def open(self, ino: int, flags: int, pid: int) -> Opened:
-        if (arriving := self._arriving(ino, flags)) is not None:
-            await self._reader.arrival(arriving, pid)
+        if (soon_cached := self._soon_cached(ino, flags)) is not None:
+            await self._reader.wait_until_cached(soon_cached, pid)
         if self._writing is None or ino == ROOT or ino in self._files.nameless:
             return await self._open_late(ino, flags, pid)
         if not flags & _WRITING and not self._writing.is_going(*self._tree.locate(ino)):
@@ -492,17 +492,17 @@ class FileSystem:
         assert opened is not None  # it is not patient
         return opened
 
-    def _arriving(self, ino: int, flags: int) -> ObjectId | None:
+    def _soon_cached(self, ino: int, flags: int) -> ObjectId | None:
         """What an open should wait a moment for: the version that it will open, if no other is found meanwhile."""
         if flags & _WRITING or not self._files.decides(ino):
             return None
         warm = self._files.warm.get(ino)
         obj = warm[2] if warm is not None else self.tree_queries.version(ino)
-        return obj if obj is not None and self._reader.arrives(obj) else None
+        return obj if obj is not None and self._reader.soon_cached(obj) else None
 
     def _waits_for(self, ino: int, obj: ObjectId) -> bool:
         """Whether an open of this version should wait a moment for it."""
-        return self._files.decides(ino) and self._reader.arrives(obj)
+        return self._files.decides(ino) and self._reader.soon_cached(obj)
 
     def _open(
         self,

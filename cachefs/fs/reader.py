@@ -54,12 +54,12 @@ class Reader(Protocol):
         """The bytes. Raises `ObjectChanged` when the version is gone, and what an origin raises."""
         ...
 
-    def arrives(self, obj: ObjectId) -> bool:
+    def soon_cached(self, obj: ObjectId) -> bool:
         """Whether it can be opened in passthrough in a moment: it is on its way, or its file has to be made ready on a
         disk."""
         ...
 
-    async def arrival(self, obj: ObjectId, pid: int) -> None:
+    async def wait_until_cached(self, obj: ObjectId, pid: int) -> None:
         """Return in that moment, or when it has passed. Raises nothing."""
 
     def open_backing(self, opened: Any) -> Backing | None:

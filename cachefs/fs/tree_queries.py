@@ -90,10 +90,10 @@ class TreeQueries:
 
     def siblings(self, ino: int, after: bytes, limit: int) -> tuple[list[Sibling], bytes | None]:
         """Files of the directory that holds the file `ino`, behind the mark `after` (b"": from the beginning), in the
-        order of the listing, as far as it has landed; and the mark to go on from, None at the end of all. At most `limit`,
+        order of the listing, as far as it is known; and the mark to go on from, None at the end of all. At most `limit`,
         perhaps none though more follow: a run of sub-directories is passed a slice at a time."""
         directory, _ = self._tree.locate(ino)
-        rows, end = self._landed(directory, after, min(limit, CHUNK))
+        rows, end = self._known_rows(directory, after, min(limit, CHUNK))
         assert directory.origin is not None or not rows
         return [
             Sibling(mark, row.ino, directory.origin, object_of(directory, mark, row))  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ class TreeQueries:
         after: bytes | None = b"" if whole is not None else None
         files = size = 0
         while after is not None:
-            rows, after = self._landed(directory, after, CHUNK)
+            rows, after = self._known_rows(directory, after, CHUNK)
             for _, row in rows:
                 if row.size <= largest:
                     files += 1
@@ -116,7 +116,7 @@ class TreeQueries:
             await trio.lowlevel.checkpoint()
         return (files, size) if whole is not None and self._freshness.whole(directory) == whole else None
 
-    def _landed(
+    def _known_rows(
         self, directory: Directory, after: bytes, limit: int
     ) -> tuple[list[tuple[bytes, Row]], bytes | None]:
         """Rows of files that a listing shows, of the next `limit` rows; and where to go on."""

@@ -108,7 +108,7 @@ class Explainer:
                     "offset": first * size,
                     "blocks": last - first,
                     "tiers": copies.get(extent, []),
-                    "on_its_way": max((copy["arriving"] for copy in copies.get(extent, [])), default=0),
+                    "on_its_way": max((copy["in_progress"] for copy in copies.get(extent, [])), default=0),
                     "owner": self._owner(version, extent),
                     "last_miss": None
                     if miss is None

@@ -37,7 +37,6 @@ from cachefs.peers.auth import Macs, Signer, is_loopback
 from cachefs.peers.health import LOOK_EVERY_S, Pace, PeerTable
 from cachefs.peers.wire import (
     BLOCKS,
-    BRING,
     CHECKSUM,
     HANDSHAKE,
     HAVE,
@@ -45,6 +44,7 @@ from cachefs.peers.wire import (
     MAC,
     MAC_BYTES,
     MAX_SMALL_BODY,
+    PREFETCH,
     WORKING,
     Address,
     BlockRequest,
@@ -695,13 +695,13 @@ class Client:
             self._metrics.peer_bytes_in += delivery.bytes
         return head_s
 
-    async def bring(
+    async def prefetch(
         self, address: Address, request: BlockRequest, *, deadline_s: float = 2.0, working_s: float = TOTAL_S
     ) -> float:
         """Have the peer fetch the blocks of `request`, for which it may take `working_s`. Returns the seconds to the first
         sign of life."""
         deadlines = Deadlines(deadline_s, working_s, working_s + 2 * deadline_s)
-        first_s, _ = await self._ask_small(address, BRING, request, bytes, deadlines)
+        first_s, _ = await self._ask_small(address, PREFETCH, request, bytes, deadlines)
         return first_s
 
     async def handshake(self, address: Address, *, deadline_s: float = 2.0) -> Handshake:

@@ -186,12 +186,12 @@ class Cluster:
         """True if a request to it has failed at or after that moment (of trio's clock)."""
         return self._of(asked.member.name).failed_since(moment)
 
-    async def bring(self, asked: Asked, version: ObjectId, start: int, stop: int) -> None:
+    async def prefetch(self, asked: Asked, version: ObjectId, start: int, stop: int) -> None:
         """Have it fetch and cache bytes [start, stop) of one extent. Raises `PeerFailed`."""
         request = self._request(version, start, stop, asked.rank)
         await self._judged(
             asked.member,
-            lambda address: self._client.bring(address, request, working_s=self._deadline_s),
+            lambda address: self._client.prefetch(address, request, working_s=self._deadline_s),
         )
 
     async def have(self, member: Member, version: ObjectId, start: int, stop: int) -> list[bool]:

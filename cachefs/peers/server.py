@@ -38,12 +38,12 @@ from cachefs.peers.auth import Macs, Unauthorized, Verifier
 from cachefs.peers.health import PeerTable
 from cachefs.peers.wire import (
     BLOCKS,
-    BRING,
     CHECKSUM,
     HANDSHAKE,
     HAVE,
     MAC,
     MAX_HAVE_BLOCKS,
+    PREFETCH,
     WORKING,
     WORKING_EVERY_S,
     BlockRequest,
@@ -522,7 +522,7 @@ class _Conversation:
                 server._on_handshake(self._host)
                 await self._reply(200, server._handshake().pack())
                 return
-            if path not in (BLOCKS, BRING, HAVE):
+            if path not in (BLOCKS, PREFETCH, HAVE):
                 raise _Refusal(400, "no such request")
             wanted = parse_query(query, server._block_size)
         except Malformed as exc:
@@ -533,7 +533,7 @@ class _Conversation:
             if path == HAVE:
                 await self._have(wanted)
             else:
-                await self._blocks(wanted, bring=path == BRING)
+                await self._blocks(wanted, prefetch=path == PREFETCH)
         except NotShared as exc:
             raise _Refusal(404, str(exc)) from None
         except ObjectChanged as exc:
@@ -566,12 +566,12 @@ class _Conversation:
         cached = await self._server._shares.have(wanted, self._host)
         await self._reply(200, pack_bitmap(cached))
 
-    async def _blocks(self, wanted: BlockRequest, *, bring: bool) -> None:
+    async def _blocks(self, wanted: BlockRequest, *, prefetch: bool) -> None:
         if not wanted.within_extent():
             raise _Refusal(400, "more than one extent")
-        served = await self._server._shares.open(wanted, self._host, background=bring)
+        served = await self._server._shares.open(wanted, self._host, background=prefetch)
         try:
-            if bring:
+            if prefetch:
                 await self._all_arrived(wanted, served)
                 await self._reply(200, b"")
             else:

@@ -1,7 +1,7 @@
 """The protocol between nodes: HTTP/1.1, four requests, and replies whose every block can be checked.
 
     GET /v1/blocks?…     blocks [start, stop) of one object version, all within one extent
-    GET /v1/bring?…      fetch and cache them; the reply is empty, and comes when they are cached
+    GET /v1/prefetch?…      fetch and cache them; the reply is empty, and comes when they are cached
     GET /v1/have?…       which of them this node has cached, as a bitmap
     GET /v1/handshake        this node's handshake
 
@@ -36,7 +36,7 @@ from cachefs.base.http1 import spell_reply
 from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count, block_length
 
 BLOCKS = "/v1/blocks"
-BRING = "/v1/bring"
+PREFETCH = "/v1/prefetch"
 HAVE = "/v1/have"
 HANDSHAKE = "/v1/handshake"
 

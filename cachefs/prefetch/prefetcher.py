@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PART_BYTES, PARTS = 8 << 20, 8
-"""`Fetcher.bring` fetches a large file in parts of `PART_BYTES`, `PARTS` at a time. It counts as so many transfers."""
+"""`Fetcher.prefetch` fetches a large file in parts of `PART_BYTES`, `PARTS` at a time. It counts as so many transfers."""
 
 AT_ONCE = 8
 """Files of a group, which are begun before the daemon's other tasks have their turn. Derived: about 0.5 ms. A group waits
@@ -349,7 +349,7 @@ class Prefetcher:
             self._start_small(nursery, origin, files)
 
     def _start_small(self, nursery: trio.Nursery, origin: Origin, files: list[_Prefetched]) -> None:
-        others = self._fetcher.bring_small(
+        others = self._fetcher.prefetch_small(
             origin, [(one.object, partial(self._ended, one, 1)) for one in files]
         )
         for one in files if others else ():
@@ -378,7 +378,7 @@ class Prefetcher:
         fetched = 0
         failure: BaseException | None = None
         try:
-            fetched = await self._fetcher.bring(origin, ahead.object, 0, ahead.size)
+            fetched = await self._fetcher.prefetch(origin, ahead.object, 0, ahead.size)
         except BaseException as exc:
             failure = exc
             if not isinstance(exc, CachefsError):

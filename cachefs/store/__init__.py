@@ -18,23 +18,23 @@ from cachefs.store.catalog import CachedObject
 from cachefs.store.opening import Opened, open_store
 from cachefs.store.ram import SHM, remove_orphans
 from cachefs.store.scrub import scrub
-from cachefs.store.space import Fill, FillClosed, Run, TierFill
+from cachefs.store.space import CacheWrite, Run, TierWrite, WriteClosed
 from cachefs.store.store import Shared, Store
 from cachefs.store.tier import Tier
 
 __all__ = [
     "SHM",
     "Backing",
+    "CacheWrite",
     "CachedObject",
-    "Fill",
-    "FillClosed",
     "Opened",
     "Run",
     "Settled",
     "Shared",
     "Store",
     "Tier",
-    "TierFill",
+    "TierWrite",
+    "WriteClosed",
     "open_store",
     "remove_orphans",
     "scrub",

@@ -179,7 +179,7 @@ class Adopting:
         copies = self._catalog.copies(obj, tier.number)
         if tier.number in obj.leaving or any(copy.pins for copy in copies):
             return True
-        if any(copy is not None and copy.arriving for copy in obj.copies.values()):
+        if any(copy is not None and copy.in_progress for copy in obj.copies.values()):
             return True
         verified = sum(copy.verified.bit_count() for copy in copies)
         return 0 < verified == block_count(obj.id.size, self._block_size)
@@ -246,7 +246,7 @@ class Adopting:
             copy = self._catalog.create(obj, tier.number, extent, obj.id.size, NO_DATASET)
             copy.checksums[: len(found)] = found
             self._space.reserve(copy, bits)
-            self._space.land(copy, bits, bits)
+            self._space.commit(copy, bits, bits)
             self._eviction.touch(copy)
             copy.used = 0  # its first reader is a use, however soon it comes
         tier.worked()
@@ -323,7 +323,7 @@ class Adopting:
 
     # -- room for what is being written ------------------------------------------------------------
 
-    async def make_room(self, wanted: int) -> bool:
+    async def evict_to_hold(self, wanted: int) -> bool:
         """Evict until the SSD tier's disk has `wanted` bytes more than is kept free, for files that are being written there.
         False if nothing more can go. The room is not reserved."""
         tier = self._tier

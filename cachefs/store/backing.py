@@ -305,7 +305,7 @@ class Passthrough:
         if self._closed or tier.disk.down or tier.number in obj.leaving:
             return None
         copies = self._catalog.copies(obj, tier.number)
-        if backing.users != users or any(copy.pins != 1 or copy.arriving for copy in copies):
+        if backing.users != users or any(copy.pins != 1 or copy.in_progress for copy in copies):
             return None
         try:
             fd = tier.give(obj.id.digest, path)
@@ -354,7 +354,12 @@ class Passthrough:
         copies = []
         for extent, bits in self._catalog.extents(obj):
             copy = self._catalog.copy(obj, tier.number, extent)
-            if copy is None or copy.bitmap != bits or copy.arriving or (verified and copy.verified != bits):
+            if (
+                copy is None
+                or copy.bitmap != bits
+                or copy.in_progress
+                or (verified and copy.verified != bits)
+            ):
                 return None
             copies.append(copy)
         return copies or None
@@ -418,7 +423,7 @@ class Passthrough:
             held = 0
             for copy in copies:
                 held |= copy.bitmap
-            if held != bits or any(c.arriving for c in copies):
+            if held != bits or any(c.in_progress for c in copies):
                 return False
             parts.append(copies)
         down = [c for copies in parts for c in copies if c.tier == ram.number]

@@ -68,10 +68,10 @@ class Copy:
 
     `bitmap` and `verified` have a bit per block of the extent; `checksums` are xxh3_64 of each block. `clock` is the
     logical time of the last use, `stored_clock` the one in the index (None: not there yet). `pins` counts the users of
-    the bytes across an await: fills, moves and threaded reads; `space.py` alone changes it. `arriving` are blocks that
-    one fill or move is writing; `forgotten` are blocks dropped, whose bytes stay in the file until the last pin is gone.
-    `first_use` is when an SSD copy was first read in this process. `used` is `clock`, or 0 while prefetched blocks wait
-    for a reader. `pinned` copies stay until they are unpinned. `dataset_version` says when `dataset` was found out.
+    the bytes across an await: cache writes, moves and threaded reads; `space.py` alone changes it. `in_progress` are blocks
+    that one cache write or move is writing; `forgotten` are blocks dropped, whose bytes stay in the file until the last pin
+    is gone. `first_use` is when an SSD copy was first read in this process. `used` is `clock`, or 0 while prefetched blocks
+    wait for a reader. `pinned` copies stay until they are unpinned. `dataset_version` says when `dataset` was found out.
     """
 
     tier: int
@@ -84,7 +84,7 @@ class Copy:
     stored_clock: int | None = None
     pins: int = 0
     first_use: float = 0.0
-    arriving: int = 0
+    in_progress: int = 0
     forgotten: int = 0
     dataset: int = 0
     used: int = 0

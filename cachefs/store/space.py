@@ -1,8 +1,8 @@
-"""Space: what a tier's bytes are used for, evicting blocks for those that come, and the blocks that come: by a *fill* from
-an origin or a peer, by a *move* from the other tier.
+"""Space: what a tier's bytes are used for, evicting blocks for those that come, and the blocks that come: by a *cache write*
+from an origin or a peer, by a *move* from the other tier.
 
-The life of a block's bytes: *reserved* (one writer: a fill or a move), *landed* (the block exists, a row will say so),
-*forgotten* (no search finds it any more, its bytes are still in the file), *freed* (with the last pin of its copy).
+The life of a block's bytes: *reserved* (one writer: a cache write or a move), *committed* (the block exists, a row will say
+so), *forgotten* (no search finds it any more, its bytes are still in the file), *freed* (with the last pin of its copy).
 Bytes are freed in no other way, so a caller that has a copy pinned may read the bytes it had.
 
 A file goes with its last block; blocks of a file that stays are punched out. A file that was opened in passthrough is
@@ -13,10 +13,10 @@ one of its blocks has to.
 what happens to the source: a promoted copy stays on SSD, so that RAM can drop it for nothing. A copy keeps its age. So
 one order of eviction holds over both tiers: no spilled copy displaces one that goes later.
 
-**Fills** bring blocks into a tier, or into the heap when no tier has room. A fill is an origin's sink. `write` runs in
-a worker thread and touches nothing but the fill itself; everything that other callers see happens in `Fills.settle`, on
-the trio thread. Until a block is settled only the readers that wait for this very transfer can read it: they may read
-bytes below `landed`, which never goes back.
+**Cache writes** bring blocks into a tier, or into the heap when no tier has room. A cache write is an origin's sink. `write`
+runs in a worker thread and touches nothing but the cache write itself; everything that other callers see happens in
+`CacheWrites.settle`, on the trio thread. Until a block is settled only the readers that wait for this very transfer can read
+it: they may read bytes below `written`, which never goes back.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ VICTIMS_AT_ONCE = 512
 """Measured: dropping a one-block file takes 0.15 ms, so this is under 0.1 s."""
 
 HEAP_BYTES = 64 << 20
-"""What the heap holds, and the most that may be on its way into it: what lands must stay until its reader has it. Derived:
-1 GB/s with a round trip of 60 ms has 60 MB under way."""
+"""What the heap holds, and the most that may be on its way into it: what is written must stay until its reader has it.
+Derived: 1 GB/s with a round trip of 60 ms has 60 MB under way."""
 
 Range = tuple[int, int]
 """(offset, length) in a file, in bytes"""
@@ -199,39 +199,39 @@ class Space:
     def own(self, copy: Copy) -> None:
         """This node keeps it from now on."""
         if self.eviction.own(copy):
-            held = self.bytes(copy, copy.bitmap | copy.arriving | copy.forgotten)
+            held = self.bytes(copy, copy.bitmap | copy.in_progress | copy.forgotten)
             self._tiers[copy.tier].remote_owned_bytes -= held
 
     def remote_owned(self, copy: Copy) -> None:
         """Another node owns a copy that is about to get its first blocks."""
-        if not (copy.bitmap or copy.arriving or copy.pinned):
+        if not (copy.bitmap or copy.in_progress or copy.pinned):
             self.eviction.remote_owned.add(copy.key)
 
-    # -- the life of a block's bytes: reserve, land, forget, free ----------------------------------
+    # -- the life of a block's bytes: reserve, commit, forget, free ----------------------------------
 
     def reserve(self, copy: Copy, bits: int) -> None:
         """Blocks are about to be written into a (pinned) copy, by one writer. Bytes they left behind are theirs again."""
-        copy.arriving |= bits
+        copy.in_progress |= bits
         new = self.bytes(copy, bits & ~copy.forgotten)
         self._tiers[copy.tier].reserve(new)
         if self.eviction.remote_owned.tiers and copy.key in self.eviction.remote_owned:
             self._tiers[copy.tier].remote_owned_bytes += new
         copy.forgotten &= ~bits
 
-    def land(self, copy: Copy, bits: int, verified: int) -> None:
+    def commit(self, copy: Copy, bits: int, verified: int) -> None:
         """Reserved blocks are whole: they exist from here on. How old they are is the caller's to say."""
-        copy.arriving &= ~bits
+        copy.in_progress &= ~bits
         copy.bitmap |= bits
         copy.verified |= verified & bits
         tier = self._tiers[copy.tier]
-        tier.landed(self.bytes(copy, bits))
+        tier.committed(self.bytes(copy, bits))
         tier.pinned_bytes += self.bytes(copy, bits) if copy.pinned else 0
         tier.blocks += bits.bit_count()
         self.catalog.changed(copy)
 
     def abandon(self, copy: Copy, bits: int) -> None:
         """Reserved blocks did not come."""
-        copy.arriving &= ~bits
+        copy.in_progress &= ~bits
         copy.forgotten |= bits
 
     def drop(self, obj: CachedObject, copy: Copy, bits: int, why: str = "evicted") -> int:
@@ -365,7 +365,7 @@ class Space:
             return None
         # What a vanished file held is forgotten before there is a new one: there it would read as zeros.
         known = tier.number in obj.fds or any(copy.bitmap for copy in self.catalog.copies(obj, tier.number))
-        return partial(tier.open_to_fill, obj.id.digest, obj.id.size, known=known)
+        return partial(tier.open_for_writing, obj.id.digest, obj.id.size, known=known)
 
     def not_opened(self, obj: CachedObject, tier: Tier, exc: OSError) -> None:
         """A version's file could not be opened to be written: it has vanished, is immutable, or the tier fails."""
@@ -487,7 +487,7 @@ class Pins:
 # -- moves between tiers ---------------------------------------------------------------------------
 
 SPILL_ABOVE, SPILL_TO = 0.90, 0.75
-"""RAM fill at which the oldest copies start to move to SSD, and where that stops. Guessed."""
+"""How full RAM is when the oldest copies start to move to SSD, and where that stops. Guessed."""
 
 LOOK_EVERY_S = 0.25
 """RAM may also become too full without taking anything in: pins that held it are gone, or its limit has sunk."""
@@ -614,7 +614,7 @@ class Moves:
     ) -> bool:
         """Copy the blocks that `to` lacks into it. False if it has no room for them, or either side fails."""
         target = self._catalog.copy(obj, to.number, copy.extent)
-        wanted = copy.bitmap & ~(target.bitmap | target.arriving if target is not None else 0)
+        wanted = copy.bitmap & ~(target.bitmap | target.in_progress if target is not None else 0)
         if not wanted:
             if target is not None:
                 self._eviction.moved(copy, target)
@@ -655,7 +655,7 @@ class Moves:
             for position, checksum in enumerate(copy.checksums):
                 if moved >> position & 1:
                     target.checksums[position] = checksum
-            self._space.land(target, moved, copy.verified)
+            self._space.commit(target, moved, copy.verified)
             self._eviction.moved(copy, target)
         except _SourceFailed as exc:
             self._space.lost(obj, copy, exc)
@@ -705,7 +705,7 @@ def _copy_ranges(open_source: Callable[[], int], open_sink: Callable[[], int], r
         os.close(source)
 
 
-# -- fills -----------------------------------------------------------------------------------------
+# -- cache writes -----------------------------------------------------------------------------------------
 
 Completed = tuple[int, int]
 """(block, its xxh3_64)"""
@@ -714,11 +714,11 @@ Run = tuple[CachedObject, int, int]
 """(version, start, stop): blocks [start, stop) of it, within one extent"""
 
 
-class FillClosed(Exception):
-    """The transfer outlived its fill: it must stop."""
+class WriteClosed(Exception):
+    """The transfer outlived its cache write: it must stop."""
 
 
-class Fill:
+class CacheWrite:
     """Blocks [start_block, stop_block) of one version, delivered in order from the first byte on.
 
     `kept` says that its bytes can be read after it was closed; `waits`, that writing may wait for a disk; `ahead`, that no
@@ -735,10 +735,10 @@ class Fill:
         self.stop_block = stop_block
         self.start = start_block * block_size
         self.stop = min(size, stop_block * block_size)
-        self.landed = self.start
-        # The lowest offset that a reader waits for: bytes that land below it wake no reader.
+        self.written = self.start
+        # The lowest offset that a reader waits for: bytes that are written below it wake no reader.
         self.wake_at = self.stop + 1
-        self.on_landed: Callable[[], None] | None = None
+        self.on_written: Callable[[], None] | None = None
         self.settled = 0  # blocks that all readers find
         self._size = size
         self.block_size = block_size
@@ -748,11 +748,11 @@ class Fill:
         self._closed = False
 
     def write(self, data: memoryview | bytes) -> None:
-        """Take the next bytes. Worker thread. Raises `NoRoom` when the tier cannot take them, `FillClosed` when late."""
+        """Take the next bytes. Worker thread. Raises `NoRoom` when the tier cannot take them, `WriteClosed` when late."""
         view = memoryview(data)
         with self._lock:
             self._place(view)
-            position = self.landed
+            position = self.written
             while len(view):
                 block = position // self.block_size
                 end = block * self.block_size + block_length(block, self._size, self.block_size)
@@ -763,32 +763,32 @@ class Fill:
                 if position == end:
                     self._completed.append((block, self._hash.intdigest()))
                     self._hash = xxhash.xxh3_64()
-            self.landed = position
+            self.written = position
         self._wake_readers(len(data))
 
     def write_block(self, data: memoryview, checksum: int) -> None:
         """The same for a whole block whose checksum the sender's reply carried and the client verified: no byte is hashed
         twice."""
         with self._lock:
-            block, within = divmod(self.landed, self.block_size)
+            block, within = divmod(self.written, self.block_size)
             if within or len(data) != block_length(block, self._size, self.block_size):
                 raise ValueError("not a whole block")
             self._place(data)
             self._completed.append((block, checksum))
-            self.landed += len(data)
+            self.written += len(data)
         self._wake_readers(len(data))
 
     def _place(self, view: memoryview) -> None:
         if self._closed:
-            raise FillClosed
-        if self.landed + len(view) > self.stop:
+            raise WriteClosed
+        if self.written + len(view) > self.stop:
             raise ValueError("more bytes than the range has")
-        self._put(view, self.landed)
+        self._put(view, self.written)
 
     def _wake_readers(self, count: int) -> None:
-        """`count` bytes more have landed. If that is all there is, the transfer ends now, which wakes its readers: once."""
-        wake = self.on_landed if count < self.stop - self.start else None
-        if self.landed >= self.wake_at and wake is not None:
+        """`count` bytes more are written. If that is all there is, the transfer ends now, which wakes its readers: once."""
+        wake = self.on_written if count < self.stop - self.start else None
+        if self.written >= self.wake_at and wake is not None:
             wake()
 
     @property
@@ -808,7 +808,7 @@ class Fill:
             self._closed = True
 
     def read(self, offset: int, size: int) -> bytes:
-        """Bytes that have landed (offset + size <= landed), for a reader."""
+        """Bytes that are written (offset + size <= written), for a reader."""
         self.ahead = False
         return self.look(offset, size)
 
@@ -820,9 +820,9 @@ class Fill:
         raise NotImplementedError
 
 
-class TierFill(Fill):
+class TierWrite(CacheWrite):
     """Into a tier's file. `fd` is its descriptor, -1 before the first write opens it: on a disk that may take long, and a
-    small file's system calls belong in the transfer's thread. `Fills.end` takes it."""
+    small file's system calls belong in the transfer's thread. `CacheWrites.end` takes it."""
 
     def __init__(
         self,
@@ -863,7 +863,7 @@ class TierFill(Fill):
         return os.pread(self.fd, size, offset)
 
 
-class HeapFill(Fill):
+class HeapWrite(CacheWrite):
     """Into memory, for readers that are served although no tier can take the blocks. `leaving` are the tiers where that is
     because the version's immutable file has not gone yet."""
 
@@ -887,7 +887,7 @@ class HeapFill(Fill):
         return bytes(memoryview(self._buffer)[at : at + size])
 
 
-class Fills:
+class CacheWrites:
     """Into the tiers, or the heap when none has room."""
 
     def __init__(self, space: Space, moves: Moves | None) -> None:
@@ -901,18 +901,18 @@ class Fills:
 
     def begin(
         self, obj: CachedObject, start: int, stop: int, *, ahead: bool = False, remote_owned: bool = False
-    ) -> Fill | None:
+    ) -> CacheWrite | None:
         """`begin_all` for one."""
         return self.begin_all([(obj, start, stop)], ahead=ahead, remote_owned=remote_owned)[0]
 
     def begin_all(
         self, wanted: Sequence[Run], *, ahead: bool = False, remote_owned: bool = False
-    ) -> list[Fill | None]:
+    ) -> list[CacheWrite | None]:
         """Reserve room for blocks of several versions, for each in the fastest tier that has it; None where none has. Room
         is looked for once for all that are left, and for each of them only where there is too little for all.
         `ahead`: they are prefetched, so they displace only the lowest priority classes, and once here they wait for a
         reader. `remote_owned`: another node owns them, so they displace only other remote-owned blocks."""
-        fills: list[Fill | None] = [None] * len(wanted)
+        cache_writes: list[CacheWrite | None] = [None] * len(wanted)
         left = list(range(len(wanted)))
         # Held while room is made: making it may evict blocks of these very objects, and with them their files.
         for obj, _, _ in wanted:
@@ -925,8 +925,8 @@ class Fills:
                 before = len(left)
                 for n in left:
                     if together or self._makes_room(tier, [wanted[n]], evict, ahead, remote_owned):
-                        fills[n] = self._fill_in(tier, *wanted[n], ahead, remote_owned)
-                left = [n for n in left if fills[n] is None]
+                        cache_writes[n] = self._write_in(tier, *wanted[n], ahead, remote_owned)
+                left = [n for n in left if cache_writes[n] is None]
                 if tier.number == RAM and self._moves is not None and len(left) < before:
                     self._moves.filled()
                 if not left:
@@ -934,7 +934,7 @@ class Fills:
         finally:
             for obj, _, _ in wanted:
                 obj.release()
-        return fills
+        return cache_writes
 
     def _places(self, ahead: bool, remote_owned: bool) -> Iterator[tuple[Tier, Classes]]:
         """(tier, what may be evicted there), in the order to try: the lowest classes go from all tiers before any other
@@ -967,88 +967,90 @@ class Fills:
             left = max(largest, tier.limit_bytes() // READERS_SHARE)
         return self._space.evict_for(tier, sum(needs) + left, evict)
 
-    def _fill_in(
+    def _write_in(
         self, tier: Tier, obj: CachedObject, start: int, stop: int, ahead: bool, remote_owned: bool
-    ) -> TierFill | None:
-        """A fill that has its room."""
+    ) -> TierWrite | None:
+        """A cache write that has its room."""
         open_file = self._space.file_to_write(obj, tier)
         if open_file is None:
             return None
         dataset = self._eviction.datasets(obj.id)
         copy = self._catalog.create(obj, tier.number, start // BLOCKS_PER_EXTENT, obj.id.size, dataset)
         bits = _bits(start, stop)
-        if copy.arriving & bits:
+        if copy.in_progress & bits:
             return None  # a move is writing them: two writers would not know of each other
-        fill = TierFill(tier, copy, open_file, obj.id.size, self._block_size, start, stop)
-        fill.ahead = ahead
+        cache_write = TierWrite(tier, copy, open_file, obj.id.size, self._block_size, start, stop)
+        cache_write.ahead = ahead
         if remote_owned:
             self._space.remote_owned(copy)
         else:
             self._space.own(copy)
         self._space.pin(copy)
         self._space.reserve(copy, bits)
-        return fill
+        return cache_write
 
-    def bypass(self, obj: CachedObject, block: int) -> Fill:
+    def bypass(self, obj: CachedObject, block: int) -> CacheWrite:
         """One block into memory, for a reader that waits for it and that no tier can serve. So the readers that wait bound
         what the heap takes."""
-        return HeapFill(obj.id.size, self._block_size, block, block + 1, frozenset(obj.leaving))
+        return HeapWrite(obj.id.size, self._block_size, block, block + 1, frozenset(obj.leaving))
 
-    def settle(self, obj: CachedObject, fill: Fill) -> None:
-        """Make the blocks that have wholly landed exist."""
-        completed = fill.take_completed()
+    def settle(self, obj: CachedObject, cache_write: CacheWrite) -> None:
+        """Make the blocks that are complete exist."""
+        completed = cache_write.take_completed()
         if not completed:
             return
-        if isinstance(fill, HeapFill):
+        if isinstance(cache_write, HeapWrite):
             # A file that has gone since took the heap's blocks with it: its successor is whole only with this one, too.
-            kept = fill.leaving <= obj.leaving
+            kept = cache_write.leaving <= obj.leaving
             for block, _ in completed:
                 length = block_length(block, obj.id.size, self._block_size)
                 if kept:
-                    self._space.heap.put(obj.id.digest, block, fill.read(block * self._block_size, length))
+                    self._space.heap.put(
+                        obj.id.digest, block, cache_write.read(block * self._block_size, length)
+                    )
                 self._metrics.ledger.misses.gone(obj.id.digest, block // BLOCKS_PER_EXTENT, "not_admitted")
                 self._metrics.bypassed_bytes += length
             self._metrics.bypassed_blocks += len(completed)
             return
-        assert isinstance(fill, TierFill)
+        assert isinstance(cache_write, TierWrite)
         bits = 0
         for block, checksum in completed:
-            fill.copy.checksums[block % BLOCKS_PER_EXTENT] = checksum
+            cache_write.copy.checksums[block % BLOCKS_PER_EXTENT] = checksum
             bits |= _bits(block, block + 1)
             self._metrics.admitted_bytes += block_length(block, obj.id.size, self._block_size)
-        self._space.land(fill.copy, bits, bits)
-        if fill.wanted:
-            self._count_miss(obj, fill)
+        self._space.commit(cache_write.copy, bits, bits)
+        if cache_write.wanted:
+            self._count_miss(obj, cache_write)
         else:
-            self._eviction.prefetched(fill.copy)
+            self._eviction.prefetched(cache_write.copy)
         self._metrics.admitted_blocks += len(completed)
 
-    def _count_miss(self, obj: CachedObject, fill: TierFill) -> None:
-        """A reader waited for what a fill brings: that is a use of it, one for all of it."""
-        self._eviction.touch(fill.copy)
-        if not fill.counted:
-            fill.counted = True
-            self._eviction.used(obj, fill.copy, hit=False, requester=fill.requester)
+    def _count_miss(self, obj: CachedObject, cache_write: TierWrite) -> None:
+        """A reader waited for what a cache write brings: that is a use of it, one for all of it."""
+        self._eviction.touch(cache_write.copy)
+        if not cache_write.counted:
+            cache_write.counted = True
+            self._eviction.used(obj, cache_write.copy, hit=False, requester=cache_write.requester)
 
-    def end(self, obj: CachedObject, fill: Fill) -> None:
-        """The transfer is over, whole or not: settle what landed, give back what did not."""
-        fill.close()
-        self.settle(obj, fill)
-        whole = min(fill.stop, (fill.start_block + fill.settled) * self._block_size)
-        self._metrics.discarded_bytes += fill.landed - whole
-        if not isinstance(fill, TierFill):
+    def end(self, obj: CachedObject, cache_write: CacheWrite) -> None:
+        """The transfer is over, whole or not: settle what was written, give back what did not."""
+        cache_write.close()
+        self.settle(obj, cache_write)
+        whole = min(cache_write.stop, (cache_write.start_block + cache_write.settled) * self._block_size)
+        self._metrics.discarded_bytes += cache_write.written - whole
+        if not isinstance(cache_write, TierWrite):
             return
-        copy, tier = fill.copy, fill.tier
-        if fill.fd >= 0 and obj.fds.setdefault(tier.number, fill.fd) != fill.fd:
-            os.close(fill.fd)  # another fill has opened it, too
-        if fill.wanted and not fill.counted and copy.bitmap:
-            self._count_miss(obj, fill)  # read while it came
-        missing = _bits(fill.start_block + fill.settled, fill.stop_block)
+        copy, tier = cache_write.copy, cache_write.tier
+        if cache_write.fd >= 0 and obj.fds.setdefault(tier.number, cache_write.fd) != cache_write.fd:
+            os.close(cache_write.fd)  # another cache write has opened it, too
+        if cache_write.wanted and not cache_write.counted and copy.bitmap:
+            self._count_miss(obj, cache_write)  # read while it came
+        missing = _bits(cache_write.start_block + cache_write.settled, cache_write.stop_block)
         self._space.abandon(copy, missing)
-        if fill.not_opened is not None:
-            self._space.not_opened(obj, tier, fill.not_opened)
-        elif fill.failure is not None:
-            self._space.failed(tier, fill.failure)
+        if cache_write.not_opened is not None:
+            self._space.not_opened(obj, tier, cache_write.not_opened)
+        elif cache_write.failure is not None:
+            self._space.failed(tier, cache_write.failure)
         elif not missing:
             tier.worked()
         self._space.unpin(obj, copy)

@@ -23,7 +23,7 @@ from cachefs.store.adopting import Adopting
 from cachefs.store.backing import Passthrough
 from cachefs.store.catalog import CachedObject, Catalog, Copy, Index
 from cachefs.store.eviction import Datasets, Eviction, Policy
-from cachefs.store.space import Fills, Moves, Pins, Space
+from cachefs.store.space import CacheWrites, Moves, Pins, Space
 from cachefs.store.tier import LOOK_EVERY_S, RAM, READ_THREADS, Tier
 
 FLUSH_EVERY_S = 1.0
@@ -62,7 +62,7 @@ class Store:
     """This node's blocks, on `tiers` from fastest to slowest (possibly none: then everything passes through the heap).
 
     Its parts, and their verbs under the store's name: `catalog` (what is where), `eviction` (what goes first), `space`
-    (accounting), `pins` (what people keep and drop), fills, moves between tiers, passthrough files, adopted files."""
+    (accounting), `pins` (what people keep and drop), cache writes, moves between tiers, passthrough files, adopted files."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Store:
         self.space = Space(self.catalog, self.eviction, tiers, block_size, metrics)
         self._moves = Moves(self.space, tiers[0], tiers[1], clock) if len(tiers) == 2 else None
         self.pins = Pins(self.space)
-        fills = Fills(self.space, self._moves)
+        cache_writes = CacheWrites(self.space, self._moves)
         files = tiers if not self._check_always else []
         self.backing_files = Passthrough(self.space, files, self._moves, self._verify)
         adopting = Adopting(self.space)
@@ -99,10 +99,14 @@ class Store:
         self.course, self.left_behind = self.eviction.course, self.eviction.left_behind
         self.flush = self.eviction.flush
         self.pin, self.unpin, self.whole = self.pins.pin, self.pins.unpin, self.pins.whole
-        self.begin_fill, self.begin_fills, self.begin_bypass = fills.begin, fills.begin_all, fills.bypass
-        self.settle, self.end_fill = fills.settle, fills.end
+        self.begin_write, self.begin_writes, self.begin_bypass = (
+            cache_writes.begin,
+            cache_writes.begin_all,
+            cache_writes.bypass,
+        )
+        self.settle, self.end_write = cache_writes.settle, cache_writes.end
         self.adopt_bytes = adopting.adopt_bytes
-        self.adopt, self.recast, self.make_room = adopting.adopt, adopting.recast, adopting.make_room
+        self.adopt, self.recast, self.evict_to_hold = adopting.adopt, adopting.recast, adopting.evict_to_hold
         self.open_backing, self.reopen_backing = self.backing_files.open, self.backing_files.reopen
         self.release_backing, self.restore_backing = self.backing_files.release, self.backing_files.restore
         self.take_out = self.backing_files.take_out
@@ -151,7 +155,7 @@ class Store:
                 "extent": copy.extent,
                 "blocks": copy.bitmap.bit_count(),
                 "verified": copy.verified.bit_count(),
-                "arriving": copy.arriving.bit_count(),
+                "in_progress": copy.in_progress.bit_count(),
                 "pinned": copy.pinned,
                 "remote_owned": copy.key in self.eviction.remote_owned,
                 "in_use": copy.pins > 0,

@@ -5,9 +5,9 @@ count. It is raised when room is reserved, so an overshoot is impossible, not me
 part of it that no index row will account for after a crash: on its way in, or on its way out. `remote_owned_bytes` is
 the part of extents that other nodes own.
 
-Health: after an I/O error nothing new is written for a while, then fills are tried again; reads go on, each failing one
-is a miss. Three errors without a success between them make it *down* in `status`. A full disk is no failure: it
-lowers the limit to what is used.
+Health: after an I/O error nothing new is written for a while, then cache writes are tried again; reads go on, each failing
+one is a miss. Three errors without a success between them make it *down* in `status`. A full disk is no failure: it lowers
+the limit to what is used.
 
 **Its disk** may hang instead of failing: a call on it does not return, and no signal ends it. So what may wait for it
 runs in worker threads. Each such call is noted while it lasts (`busy`); one that lasts too long takes the disk *down*.
@@ -567,7 +567,7 @@ class Tier:
         self.unlisted_bytes += count
         self._used_at_reading += here
 
-    def landed(self, count: int) -> None:
+    def committed(self, count: int) -> None:
         """Reserved bytes have come: a row speaks of them."""
         self.unlisted_bytes -= count
 
@@ -621,7 +621,7 @@ class Tier:
             os.ftruncate(fd, size)
         return fd
 
-    def open_to_fill(self, digest: bytes, size: int, *, known: bool) -> int:
+    def open_for_writing(self, digest: bytes, size: int, *, known: bool) -> int:
         """A descriptor of the version's file, of `size` bytes, to write blocks into it; `known` when it must be there
         already. Blocking, and waits for what is still to go of it. OSError(ENOENT) when it is not there, OSError(EROFS) when
         it is immutable."""

@@ -101,7 +101,9 @@ def _remove(path: Path, name: str) -> None:
 def accounted(staging: Path, name: str) -> bool:
     """True for a staging file that a journal without a row of it says enough about: it was not acknowledged, or it was being
     made when the daemon died, and has neither a mark nor a byte yet."""
-    return bool(_OURS.fullmatch(name)) and (never_acknowledged(staging / name) or _says_nothing(staging / name))
+    return bool(_OURS.fullmatch(name)) and (
+        never_acknowledged(staging / name) or _says_nothing(staging / name)
+    )
 
 
 def _says_nothing(path: Path) -> bool:

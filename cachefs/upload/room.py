@@ -55,7 +55,7 @@ class Cache(Protocol):
     async def recast(self, old: ObjectId, new: ObjectId) -> bool:
         """The origin shows `old` as `new` now."""
 
-    async def make_room(self, wanted: int) -> bool:
+    async def evict_to_hold(self, wanted: int) -> bool:
         """Evict so that the disk gets freer."""
 
 
@@ -94,7 +94,7 @@ class StagingRoom:
     async def admit(self, dirty_file: DirtyFile, count: int) -> None:
         """Return when `count` bytes may be written. Raises `NoRoom`."""
         while self._is_ahead(dirty_file):
-            await dirty_file.sender.landed()
+            await dirty_file.sender.part_ended()
         if self.free_bytes() < count and not await self.more(dirty_file, count):
             kept = self._keep_free - self._keep_free // LEFT_TO_OTHERS
             if self.free_bytes() + kept < count:
@@ -102,14 +102,14 @@ class StagingRoom:
 
     async def relieve(self) -> None:
         """A passthrough writer, which does not ask for room, is writing: evict, and upload what waits."""
-        if self.free_bytes() < 0 and not await self._cache.make_room(0):
+        if self.free_bytes() < 0 and not await self._cache.evict_to_hold(0):
             self._hopeful(None)
 
     async def more(self, dirty_file: DirtyFile, count: int) -> bool:
         """Have the cache make room, then wait for uploads. Whether there is room now."""
         since = trio.current_time()
         while True:
-            gives_way = await self._cache.make_room(count)
+            gives_way = await self._cache.evict_to_hold(count)
             if self.free_bytes() >= count:
                 return True
             now = trio.current_time()

@@ -131,7 +131,7 @@ class Parts:
 
     @property
     def waiting_bytes(self) -> int:
-        """What is ready and has not landed."""
+        """What is ready, and not at the origin yet."""
         return max(0, self._frontier - self._cut(self._next - 1)) + self._bytes_under_way
 
     @property
@@ -147,11 +147,11 @@ class Parts:
         if piece.number == self._next:
             self._next += 1
 
-    def ended(self, piece: Piece, *, landed: bool) -> None:
+    def ended(self, piece: Piece, *, stored: bool) -> None:
         """It is under way no more. What was written meanwhile makes it stale."""
         del self.under_way[piece.number]
         self._bytes_under_way -= piece.stop - piece.start
-        if landed:
+        if stored:
             self._sent[piece.number] = piece
 
     def is_current(self, piece: Piece) -> bool:
@@ -159,7 +159,7 @@ class Parts:
         return piece == self._piece(piece.number)
 
     def forget(self) -> None:
-        """The origin has nothing of it: the upload is completed, or gone. What is under way lands nowhere."""
+        """The origin has nothing of it: the upload is completed, or gone. What is under way counts for nothing."""
         self._sent.clear()
         self._next = 1
 
@@ -219,7 +219,7 @@ class Sender:
         self._beginning = trio.Lock()
         self._early: dict[int, trio.CancelScope] = {}
         self._tickets: set[Ticket] = set()
-        self._landing = trio.lowlevel.ParkingLot()
+        self._part_ended = trio.lowlevel.ParkingLot()
 
     # While the file is written.
 
@@ -237,7 +237,7 @@ class Sender:
             with scope:
                 await self._send(piece)
         except Exception as exc:
-            # Else the file was cut, or rewritten under it; and a commit sends by itself what did not land.
+            # Else the file was cut, or rewritten under it; and a commit sends by itself what is missing.
             if self.parts.is_current(piece) and not self._quiet:
                 self.failed = expected(exc)
                 bug = None if isinstance(exc, CachefsError) else exc
@@ -246,17 +246,17 @@ class Sender:
             del self._early[piece.number]  # before the tasks that its end has woken go on
             self.push(nursery)
 
-    async def landed(self) -> None:
+    async def part_ended(self) -> None:
         """Return when the next part has ended, one way or the other."""
-        await self._landing.park()
+        await self._part_ended.park()
 
     async def break_off(self) -> None:
-        """Nothing is under way afterwards, nor sent early any more. Parts that have landed stay."""
+        """Nothing is under way afterwards, nor sent early any more. Parts that the origin has stay."""
         self._quiet = True
         for scope in self._early.values():
             scope.cancel()
         while self._early:
-            await self._landing.park()
+            await self._part_ended.park()
 
     def resume(self, upload: Upload) -> None:
         """Go on with what an earlier run has begun. Parts that hold what the file holds are not sent again."""
@@ -332,7 +332,7 @@ class Sender:
             if missing:
                 await each(self._send_begun, missing, AT_ONCE)
             elif parts.under_way:
-                await self._landing.park()
+                await self._part_ended.park()
             else:
                 break
         upload = self.upload
@@ -352,19 +352,19 @@ class Sender:
 
     async def _send(self, piece: Piece) -> None:
         """`piece` is under way, and is no more afterwards."""
-        upload, landed = None, False
+        upload, stored = None, False
         try:
             upload = await self._open_upload()
             with self._ticket() as ticket, self._what.file.used():
-                await self._what.file.land()
+                await self._what.file.spill()
                 fd, length = self._what.file.fd, piece.stop - piece.start
                 found = self._found.pop(piece.number, None) if self._found else None
                 if found is None or not await trio.to_thread.run_sync(same, found, fd, piece.start, length):
                     await upload.part(piece.number, fd, piece.start, length, ticket=ticket)
-            landed = upload is self.upload
+            stored = upload is self.upload
         finally:
-            self.parts.ended(piece, landed=landed)
-            self._landing.unpark_all()
+            self.parts.ended(piece, stored=stored)
+            self._part_ended.unpark_all()
 
     async def _open_upload(self) -> Upload:
         async with self._beginning:

@@ -5,8 +5,8 @@ long as it is in use; thousands may wait for their upload with none open.
 
 A small one may lie in memory as long as no caller was promised that it is on the disk: written, sent and closed, it has cost
 no thread a turn. So may the end of a larger one that is written in small pieces: they cost a thread one turn together. What
-lies in memory *lands* on the disk when it grows, when it is to survive this process, and when it is sent in parts or given
-to the cache."""
+lies in memory is *spilled* on the disk when it grows, when it is to survive this process, and when it is sent in parts or
+given to the cache."""
 
 from __future__ import annotations
 
@@ -186,9 +186,9 @@ class StagingFile:
         self._users = 0
         self._made = not new  # there is a file
         self._start = 0  # where the file on the disk ends, if there is more in memory
-        # What is from there on in memory, until it lands.
+        # What is from there on in memory, until it is spilled.
         self._held = disk.tail(name, 0) if new else None
-        self._landing = trio.Lock()
+        self._spilling = trio.Lock()
         self._removed = False
         self.spoiled = False
         self._changes = self._synced = 0  # on the disk, and how many of them a sync has covered
@@ -239,7 +239,7 @@ class StagingFile:
 
     @property
     def fd(self) -> int:
-        """The descriptor, for a user of one that has landed."""
+        """The descriptor, for a user of one that was spilled."""
         assert self._made
         return self._fd
 
@@ -263,12 +263,12 @@ class StagingFile:
         data = self.read_now(0, size) if size <= HELD else None
         if data is not None:
             return InMemory(bytes(data))
-        await self.land()
+        await self.spill()
         return FileRange(self._fd)
 
-    async def land(self, *, shared: bool = False) -> None:
+    async def spill(self, *, shared: bool = False) -> None:
         """Have all of it in a file. The caller is a user. `shared`: a file that is made is left as `shared` leaves it."""
-        async with taken(self._landing):
+        async with taken(self._spilling):
             if self._held is None and self._made:
                 return
             data = bytes(self._held or b"")
@@ -276,7 +276,7 @@ class StagingFile:
             with self._translated():
                 if self._made:
                     with self._written_to() as fd:
-                        await self._disk.run(lambda: self._land(fd, data))
+                        await self._disk.run(lambda: self._spill_to(fd, data))
                 else:
                     self._fd = await self._disk.make(self.path, data, shared=shared)
                     self._writes = not shared
@@ -286,24 +286,24 @@ class StagingFile:
                 if self._removed and not self._disk.outlives:  # meanwhile, or before
                     self._unlink()
 
-    async def lands(self, *, shared: bool = False) -> bool:
-        """Move what lies in memory to the disk (see `land`); the caller is a user. False when the disk does not answer
+    async def try_spill(self, *, shared: bool = False) -> bool:
+        """Move what lies in memory to the disk (see `spill`); the caller is a user. False when the disk does not answer
         within `HANGS_AFTER_S`: the move goes on. Raises `NoRoom`, `CacheUnusable`."""
         if self._held is None or self._disk.hangs:
             return self._held is None
-        landed = Outcome[None]()
+        spilled = Outcome[None]()
 
-        async def land() -> None:
+        async def spill() -> None:
             try:
                 with self.used():
-                    await self.land(shared=shared)
+                    await self.spill(shared=shared)
             except Exception as exc:
-                landed.failure = exc
-            landed.end()
+                spilled.failure = exc
+            spilled.end()
 
-        trio.lowlevel.spawn_system_task(land)
+        trio.lowlevel.spawn_system_task(spill)
         with trio.move_on_after(HANGS_AFTER_S):
-            await landed.wait()
+            await spilled.wait()
         return self._held is None
 
     def _unlink(self) -> None:
@@ -316,9 +316,10 @@ class StagingFile:
         self._held = None
 
     def _keep(self, size: int) -> bytearray | Tail | None:
-        """What is in memory, of a file that is to have `size` bytes, now accounted for; None: it has to land, or has."""
+        """What is in memory, of a file that is to have `size` bytes, now accounted for; None: it has to be spilled, or
+        was."""
         held, size = self._held, size - self._start
-        if held is None or not 0 <= size <= HELD or self._landing.locked():
+        if held is None or not 0 <= size <= HELD or self._spilling.locked():
             return None
         more = size - len(held)
         if more > self._disk.memory_left:
@@ -359,7 +360,7 @@ class StagingFile:
         """All of it is in a file, which others write from now on. Returns what that is like until one does; None when the
         disk does not answer within `HANGS_AFTER_S`. A file that is made for this costs one turn of a thread."""
         made = self._made
-        if not await self.lands(shared=True):
+        if not await self.try_spill(shared=True):
             return None
         if made or self._writes:
             return await self._disk.run(self.shared)
@@ -432,7 +433,7 @@ class StagingFile:
             return self._in_memory(offset, size)
         end = b""
         if self._held is not None and offset + size > self._start:
-            # It does not land first: a full disk keeps no reader from it.
+            # It is not spilled first: a full disk keeps no reader from it.
             end = self._in_memory(self._start, offset + size - self._start)
             size = self._start - offset
         with self.used(), self._translated():
@@ -451,7 +452,7 @@ class StagingFile:
             return
         if appends and len(data) <= SMALL and self._disk.memory_left >= HELD:
             with self.used():
-                await self.land()
+                await self.spill()
             if self._held is None:
                 self._start, self._held = offset, self._disk.tail(self.path.name, offset)
                 if self.write_now(offset, data):
@@ -470,9 +471,9 @@ class StagingFile:
 
     async def truncate(self, size: int) -> None:
         if self._made and size <= self._start:
-            async with self._landing:  # meanwhile nothing is written in memory
+            async with self._spilling:  # meanwhile nothing is written in memory
                 # What is cut off needs no room on the disk first. It is dropped once it is cut: that may fail.
-                await self._on_disk(lambda fd: os.ftruncate(fd, size), lands=False)
+                await self._on_disk(lambda fd: os.ftruncate(fd, size), spills=False)
                 self._let_go()
         elif (held := self._keep(size)) is not None:
             size -= self._start
@@ -495,7 +496,7 @@ class StagingFile:
         """The bytes are on the disk. Its name may not be: `sync_names`."""
         self.check()
         with self.used(), self._translated():
-            await self.land()
+            await self.spill()
             if self._cut_at is not None:
                 with self._written_to() as fd:
                     await self._disk.run(lambda: self._cut_off(fd))
@@ -512,7 +513,7 @@ class StagingFile:
         self.check()
         with self.used(), self._translated():
             data = self.read_now(0, size)
-            await self.land()
+            await self.spill()
             return None if data is None or self._cut_at is not None else bytes(data)
 
     async def restore(self, data: bytes) -> None:
@@ -539,18 +540,18 @@ class StagingFile:
     async def copy_to(self, other: StagingFile, size: int) -> None:
         """The first `size` bytes, without their coming through here."""
         with self.used(), other.used(), self._translated():
-            await self.land()
-            await other.land()
+            await self.spill()
+            await other.spill()
             await self._disk.run(partial(_copy, self._fd, other._fd, size))
 
-    async def _on_disk(self, change: Callable[[int], object], *, lands: bool = True) -> None:
+    async def _on_disk(self, change: Callable[[int], object], *, spills: bool = True) -> None:
         def changed(fd: int) -> None:
             self._cut_off(fd)
             change(fd)
 
         with self.used(), self._translated():
-            if lands:
-                await self.land()
+            if spills:
+                await self.spill()
             self._changes += 1
             with self._written_to() as fd:
                 await self._disk.run(lambda: changed(fd))
@@ -566,7 +567,7 @@ class StagingFile:
                 self._cut_off(fd)
             raise
 
-    def _land(self, fd: int, data: bytes) -> None:
+    def _spill_to(self, fd: int, data: bytes) -> None:
         self._cut_off(fd)
         self._grow(fd, lambda: _write(fd, self._start, data))
 
@@ -718,7 +719,7 @@ def _written_file(path: Path, data: bytes, *, shared: bool = False) -> int:
     return fd
 
 
-def land_tail(directory: Path, tail: Tail, mtime_ns: int) -> None:
+def spill_tail(directory: Path, tail: Tail, mtime_ns: int) -> None:
     """Bring to the disk what a daemon that has died had in memory of a file. Blocking. Raises OSError; FileNotFoundError if
     the file was removed from outside."""
     path = directory / tail.name

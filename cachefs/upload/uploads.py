@@ -47,7 +47,7 @@ from cachefs.upload.staging import (
     StagingDisk,
     StagingFile,
     begin,
-    land_tail,
+    spill_tail,
     touch,
 )
 
@@ -198,7 +198,7 @@ class Uploads:
         try:
             if not dirty_file.file.ends_in_memory:  # too many do
                 with dirty_file.file.used():
-                    await dirty_file.file.land()
+                    await dirty_file.file.spill()
             if base is not None and count:
                 with dirty_file.file.used():
                     await self._fill(dirty_file, base, count)
@@ -458,9 +458,9 @@ class Uploads:
         lost = dict[str, str]()
         for tail in self._disk.shared.tails.found():
             if tail.name in files:  # else it is not needed, and no row would name its file
-                land = partial(land_tail, self._disk.directory, tail, files[tail.name])
+                spill = partial(spill_tail, self._disk.directory, tail, files[tail.name])
                 try:
-                    await trio.to_thread.run_sync(land)
+                    await trio.to_thread.run_sync(spill)
                 except OSError as exc:
                     lost[tail.name] = str(exc)
             tail.release()

@@ -57,7 +57,7 @@ step = st.one_of(
     st.tuples(
         st.just("fail"), st.integers(0, 3), st.integers(1, 3), st.sampled_from([0, 10, BLOCK, 3 * BLOCK])
     ),
-    st.tuples(st.just("bring"), keys, st.booleans(), st.sampled_from([None, 0.0005])),
+    st.tuples(st.just("prefetch"), keys, st.booleans(), st.sampled_from([None, 0.0005])),
     st.tuples(st.just("objects vanish")),
     st.tuples(
         st.just("stop"), st.sampled_from(["clean", "killed"]), st.sampled_from(["", "flip", "cut", "lose"])
@@ -214,13 +214,13 @@ class Run:
         with trio.move_on_after(0.0005):
             await self.read(lab, key, where, size)
 
-    async def bring(self, lab: Lab, key: int, ahead: bool, for_s: float | None) -> None:
+    async def prefetch(self, lab: Lab, key: int, ahead: bool, for_s: float | None) -> None:
         """What it brings, the reads judge."""
         object_id = self.world.now[key]
         troubled = self.world.origin.doomed + sum(f.times for f in self.world.origin.failures) > 0
         with trio.move_on_after(math.inf if for_s is None else for_s):
             try:
-                brought = await lab.fetcher.bring(self.world.origin, object_id, ahead=ahead)  # type: ignore[arg-type]
+                brought = await lab.fetcher.prefetch(self.world.origin, object_id, ahead=ahead)  # type: ignore[arg-type]
             except NoRoom:
                 pass
             except CachefsError:

@@ -213,7 +213,7 @@ def test_a_stream_from_the_start_comes_whole_as_far_as_the_budget_allows(budget:
         ask(policy.observe(1, offset, MIB))
         for _ in range(4):  # the store is faster than the reader
             policy.under_way = max(0, policy.under_way - 8)
-            ask(policy.landed())
+            ask(policy.committed())
         ahead = named[-1] - offset // MIB if named else 0
         furthest = max(furthest, ahead)
         assert shared.used == max(0, ahead)
@@ -232,7 +232,7 @@ def test_a_stream_that_began_elsewhere_stays_within_its_window() -> None:
     for offset in range(100 * MIB, 1 << 30, MIB):
         wanted = policy.observe(1, offset, MIB)
         assert not wanted or wanted.stop <= offset // MIB + 1 + 64
-        assert not policy.landed()
+        assert not policy.committed()
 
 
 def test_full_windows_move_on_in_parts() -> None:
@@ -383,7 +383,7 @@ def test_whatever_is_read_the_budget_is_kept_and_given_back(
         offset = follow if goes_on else offset
         length = min(length, 100 * MIB - offset)
         follow = min(offset + length, 100 * MIB - 1)
-        for wanted in (policy.observe(pid, offset, length), policy.landed()):
+        for wanted in (policy.observe(pid, offset, length), policy.committed()):
             assert wanted.stop <= 100
             assert len(wanted) <= max(window, 50)
         assert 0 <= shared.used <= max(50, window) * min(STREAMS, len(reads))
@@ -392,8 +392,8 @@ def test_whatever_is_read_the_budget_is_kept_and_given_back(
 
 
 class Awaited(ScriptedOrigin):
-    """Sees how many bytes are asked for and have not landed, which is less than what its requests have left to send: a
-    reader goes on as bytes land, a request ends when its thread has said so."""
+    """Sees how many bytes are asked for and are not written, which is less than what its requests have left to send: a
+    reader goes on as bytes are written, a request ends when its thread has said so."""
 
     most_bytes = 0
 
@@ -403,7 +403,7 @@ class Awaited(ScriptedOrigin):
 
     async def read(self, key: str, etag: str, start: int, stop: int, sink: Any, **how: Any) -> None:
         self._under_way.append(mine := (stop, sink))
-        self.most_bytes = max(self.most_bytes, sum(stop - sink.landed for stop, sink in self._under_way))
+        self.most_bytes = max(self.most_bytes, sum(stop - sink.written for stop, sink in self._under_way))
         try:
             await super().read(key, etag, start, stop, sink, **how)
         finally:

@@ -192,7 +192,7 @@ class Bytes:
     passthrough = False
     in_flight_fetches = 0
 
-    def arrives(self, obj: ObjectId) -> bool:
+    def soon_cached(self, obj: ObjectId) -> bool:
         return False
 
     def __init__(self, bucket: Bucket | None = None) -> None:

@@ -155,7 +155,7 @@ class Cache:
         await trio.sleep(self.chance.pause_s())
         return False
 
-    async def make_room(self, wanted: int) -> bool:
+    async def evict_to_hold(self, wanted: int) -> bool:
         return False
 
 

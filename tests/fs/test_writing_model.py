@@ -49,7 +49,7 @@ class NoCache:
     async def recast(self, old: ObjectId, new: ObjectId) -> bool:
         return False
 
-    async def make_room(self, wanted: int) -> bool:
+    async def evict_to_hold(self, wanted: int) -> bool:
         return False
 
 

@@ -55,7 +55,7 @@ STEPS: list[tuple[Any, str]] = [
     (shared_memory.FileRecords, "drop"),
     (shared_memory.FileRecords, "_forget"),
     (shared_memory.Tail, "release"),
-    (StagingFile, "land"),
+    (StagingFile, "spill"),
     (daemon.Uploading, "recover"),
     (daemon.FileSystem, "recover"),
     (daemon.FileSystem, "follow"),

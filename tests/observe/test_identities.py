@@ -29,7 +29,7 @@ step = st.one_of(
     read,
     read,
     read,
-    st.tuples(st.just("bring"), st.integers(0, 4)),
+    st.tuples(st.just("prefetch"), st.integers(0, 4)),
     st.tuples(st.just("overwrite"), st.integers(0, 4)),
     st.tuples(st.just("damage")),
     st.tuples(st.just("fail"), st.sampled_from([0, 10, BLOCK + 1])),
@@ -70,8 +70,8 @@ class Doing:
         got = await self.lab.read(version, offset, size, pid=os.getpid())
         self.asked += len(blocks_covering(offset, len(got), BLOCK))
 
-    async def bring(self, key: int) -> None:
-        await self.lab.fetcher.bring(self.lab.origin, self.versions[key])  # type: ignore[arg-type]
+    async def prefetch(self, key: int) -> None:
+        await self.lab.fetcher.prefetch(self.lab.origin, self.versions[key])  # type: ignore[arg-type]
 
     async def overwrite(self, key: int) -> None:
         self.versions[key] = self.put(key)
@@ -93,7 +93,7 @@ class Doing:
 
     async def cancel(self, key: int) -> None:
         with trio.move_on_after(0):
-            await self.bring(key)
+            await self.prefetch(key)
 
 
 @pytest.mark.parametrize("cache", [{"ssd": 4 * EXTENT}, {"ssd": 3 * EXTENT, "ram": EXTENT}, {"ssd": 0}])

@@ -94,7 +94,7 @@ def test_faults_that_pass(
             object_id = await it.object()
             store.store.fault(action, **arguments)
             brought: list[tuple[int, CachefsError | None]] = []
-            assert not it.fetcher.bring_small(it.origin, [(object_id, lambda *told: brought.append(told))])
+            assert not it.fetcher.prefetch_small(it.origin, [(object_id, lambda *told: brought.append(told))])
             assert len(it.fetcher._without_task) == 1
             assert await it.read(object_id) == BODY
             await until(lambda: bool(brought), 30)
@@ -130,7 +130,7 @@ def test_a_small_file_costs_the_trio_thread_few_calls(store: Lab, cache_dir: Pat
             try:
                 group = [(object_id, lambda *told: brought.append(told)) for object_id in objects]
                 for at in range(0, files, AT_ONCE):
-                    assert not it.fetcher.bring_small(it.origin, group[at : at + AT_ONCE])
+                    assert not it.fetcher.prefetch_small(it.origin, group[at : at + AT_ONCE])
                 await until(lambda: len(brought) == files, 30)
             finally:
                 sys.setprofile(None)
@@ -172,11 +172,11 @@ def test_what_has_come_is_no_circle_of_objects(store: Lab, cache_dir: Path) -> N
             gc.collect()
             gc.disable()
             try:
-                assert not it.fetcher.bring_small(
+                assert not it.fetcher.prefetch_small(
                     it.origin, [(object_id, lambda *told: brought.append(told))]
                 )
                 (fetch,) = it.fetcher._without_task
-                left = weakref.ref(fetch), weakref.ref(fetch.fill)
+                left = weakref.ref(fetch), weakref.ref(fetch.cache_write)
                 del fetch
                 await until(lambda: bool(brought), 30)
                 await until(lambda: not any(reference() for reference in left), 5)
@@ -277,7 +277,7 @@ def test_the_end_of_the_mount_ends_them(store: Lab, cache_dir: Path) -> None:
             object_id = await it.object()
             store.store.fault("hang", count=1)
             brought: list[tuple[int, CachefsError | None]] = []
-            assert not it.fetcher.bring_small(it.origin, [(object_id, lambda *told: brought.append(told))])
+            assert not it.fetcher.prefetch_small(it.origin, [(object_id, lambda *told: brought.append(told))])
             await until(lambda: it.origin._attempts.gate.in_flight == 1, 5)
             await trio.sleep(0.05)
         it.over()
@@ -292,7 +292,7 @@ def test_a_caller_that_gives_up_ends_its_transfer(store: Lab, cache_dir: Path) -
             object_id = await it.object()
             store.store.fault("hang", count=1)
             with trio.move_on_after(0.3):
-                await it.fetcher.bring(it.origin, object_id)
+                await it.fetcher.prefetch(it.origin, object_id)
             await until(lambda: not it.fetcher.in_flight_fetches, 5)
             it.over()
             assert it.metrics.origin_errors == it.metrics.origin_retries == 0
@@ -305,7 +305,7 @@ def test_a_reader_makes_it_demand(store: Lab, cache_dir: Path) -> None:
         async with reading(store, cache_dir, stall_s=20.0) as it:
             object_id, gate = await it.object(), it.origin._attempts.gate
             store.store.fault("hang", count=1)
-            assert not it.fetcher.bring_small(it.origin, [(object_id, lambda *_: None)])
+            assert not it.fetcher.prefetch_small(it.origin, [(object_id, lambda *_: None)])
             assert gate.background_in_flight == 1
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(it.read, object_id)
@@ -325,7 +325,7 @@ def test_a_short_deadline_and_a_limit_take_a_task(store: Lab, cache_dir: Path) -
         for options in ({"deadline_s": 0.2}, {"download_limit": 100 * MIB}):
             remove_ram(cache_dir)
             async with reading(store, cache_dir, **options) as it:
-                assert not it.fetcher.bring_small(it.origin, [(object_id, lambda *_: None)])
+                assert not it.fetcher.prefetch_small(it.origin, [(object_id, lambda *_: None)])
                 assert not it.fetcher._without_task
                 await until(lambda: not it.fetcher.in_flight_fetches, 30)
                 it.over()

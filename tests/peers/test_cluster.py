@@ -86,14 +86,14 @@ async def test_what_is_fetched_ahead_of_another_nodes_comes_an_extent_a_reply(ca
         here, there = cluster
         size = EXTENT - 5
         object_id = cluster.put_owned_by(there, "k", content(1, size))
-        assert await here.fetcher.bring(cluster.origin, object_id) == size  # type: ignore[arg-type]
+        assert await here.fetcher.prefetch(cluster.origin, object_id) == size  # type: ignore[arg-type]
         assert here.metrics.peer_requests == 1
         parts = sorted((get.start, get.stop) for get in cluster.origin.gets)
         assert parts == [(at, min(size, at + 4 * BLOCK)) for at in range(0, EXTENT, 4 * BLOCK)]
         assert all(get.ticket is not None and not get.ticket.background for get in cluster.origin.gets)
         own = cluster.put_owned_by(here, "own", content(2, size))
         cluster.origin.gets.clear()
-        assert await here.fetcher.bring(cluster.origin, own) == size  # type: ignore[arg-type]
+        assert await here.fetcher.prefetch(cluster.origin, own) == size  # type: ignore[arg-type]
         assert len(cluster.origin.gets) == 4 and here.metrics.peer_requests == 1
         cluster.check_accounts()
 
@@ -130,7 +130,7 @@ async def test_bytes_of_an_owner_that_dies_within_a_reply_are_not_fetched_twice(
                 lambda: (
                     next(
                         iter(reader.fetcher.transfers.of(reader.store.object(object_id)).values())
-                    ).fill.landed
+                    ).cache_write.written
                     == 5 * BLOCK
                 ),
                 5,
@@ -538,13 +538,13 @@ async def test_remote_owned_blocks_that_find_no_room_pass_through_memory(cache_d
         catalog = here.store.catalog
         assert not any(catalog.copies(here.store.object(object_id), 1) for object_id in other)
         assert all(here.fetcher.whole(object_id) for object_id in own)
-        assert not await here.fetcher.bring(cluster.origin, own[0])  # type: ignore[arg-type]
+        assert not await here.fetcher.prefetch(cluster.origin, own[0])  # type: ignore[arg-type]
         for object_id in own:
             for copy in catalog.copies(here.store.object(object_id), 0):
                 copy.pins += 1
         more = [cluster.put_owned_by(there, f"more{n}-", content(n, 3 * BLOCK)) for n in range(1)]
         with pytest.raises(errors.NoRoom):
-            await here.fetcher.bring(cluster.origin, more[0])  # type: ignore[arg-type]
+            await here.fetcher.prefetch(cluster.origin, more[0])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

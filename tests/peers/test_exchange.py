@@ -364,7 +364,7 @@ async def test_nobody_there() -> None:
     for where in (address, Address("no such name.invalid", 1)):
         for ask in (
             partial(client.read, where, wanted, Kept(), deadline_s=5),
-            partial(client.bring, where, wanted),
+            partial(client.prefetch, where, wanted),
             partial(client.have, where, wanted),
         ):
             with pytest.raises(PeerFailed) as caught:

@@ -135,11 +135,11 @@ async def test_bringing_is_answered_when_all_blocks_are_there_and_sends_none() -
     async with serving(plan_store) as (address, stats), trio.open_nursery() as nursery:
         done = trio.Event()
 
-        async def bring() -> None:
-            await client.bring(address, asking(version), deadline_s=0.5)
+        async def prefetch() -> None:
+            await client.prefetch(address, asking(version), deadline_s=0.5)
             done.set()
 
-        nursery.start_soon(bring)
+        nursery.start_soon(prefetch)
         await trio.sleep(10)
         assert not done.is_set()
         plan_store.more.set()

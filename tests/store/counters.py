@@ -44,7 +44,9 @@ def loaded(store: Store) -> list[Copy]:
 def check_at_rest(store: Store) -> None:
     """No transfer, move or read is under way, whatever is still open."""
     for obj in store.catalog._objects.values():
-        assert not any(copy.arriving for copy in obj.copies.values() if copy), f"{obj.id.key}: blocks arrive"
+        assert not any(copy.in_progress for copy in obj.copies.values() if copy), (
+            f"{obj.id.key}: blocks arrive"
+        )
         for (tier, extent), copy in obj.copies.items():
             assert copy is None or (copy.tier, copy.extent) == (tier, extent)
             assert copy is None or not copy.verified & ~copy.bitmap, f"{obj.id.key}: verified, but not there"

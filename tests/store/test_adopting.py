@@ -325,10 +325,10 @@ async def test_parts_that_were_cached_are_superseded(cache_dir: Path, tier: str)
         object_id = lab.origin.put("k", data)
         obj = lab.store.object(object_id)
         if tier == "remote_owned":
-            fill = lab.store.begin_fill(obj, 16, 18, remote_owned=True)
-            assert fill is not None
-            fill.write(data[EXTENT : EXTENT + 2 * BLOCK])
-            lab.store.end_fill(obj, fill)
+            cache_write = lab.store.begin_write(obj, 16, 18, remote_owned=True)
+            assert cache_write is not None
+            cache_write.write(data[EXTENT : EXTENT + 2 * BLOCK])
+            lab.store.end_write(obj, cache_write)
         else:
             await lab.read(object_id, BLOCK, 3 * BLOCK)
             await lab.read(object_id, EXTENT + BLOCK, BLOCK)
@@ -531,10 +531,10 @@ async def test_room_is_made_for_what_is_written(
         for i in range(6):
             await lab.read(lab.origin.put(f"k{i}", content(i, EXTENT)))
             await lab.quiet()
-        assert await lab.store.make_room(wanted) == (goes < 6)
+        assert await lab.store.evict_to_hold(wanted) == (goes < 6)
         assert lab.metrics.evicted_blocks == 16 * goes
         assert disk.free - 2 * EXTENT == goes * EXTENT
-        assert await lab.store.make_room(wanted) == (goes < 6)
+        assert await lab.store.evict_to_hold(wanted) == (goes < 6)
         assert lab.metrics.evicted_blocks == 16 * goes, "there was room by now"
         lab.check_accounts()
 
@@ -549,7 +549,7 @@ async def test_more_room_than_asked_for_is_not_made_where_bytes_are_freed_later(
             await lab.quiet()
         frozen = SimpleNamespace(f_bavail=2 * EXTENT, f_frsize=1, f_files=0)
         monkeypatch.setattr(os, "statvfs", lambda _: frozen)
-        assert await lab.store.make_room(2 * EXTENT)
+        assert await lab.store.evict_to_hold(2 * EXTENT)
         assert lab.metrics.evicted_blocks == 32
 
 
@@ -570,7 +570,7 @@ async def test_the_daemon_goes_on_while_much_room_is_made(
         monkeypatch.setattr(adopting, "VICTIMS_AT_ONCE", 2)
         with monkeypatch.context() as patched:
             patched.setattr(trio.lowlevel, "checkpoint", noted)
-            assert await lab.store.make_room(5 * EXTENT)
+            assert await lab.store.evict_to_hold(5 * EXTENT)
         assert went == [2, 4]
 
 
@@ -579,7 +579,7 @@ async def test_without_a_disk_there_is_no_room_to_make(cache_dir: Path) -> None:
     async with running(cache_dir, ssd=0, ram=8 * MIB) as lab:
         await lab.read(lab.origin.put("k", content(1, EXTENT)))
         await lab.quiet()
-        assert not await lab.store.make_room(1)
+        assert not await lab.store.evict_to_hold(1)
         assert not await adopt(lab, lab.origin.put("new", b"x"))
         assert lab.metrics.evicted_blocks == 0
 

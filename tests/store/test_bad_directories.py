@@ -351,7 +351,7 @@ async def test_read_errors_on_a_tier_cost_a_refetch_and_never_reach_a_reader(
 async def test_a_read_error_while_the_object_is_still_coming_makes_no_hole(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The blocks that had landed are dropped and punched; a reader who joins the transfer must not be given the hole."""
+    """The blocks that were written are dropped and punched; a reader who joins the transfer must not be given the hole."""
     async with running(cache_dir, ram=8 * MIB, ssd=0) as lab:
         data = content(1, 8 * BLOCK)
         object_id = lab.origin.put("k", data)

@@ -117,7 +117,7 @@ async def test_what_was_brought_can_be_passthrough_after_it_was_forgotten(
     async with running(cache_dir) as lab:
         ids = put(lab, 200)
         for object_id in ids:
-            await lab.fetcher.bring(lab.origin, object_id)  # type: ignore[arg-type]
+            await lab.fetcher.prefetch(lab.origin, object_id)  # type: ignore[arg-type]
             await lab.store.flush()
         assert len(lab.store.catalog._objects) <= 64
         assert passthrough_ready(lab, ids) == 200

@@ -40,10 +40,10 @@ class World:
             case 0 | 1 | 2:
                 block = rng.randrange(blocks)
                 if block not in here:
-                    fill = store.begin_fill(obj, block, block + 1)
-                    assert fill is not None
-                    fill.write(bytes(fill.stop - fill.start))
-                    store.end_fill(obj, fill)
+                    cache_write = store.begin_write(obj, block, block + 1)
+                    assert cache_write is not None
+                    cache_write.write(bytes(cache_write.stop - cache_write.start))
+                    store.end_write(obj, cache_write)
                     here.add(block)
             case 3:
                 if object_id not in self.pinned:
@@ -154,10 +154,10 @@ async def test_what_is_in_use_or_not_written_is_not_forgotten(
         rows = lab.store.catalog
         ids = world.ids[:6]
         for object_id in ids:
-            fill = lab.store.begin_fill(lab.store.object(object_id), 0, 1)
-            assert fill is not None
-            fill.write(bytes(fill.stop - fill.start))
-            lab.store.end_fill(lab.store.object(object_id), fill)
+            cache_write = lab.store.begin_write(lab.store.object(object_id), 0, 1)
+            assert cache_write is not None
+            cache_write.write(bytes(cache_write.stop - cache_write.start))
+            lab.store.end_write(lab.store.object(object_id), cache_write)
         await lab.store.flush()
         used, changed = rows.object(ids[0]), rows.object(ids[1])
         used.hold()
@@ -185,10 +185,10 @@ async def test_memory_is_bounded(cache_dir: Path, monkeypatch: pytest.MonkeyPatc
             for number, object_id in enumerate(ids):
                 obj = rows.object(object_id)
                 if not lab.store.has(obj, 0):
-                    fill = lab.store.begin_fill(obj, 0, 1)
-                    assert fill is not None
-                    fill.write(bytes(BLOCK))
-                    lab.store.end_fill(obj, fill)
+                    cache_write = lab.store.begin_write(obj, 0, 1)
+                    assert cache_write is not None
+                    cache_write.write(bytes(BLOCK))
+                    lab.store.end_write(obj, cache_write)
                     obj.rest()
                     await lab.store.flush()
                 most = max(most, len(rows._objects))

@@ -53,7 +53,7 @@ async def test_a_version_of_more_than_255_extents(cache_dir: Path) -> None:
     data = content(1, size)
     object_id = origin.put("large", data)
     async with running(cache_dir, origin, ssd=64 * MIB, block=SMALL) as lab:
-        await lab.fetcher.bring(origin, object_id)  # type: ignore[arg-type]
+        await lab.fetcher.prefetch(origin, object_id)  # type: ignore[arg-type]
         await settled(lab)
         assert lab.store.cached_bytes(object_id) == size and lab.fetcher.whole(object_id)
         for extent in (0, 63, 64, 254, 255, 256, 298):
@@ -90,7 +90,7 @@ async def test_a_cache_that_is_used_in_every_way(cache_dir: Path, ram: int, ssd:
                 case 0 | 1 | 2:
                     await lab.read(object_id)
                 case 3:
-                    await lab.fetcher.bring(lab.origin, object_id, 0, BLOCK, ahead=False)  # type: ignore[arg-type]
+                    await lab.fetcher.prefetch(lab.origin, object_id, 0, BLOCK, ahead=False)  # type: ignore[arg-type]
                 case 4:
                     borrow(lab, object_id, 0)
                 case 5:
@@ -105,19 +105,19 @@ async def test_a_cache_that_is_used_in_every_way(cache_dir: Path, ram: int, ssd:
                 lab.check_accounts()
 
 
-def borrow(lab: Lab, object_id: Any, block: int, *, land: bool = True) -> bool:
+def borrow(lab: Lab, object_id: Any, block: int, *, whole: bool = True) -> bool:
     """A block that another node keeps comes here, or not wholly."""
     obj = lab.store.object(object_id)
     if lab.store.has(obj, block) or lab.fetcher.transfers.of(obj):
         return False
-    fill = lab.store.begin_fill(obj, block, block + 1, remote_owned=True)
-    if fill is None:
+    cache_write = lab.store.begin_write(obj, block, block + 1, remote_owned=True)
+    if cache_write is None:
         return False
     length = min(BLOCK, object_id.size - block * BLOCK)
-    fill.write(bytes(length if land else length // 2))
-    lab.store.end_fill(obj, fill)
+    cache_write.write(bytes(length if whole else length // 2))
+    lab.store.end_write(obj, cache_write)
     obj.rest()
-    return land
+    return whole
 
 
 # -- guards -------------------------------------------------------------------------------------------
@@ -128,23 +128,23 @@ async def test_no_two_fills_write_one_block(cache_dir: Path) -> None:
     async with running(cache_dir) as lab:
         object_id = lab.origin.put("k", content(1, 2 * EXTENT))
         obj = lab.store.object(object_id)
-        first = lab.store.begin_fill(obj, 2, 6)
+        first = lab.store.begin_write(obj, 2, 6)
         assert first is not None
         used = lab.used()
         for start, stop in ((0, 3), (2, 6), (3, 4), (5, 16)):
-            assert lab.store.begin_fill(obj, start, stop) is None
+            assert lab.store.begin_write(obj, start, stop) is None
         assert lab.used() == used, "what was refused has reserved nothing"
-        beside = [lab.store.begin_fill(obj, start, stop) for start, stop in ((0, 2), (6, 16), (18, 22))]
+        beside = [lab.store.begin_write(obj, start, stop) for start, stop in ((0, 2), (6, 16), (18, 22))]
         assert all(beside)
         first.write(content(1, 2 * EXTENT)[2 * BLOCK : 4 * BLOCK])
         lab.store.settle(obj, first)
-        assert lab.store.begin_fill(obj, 4, 6) is None, "still on its way"
-        for fill in (first, *beside):
-            assert fill is not None
-            lab.store.end_fill(obj, fill)
-        again = lab.store.begin_fill(obj, 4, 6)
+        assert lab.store.begin_write(obj, 4, 6) is None, "still on its way"
+        for cache_write in (first, *beside):
+            assert cache_write is not None
+            lab.store.end_write(obj, cache_write)
+        again = lab.store.begin_write(obj, 4, 6)
         assert again is not None, "it did not come, so it may come again"
-        lab.store.end_fill(obj, again)
+        lab.store.end_write(obj, again)
         obj.rest()
         await settled(lab)
         assert lab.used() == 2 * BLOCK
@@ -156,15 +156,15 @@ async def test_what_did_not_come_is_no_use(cache_dir: Path) -> None:
         obj = lab.store.object(lab.origin.put("k", content(1, 2 * BLOCK)))
         clock = lab.store.catalog.clock
         for some in (b"", bytes(BLOCK // 2)):
-            fill = lab.store.begin_fill(obj, 0, 2)
-            assert fill is not None and fill.wanted
-            fill.write(some)
-            lab.store.end_fill(obj, fill)
+            cache_write = lab.store.begin_write(obj, 0, 2)
+            assert cache_write is not None and cache_write.wanted
+            cache_write.write(some)
+            lab.store.end_write(obj, cache_write)
         assert lab.store.catalog.clock == clock and not lab.store.eviction_status()["datasets"]
-        fill = lab.store.begin_fill(obj, 0, 2)
-        assert fill is not None
-        fill.write(content(1, 2 * BLOCK)[: BLOCK + 1])
-        lab.store.end_fill(obj, fill)
+        cache_write = lab.store.begin_write(obj, 0, 2)
+        assert cache_write is not None
+        cache_write.write(content(1, 2 * BLOCK)[: BLOCK + 1])
+        lab.store.end_write(obj, cache_write)
         assert lab.store.catalog.clock > clock and len(lab.store.eviction_status()["datasets"]) == 1
         obj.rest()
 
@@ -215,17 +215,17 @@ async def test_what_is_remote_owned_becomes_ones_own_with_all_that_it_counts(cac
         object_id = lab.origin.put("k", content(1, EXTENT))
         obj = lab.store.object(object_id)
         assert tier.number == RAM and borrow(lab, object_id, 0)
-        assert not borrow(lab, object_id, 1, land=False)
+        assert not borrow(lab, object_id, 1, whole=False)
         assert tier.remote_owned_bytes == tier.used_bytes == BLOCK
-        coming = lab.store.begin_fill(obj, 2, 4, remote_owned=True)
+        coming = lab.store.begin_write(obj, 2, 4, remote_owned=True)
         assert coming is not None and tier.remote_owned_bytes == tier.used_bytes == 3 * BLOCK
         lab.store.evict(obj)  # its bytes stay as long as something comes into it
         assert tier.remote_owned_bytes == tier.used_bytes == 3 * BLOCK
-        own = lab.store.begin_fill(obj, 8, 9)
+        own = lab.store.begin_write(obj, 8, 9)
         assert own is not None
         assert (tier.remote_owned_bytes, tier.kept_bytes) == (0, 4 * BLOCK), "an extent is kept as a whole"
-        for fill in (coming, own):
-            lab.store.end_fill(obj, fill)
+        for cache_write in (coming, own):
+            lab.store.end_write(obj, cache_write)
         obj.rest()
         await settled(lab)
         assert (tier.remote_owned_bytes, tier.used_bytes) == (0, 0)
@@ -249,11 +249,11 @@ async def test_what_is_remote_owned_and_dropped_counts_no_more(cache_dir: Path, 
         obj = lab.store.object(object_id)
         for block in range(3):
             assert borrow(lab, object_id, block)
-        coming = lab.store.begin_fill(obj, 4, 5, remote_owned=True) if while_used else None
+        coming = lab.store.begin_write(obj, 4, 5, remote_owned=True) if while_used else None
         lab.store.evict(obj)
         assert tier.remote_owned_bytes == tier.used_bytes == (4 * BLOCK if while_used else 0)
         if coming is not None:
-            lab.store.end_fill(obj, coming)
+            lab.store.end_write(obj, coming)
         obj.rest()
         await settled(lab)
         assert tier.remote_owned_bytes == tier.used_bytes == 0
@@ -400,7 +400,7 @@ async def test_no_descriptor_and_no_thread_is_left(cache_dir: Path) -> None:
     async with running(cache_dir, ram=8 * BLOCK, ssd=64 * BLOCK, background=True) as lab:
         for number in range(40):
             object_id = lab.origin.put(f"k{number}", content(number, 2 * BLOCK))
-            await (lab.read(object_id) if number % 2 else lab.fetcher.bring(lab.origin, object_id))  # type: ignore[arg-type]
+            await (lab.read(object_id) if number % 2 else lab.fetcher.prefetch(lab.origin, object_id))  # type: ignore[arg-type]
         await lab.quiet()
         await settled(lab)
         assert not [name for tier in lab.store.tiers for name in open_files(tier.path / "objects")]
@@ -482,7 +482,7 @@ DAMAGES: dict[str, Callable[[Lab], None]] = {
     "pinned": _add(_tier, "pinned_bytes", 1),
     "remote_owned": _add(_tier, "remote_owned_bytes", -1),
     "loaded": _add(lambda lab: lab.store.catalog, "_loaded", 1),
-    "arriving": _add(_first, "arriving", 1),
+    "in_progress": _add(_first, "in_progress", 1),
     "forgotten": _add(_first, "forgotten", 1),
     "pins": _add(_first, "pins", 1),
     "a user": _user,

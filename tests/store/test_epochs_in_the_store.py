@@ -135,18 +135,20 @@ async def test_what_is_fetched_ahead_displaces_nothing_that_is_wanted(cache_dir:
         protected = [i for i in ids[20:32] if store.cached_bytes(i)]
         assert protected and len(kept) == 16
         began = 0
-        fills = []
-        while (fill := store.begin_fill(obj := store.object(ids[32 + began]), 0, 1, ahead=True)) is not None:
-            fill.write(b"y" * BLOCK)
-            store.end_fill(obj, fill)
+        cache_writes = []
+        while (
+            cache_write := store.begin_write(obj := store.object(ids[32 + began]), 0, 1, ahead=True)
+        ) is not None:
+            cache_write.write(b"y" * BLOCK)
+            store.end_write(obj, cache_write)
             obj.rest()
-            fills.append(ids[32 + began])
+            cache_writes.append(ids[32 + began])
             began += 1
             if began % 3 == 0:
                 await store.flush()
             assert began <= 16
         assert began == 16 - len(protected), "all that was used in this epoch made room"
-        assert all(store.cached_bytes(i) for i in (*protected, *fills))
+        assert all(store.cached_bytes(i) for i in (*protected, *cache_writes))
         # A demand may, and takes what was used least lately.
         await lab.read(ids[60])
         await lab.quiet()
@@ -154,15 +156,15 @@ async def test_what_is_fetched_ahead_displaces_nothing_that_is_wanted(cache_dir:
         assert sum(not store.cached_bytes(i) for i in protected) == 1
         # Once read, it is the next to go.
         await store.flush()
-        await lab.read(fills[0])
+        await lab.read(cache_writes[0])
         await store.flush()
         await lab.read(ids[61])
         await lab.quiet()
         await store.flush()
-        assert [bool(store.cached_bytes(ids[60])), bool(store.cached_bytes(fills[0]))] == [False, True]
+        assert [bool(store.cached_bytes(ids[60])), bool(store.cached_bytes(cache_writes[0]))] == [False, True]
         await lab.read(ids[62])
         await lab.quiet()
-        assert not store.cached_bytes(fills[0])
+        assert not store.cached_bytes(cache_writes[0])
         lab.check_accounts()
 
 
@@ -182,14 +184,14 @@ async def test_what_a_reader_left_behind_does_not_keep_the_rest_out(cache_dir: P
         for number in range(4):
             data = b"y" * EXTENT
             obj = store.object(lab.origin.put(f"e/{number}", data))
-            fill = store.begin_fill(obj, 0, 16, ahead=True)
-            assert fill is not None, number
-            fill.write(data)
-            store.end_fill(obj, fill)
+            cache_write = store.begin_write(obj, 0, 16, ahead=True)
+            assert cache_write is not None, number
+            cache_write.write(data)
+            store.end_write(obj, cache_write)
             obj.rest()
             await store.flush()
         obj = store.object(lab.origin.put("e/9", b"y"))
-        assert store.begin_fill(obj, 0, 1, ahead=True) is None, (
+        assert store.begin_write(obj, 0, 1, ahead=True) is None, (
             "all of these wait, and none displaces another"
         )
 
@@ -202,16 +204,16 @@ async def test_a_reader_that_joins_makes_what_came_ahead_a_used_one(cache_dir: P
         states = []
         for object_id, how in zip(ids, ("nobody", "waited", "read"), strict=True):
             obj = store.object(object_id)
-            fill = store.begin_fill(obj, 0, 1, ahead=True)
-            assert fill is not None
+            cache_write = store.begin_write(obj, 0, 1, ahead=True)
+            assert cache_write is not None
             if how == "waited":
-                fill.wake_at = 5
-                fill.on_landed = lambda: None
-            fill.write(content(0, BLOCK))
-            store.settle(obj, fill)
+                cache_write.wake_at = 5
+                cache_write.on_written = lambda: None
+            cache_write.write(content(0, BLOCK))
+            store.settle(obj, cache_write)
             if how == "read":
-                fill.read(0, 10)
-            store.end_fill(obj, fill)
+                cache_write.read(0, 10)
+            store.end_write(obj, cache_write)
             obj.rest()
             copy = store.catalog.copy(obj, 1, 0)
             assert copy is not None

@@ -414,10 +414,10 @@ async def test_a_file_that_goes_whole_goes_for_others_when_all_of_it_is_theirs(
         obj, [tier] = lab.store.object(object_id), lab.store.tiers
         for extent, blocks in enumerate((16, 1)):
             remote = bool(owned >> extent & 1)
-            fill = lab.store.begin_fill(obj, 16 * extent, 16 * extent + blocks, remote_owned=remote)
-            assert fill is not None
-            fill.write(content(1, EXTENT + BLOCK)[fill.start : fill.stop])
-            lab.store.end_fill(obj, fill)
+            cache_write = lab.store.begin_write(obj, 16 * extent, 16 * extent + blocks, remote_owned=remote)
+            assert cache_write is not None
+            cache_write.write(content(1, EXTENT + BLOCK)[cache_write.start : cache_write.stop])
+            lab.store.end_write(obj, cache_write)
         if immutable:
             os.close(tier.make_immutable(object_id.digest, object_id.size))
         victim = lab.store.eviction.victim(RAM, (Class.REMOTE_OWNED,))

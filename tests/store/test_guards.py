@@ -28,13 +28,15 @@ from tests.store.lab import BLOCK, EXTENT, Lab, running
 SMALL = 4096
 
 
-def fill(lab: Lab, object_id: ObjectId, first: int, stop: int, land: int | None = None, **how: bool) -> Any:
+def cache_object(
+    lab: Lab, object_id: ObjectId, first: int, stop: int, count: int | None = None, **how: bool
+) -> Any:
     """The blocks come, or so many of their bytes; None where there is no room."""
     obj = lab.store.object(object_id)
-    begun = lab.store.begin_fill(obj, first, stop, **how)
+    begun = lab.store.begin_write(obj, first, stop, **how)
     if begun is not None:
-        begun.write(bytes(begun.stop - begun.start if land is None else land))
-        lab.store.end_fill(obj, begun)
+        begun.write(bytes(begun.stop - begun.start if count is None else count))
+        lab.store.end_write(obj, begun)
     obj.rest()
     return begun
 
@@ -113,7 +115,7 @@ def counters_fds(cache_dir: Path, store: Store) -> list[int]:
 async def test_a_share_is_a_use_whoever_it_is_for(cache_dir: Path) -> None:
     async with running(cache_dir, ssd=0, ram=64 * BLOCK) as lab:
         object_id = lab.origin.put("k", bytes(BLOCK))
-        fill(lab, object_id, 0, 1)
+        cache_object(lab, object_id, 0, 1)
         await lab.store.flush()
         obj = lab.store.object(object_id)
         for requester in ("", "node"):
@@ -126,7 +128,7 @@ async def test_a_share_is_a_use_whoever_it_is_for(cache_dir: Path) -> None:
             lab.store.unshare(obj, shared)
             assert copy.clock > clock and lab.store.eviction.epochs._now > uses and not copy.pins
             known = lab.store.eviction.epochs._datasets[copy.dataset]
-            assert known.uses == known.hits + 1, "all but the fill found it here"
+            assert known.uses == known.hits + 1, "all but the cache write found it here"
         copy.verified = 0
         assert lab.store.share(obj, 0) is None and not copy.pins, "it has yet to be verified"
         shared = lab.store.share(obj, 0, checked=True)
@@ -140,10 +142,10 @@ async def test_a_share_is_a_use_whoever_it_is_for(cache_dir: Path) -> None:
 async def test_what_is_pinned_is_this_nodes_own_from_its_first_block_on(cache_dir: Path) -> None:
     async with running(cache_dir, ssd=0, ram=64 * BLOCK) as lab:
         object_id = lab.origin.put("k", bytes(EXTENT + BLOCK))
-        fill(lab, object_id, 0, 1)
+        cache_object(lab, object_id, 0, 1)
         lab.store.pin(lab.store.object(object_id))
-        fill(lab, object_id, 16, 17, remote_owned=True)
-        fill(lab, object_id, 1, 2, remote_owned=True)
+        cache_object(lab, object_id, 16, 17, remote_owned=True)
+        cache_object(lab, object_id, 1, 2, remote_owned=True)
         [tier] = lab.store.tiers
         assert (tier.remote_owned_bytes, tier.pinned_bytes, tier.used_bytes) == (0, 3 * BLOCK, 3 * BLOCK)
         lab.store.unpin(lab.store.object(object_id))
@@ -155,12 +157,12 @@ async def test_a_tier_works_again_when_a_transfer_has_come_whole(cache_dir: Path
         [tier] = lab.store.tiers
         tier.failed(OSError(errno.EIO, "broken"))
         tier._retry_at = 0.0
-        fill(lab, lab.origin.put("half", bytes(2 * BLOCK)), 0, 2, land=BLOCK)
+        cache_object(lab, lab.origin.put("half", bytes(2 * BLOCK)), 0, 2, count=BLOCK)
         assert tier.errors_in_a_row == 1
-        fill(lab, lab.origin.put("whole", bytes(2 * BLOCK)), 0, 2)
+        cache_object(lab, lab.origin.put("whole", bytes(2 * BLOCK)), 0, 2)
         assert tier.errors_in_a_row == 0
         assert lab.metrics.discarded_bytes == 0
-        fill(lab, lab.origin.put("part", bytes(2 * BLOCK)), 0, 2, land=BLOCK + 5)
+        cache_object(lab, lab.origin.put("part", bytes(2 * BLOCK)), 0, 2, count=BLOCK + 5)
         assert lab.metrics.discarded_bytes == 5
 
 
@@ -171,7 +173,7 @@ async def test_what_passes_by_is_told_as_not_admitted(cache_dir: Path) -> None:
         obj = lab.store.object(object_id)
         passing = lab.store.begin_bypass(obj, 17)
         passing.write(b"123")
-        lab.store.end_fill(obj, passing)
+        lab.store.end_write(obj, passing)
         misses = lab.metrics.ledger.misses
         assert misses.missed(object_id, 1, prefetch_in_flight=False) == "not_admitted"
         assert misses.missed(object_id, 0, prefetch_in_flight=False) == "cold"
@@ -215,7 +217,7 @@ async def test_a_flush_writes_when_there_is_something_to_write(
         await lab.store.flush()
         assert not written
         for number in range(2 * EPOCHS_SAVED_EVERY):
-            fill(lab, lab.origin.put(f"k{number}", bytes(5)), 0, 1)
+            cache_object(lab, lab.origin.put(f"k{number}", bytes(5)), 0, 1)
             await lab.store.flush()
             await lab.store.flush()
         assert len(written) == 2 * EPOCHS_SAVED_EVERY
@@ -240,18 +242,18 @@ async def test_prefetch_leaves_a_share_to_readers_and_they_take_it(cache_dir: Pa
         limit = only.limit_bytes() // SMALL
         ids = [lab.origin.put(f"k{number}", bytes(SMALL)) for number in range(blocks + 8)]
         came = 0
-        while fill(lab, ids[came], 0, 1, ahead=True, remote_owned=remote) is not None:
+        while cache_object(lab, ids[came], 0, 1, ahead=True, remote_owned=remote) is not None:
             came += 1
             if came == limit or lab.metrics.evicted_blocks:
                 break
         left = limit - only.used_bytes // SMALL
         assert left == limit // share, "what waits for a reader is not displaced by more of it"
         for number in range(left):
-            assert fill(lab, ids[-1 - number], 0, 1) is not None
+            assert cache_object(lab, ids[-1 - number], 0, 1) is not None
         assert only.used_bytes == limit * SMALL
         assert lab.metrics.evicted_blocks == (1 if came > limit - left else 0)
         before = lab.metrics.evicted_blocks
-        assert fill(lab, ids[-1 - left], 0, 1) is not None
+        assert cache_object(lab, ids[-1 - left], 0, 1) is not None
         assert lab.metrics.evicted_blocks == before + 1, "no more than it needs"
 
 
@@ -336,7 +338,7 @@ async def test_what_is_in_use_is_left_to_its_user_by_the_scrub(cache_dir: Path) 
     async with running(cache_dir) as lab:
         [tier] = lab.store.tiers
         object_id = lab.origin.put("k", content(1, 3 * BLOCK))
-        fill(lab, object_id, 0, 3)
+        cache_object(lab, object_id, 0, 3)
         obj = lab.store.object(object_id)
         obj.hold()
         assert await reclaim(lab.store, tier, object_id.digest, 17) == 0

@@ -76,7 +76,7 @@ def same(found: Copy | None, wanted: Copy | None) -> bool:
     assert found.checksums == wanted.checksums[:count] + [0] * (16 - count)
     names = ("key", "object_size", "bitmap", "clock", "stored_clock", "dataset", "pinned")
     assert [getattr(found, n) for n in names] == [getattr(wanted, n) for n in names]
-    return (found.used, found.verified, found.pins, found.arriving, found.forgotten) == (
+    return (found.used, found.verified, found.pins, found.in_progress, found.forgotten) == (
         wanted.clock,
         0,
         0,

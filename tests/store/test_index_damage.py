@@ -46,7 +46,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(cleanly stopped cache, the same as a kill leaves it): made once, copied for each trial."""
     base = tmp_path_factory.mktemp("warm")
 
-    async def fill() -> None:
+    async def fill_cache() -> None:
         async with running(base / "clean", scripted(), ssd=32 * MIB) as lab:
             for round_ in range(3):  # several transactions: pages are freed and reused
                 for i in range(COUNT):
@@ -56,7 +56,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
             await lab.store.flush()
             as_kill_leaves_it(base / "clean", base / "killed")
 
-    trio.run(fill)
+    trio.run(fill_cache)
     return base / "clean", base / "killed"
 
 
@@ -65,7 +65,7 @@ async def look(lab: Lab, i: int) -> None:
 
 
 def use(place: Path, verify: str, cap: int) -> None:
-    """Everything that touches the index: read, evict, fill, flush, close. Any wrong byte is an AssertionError."""
+    """Everything that touches the index: read, evict, write, flush, close. Any wrong byte is an AssertionError."""
 
     async def main() -> None:
         with trio.fail_after(20):

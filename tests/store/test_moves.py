@@ -26,11 +26,11 @@ def put(lab: Lab, object_id: ObjectId, data: bytes, tier: int = RAM, **how: bool
     tiers, obj = store.tiers, store.object(object_id)
     if tier == SSD:
         store.tiers[0].errors_in_a_row, store.tiers[0]._retry_at = 1, 1e18
-    fill = store.begin_fill(obj, 0, -(-object_id.size // BLOCK), **how)
+    cache_write = store.begin_write(obj, 0, -(-object_id.size // BLOCK), **how)
     store.tiers[0].errors_in_a_row = 0
-    assert fill is not None and fill.copy.tier == tier  # type: ignore[attr-defined]
-    fill.write(data)
-    store.end_fill(obj, fill)
+    assert cache_write is not None and cache_write.copy.tier == tier  # type: ignore[attr-defined]
+    cache_write.write(data)
+    store.end_write(obj, cache_write)
     obj.rest()
     copy = store.catalog.copy(obj, tier, 0)
     assert copy is not None and store.tiers is tiers
@@ -114,7 +114,7 @@ async def test_what_cannot_be_moved_says_so_and_changes_nothing(
             case "unreadable":
                 path.unlink()
             case "unwritable":
-                monkeypatch.setattr(ssd, "open_to_fill", self_raises(errno.EACCES))
+                monkeypatch.setattr(ssd, "open_for_writing", self_raises(errno.EACCES))
             case "short":
                 os.truncate(path, BLOCK + 1)
         before = (ssd.used_bytes, ssd.unlisted_bytes)

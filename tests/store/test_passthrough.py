@@ -77,7 +77,7 @@ def spread(lab: Lab, object_id: ObjectId, tier: int) -> list[int]:
     return [copy.bitmap if copy else 0 for copy in copies]
 
 
-async def fill(lab: Lab, object_id: ObjectId, offset: int = 0, size: int | None = None) -> None:
+async def cache_object(lab: Lab, object_id: ObjectId, offset: int = 0, size: int | None = None) -> None:
     """Read, and wait until what brought it has put everything away."""
     await lab.read(object_id, offset, size)
     await lab.quiet()
@@ -128,7 +128,7 @@ async def test_what_was_read_whole_is_passthrough_immutable_and_has_its_bytes(
     async with running(cache_dir, ram=ram) as lab:
         data = content(1, size)
         object_id = lab.origin.put("k", data)
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         passthrough = lab.store.open_backing(lab.store.object(object_id))
         assert (
             passthrough is not None
@@ -158,7 +158,7 @@ async def test_what_is_not_whole_is_not_passthrough(cache_dir: Path, why: str) -
     async with running(cache_dir, ssd=0 if why == "no tiers" else 64 * MIB, verify=verify) as lab:
         object_id = lab.origin.put("k", content(1, 0 if why == "empty" else 2 * EXTENT + 5))
         if why != "nothing":
-            await fill(lab, object_id)
+            await cache_object(lab, object_id)
         await lab.quiet()
         if why == "partial":
             drop(lab, object_id, SSD, 1, 1 << 7)
@@ -200,14 +200,14 @@ async def test_after_a_restart_only_what_is_trusted_or_read_again_is_passthrough
     origin = ScriptedOrigin()
     object_id = origin.put("k", content(1, EXTENT + 5))
     async with running(cache_dir, origin, verify=verify) as lab:
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         assert Backend(lab).open_backing(object_id)
     async with running(cache_dir, origin, verify=verify) as lab:
         backend = Backend(lab)
         assert bool(backend.open_backing(object_id)) == at_once
-        await fill(lab, object_id, 0, EXTENT)
+        await cache_object(lab, object_id, 0, EXTENT)
         assert bool(backend.open_backing(object_id)) == at_once
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         assert backend.open_backing(object_id)
 
 
@@ -215,7 +215,7 @@ async def test_after_a_restart_only_what_is_trusted_or_read_again_is_passthrough
 async def test_halves_on_two_tiers_are_not_a_whole(cache_dir: Path) -> None:
     async with running(cache_dir, ram=8 * MIB) as lab:
         object_id = lab.origin.put("k", content(1, 6 * BLOCK))
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         await split(lab, object_id)
         assert lab.store.open_backing(lab.store.object(object_id)) is None
         assert [spread(lab, object_id, t) for t in (RAM, SSD)] == [[0b11], [0b111100]]
@@ -225,7 +225,7 @@ async def test_halves_on_two_tiers_are_not_a_whole(cache_dir: Path) -> None:
 async def test_a_refused_tier_leaves_the_other(cache_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with running(cache_dir, ram=8 * MIB) as lab:
         object_id = lab.origin.put("k", content(1, 6 * BLOCK))
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         retired: list[Backing] = []
         lab.store.backing_files.on_retired = retired.append
         obj = lab.store.object(object_id)
@@ -254,7 +254,7 @@ async def test_one_backing_for_all_users_and_no_system_call_for_the_next(cache_d
     async with running(cache_dir) as lab:
         backend = Backend(lab)
         object_id = lab.origin.put("k", content(1, EXTENT + 5))
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         first = backend.open_backing(object_id)
         assert first is not None
         with no_files():
@@ -277,7 +277,7 @@ async def test_the_longest_idle_are_retired(cache_dir: Path, monkeypatch: pytest
         backend = Backend(lab)
         ids = [lab.origin.put(f"k{i}", content(i, 10)) for i in range(6)]
         for i in ids:
-            await fill(lab, i)
+            await cache_object(lab, i)
             passthrough = backend.open_backing(i)
             assert passthrough is not None
             lab.store.release_backing(passthrough)
@@ -298,12 +298,12 @@ async def test_a_version_forgotten_by_the_catalog_is_retired_unless_it_is_passth
         backend = Backend(lab)
         ids = [lab.origin.put(f"k{i}", content(i, 10)) for i in range(64)]
         for i in ids[:2]:
-            await fill(lab, i)
+            await cache_object(lab, i)
         idle, living = backend.open_backing(ids[0]), backend.open_backing(ids[1])
         assert idle and living
         lab.store.release_backing(idle)
         for i in ids[2:]:
-            await fill(lab, i)
+            await cache_object(lab, i)
             await lab.store.flush()
         assert backend.retired == [idle]
         assert backend.open_backing(ids[1]) is living and living.users == 2
@@ -339,13 +339,13 @@ async def test_eviction_takes_an_idle_file_whole_and_none_of_its_bytes_change(ca
         backend = Backend(lab)
         data = content("big", 2 * EXTENT + 100)
         big = lab.origin.put("big", data)
-        await fill(lab, big)
+        await cache_object(lab, big)
         passthrough = backend.open_backing(big, data)
         assert passthrough is not None
         lab.store.release_backing(passthrough)
         await lab.store.flush()
         for i in range(3):
-            await fill(lab, lab.origin.put(f"k{i}", content(i, EXTENT)))
+            await cache_object(lab, lab.origin.put(f"k{i}", content(i, EXTENT)))
             backend.check()
             lab.check_accounts()
         assert lab.store.cached_bytes(big) == 0
@@ -364,7 +364,7 @@ async def test_eviction_goes_round_a_file_in_use(cache_dir: Path, pinned_by: str
         backend = Backend(lab)
         data = content("big", 2 * EXTENT)
         big = lab.origin.put("big", data)
-        await fill(lab, big)
+        await cache_object(lab, big)
         passthrough = backend.open_backing(big, data)
         assert passthrough is not None
         if pinned_by == "a reading thread":
@@ -372,7 +372,7 @@ async def test_eviction_goes_round_a_file_in_use(cache_dir: Path, pinned_by: str
             passthrough.copies[1].pins += 1
         for i in range(8):
             await lab.store.flush()
-            await fill(lab, lab.origin.put(f"k{i}", content(i, EXTENT)))
+            await cache_object(lab, lab.origin.put(f"k{i}", content(i, EXTENT)))
         assert lab.store.cached_bytes(big) == len(data)
         assert lab.metrics.evicted_blocks == 5 * 16
         lab.check_accounts()
@@ -390,7 +390,7 @@ async def test_a_file_in_use_is_taken_out_with_its_users_and_the_cache_forgets_i
         backend, store = Backend(lab), lab.store
         data = content(1, size)
         object_id = lab.origin.put("k", data)
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         passthrough = backend.open_backing(object_id)
         assert passthrough is not None
         store.reopen_backing(passthrough)
@@ -423,7 +423,7 @@ async def test_a_file_in_memory_is_not_taken_out_nor_opened_where_it_may_have_to
     async with running(cache_dir, ram=8 * MIB) as lab:
         backend, store = Backend(lab), lab.store
         object_id = lab.origin.put("k", content(1, BLOCK))
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         assert store.open_backing(store.object(object_id), on_disk=True) is None
         passthrough = backend.open_backing(object_id)
         assert passthrough is not None and passthrough.tier is store.tiers[0]
@@ -441,7 +441,7 @@ async def test_a_bad_block_of_a_file_in_use_lets_it_go_with_its_last_user(cache_
         backend, store = Backend(lab), lab.store
         data = content(1, EXTENT + 5)
         object_id = lab.origin.put("k", data)
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         passthrough = backend.open_backing(object_id, data)
         assert passthrough is not None
         used = lab.used()
@@ -479,23 +479,23 @@ async def test_a_block_that_comes_after_the_file_has_gone_lies_in_the_next_file(
         backend, store = Backend(lab), lab.store
         data = content(1, 3 * BLOCK)
         object_id = lab.origin.put("k", data)
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         passthrough = backend.open_backing(object_id, data)
         assert passthrough is not None
         obj = passthrough.object
         store.space.corrupt(obj, passthrough.copies[0], 0b100)
         early, late = store.begin_bypass(obj, 0), store.begin_bypass(obj, 1)
         early.write(data[:BLOCK])
-        store.end_fill(obj, early)
+        store.end_write(obj, early)
         assert store.has(obj, 0), "read from memory while the file leaves"
         store.release_backing(passthrough)
         assert not store.has(obj, 0)
         late.write(data[BLOCK : 2 * BLOCK])
-        store.end_fill(obj, late)
+        store.end_write(obj, late)
         assert not store.has(obj, 1)
         passing = store.begin_bypass(obj, 2)
         passing.write(data[2 * BLOCK :])
-        store.end_fill(obj, passing)
+        store.end_write(obj, passing)
         assert store.has(obj, 2), "where only the disk has no room, memory keeps it"
 
 
@@ -505,7 +505,7 @@ async def test_moves_do_not_write_into_a_file_that_is_leaving(cache_dir: Path) -
         backend, store = Backend(lab), lab.store
         data = content(1, 2 * BLOCK)
         object_id = lab.origin.put("k", data)
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         obj = store.object(object_id)
         (copy,) = store.catalog.copies(obj, RAM)
         assert store._moves is not None
@@ -531,7 +531,7 @@ async def test_an_immutable_file_leaves_ram_with_all_its_extents(cache_dir: Path
     object_id = origin.put("k", data)
     async with running(cache_dir, origin, ram=3 * EXTENT) as lab:
         backend = Backend(lab)
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         passthrough = backend.open_backing(object_id, data)
         assert passthrough is not None and passthrough.tier.number == RAM
         lab.store.release_backing(passthrough)
@@ -561,7 +561,7 @@ async def test_passthrough_while_it_is_spilled(cache_dir: Path, monkeypatch: pyt
         backend, store = Backend(lab), lab.store
         data = content(1, 2 * EXTENT)
         object_id = lab.origin.put("k", data)
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         assert store._moves is not None
         real = store._moves.move
 
@@ -587,7 +587,7 @@ async def test_a_stop_with_users_leaves_no_file_without_rows(cache_dir: Path) ->
     object_id = origin.put("k", data)
     async with running(cache_dir, origin) as lab:
         backend = Backend(lab)
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         passthrough = backend.open_backing(object_id, data)
         assert passthrough is not None
         lab.store.space.corrupt(passthrough.object, passthrough.copies[0], 1)
@@ -615,10 +615,10 @@ async def test_a_mapping_that_outlives_a_kill_keeps_its_bytes(
     async with running(cache_dir, origin, ssd=8 * EXTENT, ram=ram) as lab:
         backend = Backend(lab)
         if known != "nothing":
-            await fill(lab, object_id, 0, EXTENT)
+            await cache_object(lab, object_id, 0, EXTENT)
             if known == "one extent":
                 await lab.store.flush()
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         if known == "all":
             await lab.store.flush()
         assert backend.open_backing(object_id, data)
@@ -632,7 +632,7 @@ async def test_a_mapping_that_outlives_a_kill_keeps_its_bytes(
             assert lab.store.cached_bytes(object_id) == (len(data) if known == "all" else 0)
         if then == "evict":
             for i in range(12):
-                await fill(lab, origin.put(f"k{i}", content(i, 12 * BLOCK)))
+                await cache_object(lab, origin.put(f"k{i}", content(i, 12 * BLOCK)))
                 backend.check()
             assert lab.store.cached_bytes(object_id) == 0 or ram
         else:
@@ -654,9 +654,9 @@ async def test_what_a_crash_left_of_an_immutable_file_is_not_completed_while_it_
     object_id = origin.put("k", data)
     async with running(cache_dir, origin) as lab:
         backend = Backend(lab)
-        await fill(lab, object_id, 0, EXTENT)
+        await cache_object(lab, object_id, 0, EXTENT)
         await lab.store.flush()
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         assert backend.open_backing(object_id, data)
         kill(lab)
     async with running(cache_dir, origin) as lab:
@@ -664,11 +664,11 @@ async def test_what_a_crash_left_of_an_immutable_file_is_not_completed_while_it_
         copy = lab.store.catalog.copy(obj, SSD, 0)
         assert copy is not None and copy.bitmap == 0xFFFF
         copy.pins += 1
-        fill_ = lab.store.begin_fill(obj, 16, 20)
+        fill_ = lab.store.begin_write(obj, 16, 20)
         assert fill_ is not None
         with pytest.raises(NoRoom):
             fill_.write(data[:10])
-        lab.store.end_fill(obj, fill_)
+        lab.store.end_write(obj, fill_)
         assert copy.bitmap == 0 and lab.used() == EXTENT + 4 * BLOCK  # until it is in use no more
         lab.store.space.unpin(obj, copy)
         assert lab.used() == 0 and cache_files(cache_dir) == []
@@ -686,7 +686,7 @@ async def test_whoever_may_not_write_sealed_files_can_read_them(
     data = content(1, 3 * BLOCK)
     object_id = origin.put("k", data)
     async with running(cache_dir, origin) as lab:
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         backend = Backend(lab)
         assert backend.open_backing(object_id, data)
     real = os.open
@@ -720,13 +720,13 @@ async def test_passthrough_and_giving_back_count_as_use(cache_dir: Path, used_by
     async with running(cache_dir, ssd=4 * EXTENT) as lab:
         backend = Backend(lab)
         ids = [lab.origin.put(f"k{i}", content(i, 2 * EXTENT)) for i in range(3)]
-        await fill(lab, ids[0])
+        await cache_object(lab, ids[0])
         passthrough = backend.open_backing(ids[0])
         assert passthrough is not None
         if used_by != "releasing":
             lab.store.release_backing(passthrough)
         await lab.store.flush()
-        await fill(lab, ids[1])
+        await cache_object(lab, ids[1])
         await lab.store.flush()
         if used_by == "registering":
             assert backend.open_backing(ids[0]) is passthrough
@@ -738,7 +738,7 @@ async def test_passthrough_and_giving_back_count_as_use(cache_dir: Path, used_by
                 patch.setattr(lab.store.eviction, "touch_if_flushed", lambda copy: False)
                 lab.store.release_backing(passthrough)
         await lab.store.flush()
-        await fill(lab, ids[2])
+        await cache_object(lab, ids[2])
         kept = [bool(lab.store.cached_bytes(i)) for i in ids]
         assert kept == ([False, True, True] if used_by == "nothing" else [True, False, True])
 
@@ -748,7 +748,7 @@ async def test_passthrough_touches_a_row_once_per_flush(cache_dir: Path) -> None
     async with running(cache_dir) as lab:
         backend = Backend(lab)
         object_id = lab.origin.put("k", content(1, 2 * EXTENT))
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         await lab.store.flush()
         clock = lab.store.catalog.clock
         for _ in range(10):
@@ -763,7 +763,7 @@ async def test_a_file_that_is_opened_again_from_its_backing_is_used_once_per_flu
     async with running(cache_dir) as lab:
         backend, catalog = Backend(lab), lab.store.catalog
         object_id = lab.origin.put("k", content(1, 2 * EXTENT))
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         passthrough = backend.open_backing(object_id)
         assert passthrough is not None and not passthrough.reuse(), "it is in use"
         lab.store.release_backing(passthrough)
@@ -801,10 +801,10 @@ async def test_what_is_whole_in_memory_only_stays_so_until_it_changes(
     async with running(cache_dir, ram=16 * MIB) as lab:
         object_id = lab.origin.put("k", content(1, 6 * BLOCK))
         assert lab.store.settled(object_id, passthrough=True, on_disk=True) is None, "it is not here"
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         drop(lab, object_id, RAM, 0, 0b1)
         assert lab.store.settled(object_id, passthrough=True, on_disk=True) is None, "it is not whole"
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         assert lab.store.settled(object_id, passthrough=True, on_disk=False) is None, "passthrough takes it"
         settled = lab.store.settled(object_id, passthrough=True, on_disk=True)
         assert settled is not None and settled.reuse()
@@ -812,7 +812,7 @@ async def test_what_is_whole_in_memory_only_stays_so_until_it_changes(
             drop(lab, object_id, RAM, 0, 0b1)
         elif change == "forgotten by the catalog":
             for number in range(64):
-                await fill(lab, lab.origin.put(f"other{number}", content(number, 10)))
+                await cache_object(lab, lab.origin.put(f"other{number}", content(number, 10)))
                 await lab.store.flush()
         elif change == "moved":
             await split(lab, object_id)
@@ -823,7 +823,7 @@ async def test_what_is_whole_in_memory_only_stays_so_until_it_changes(
 async def test_without_passthrough_what_is_whole_on_any_tier_is_settled(cache_dir: Path) -> None:
     async with running(cache_dir) as lab:
         object_id = lab.origin.put("k", content(1, 6 * BLOCK))
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         assert lab.store.settled(object_id, passthrough=True, on_disk=True) is None
         settled = lab.store.settled(object_id, passthrough=False, on_disk=True)
         assert settled is not None and settled.reuse()
@@ -836,9 +836,9 @@ async def test_what_lies_where_passthrough_could_serve_it_is_not_settled(cache_d
     """It may be whole or verified there in a moment, and is opened in passthrough then."""
     async with running(cache_dir, ram=16 * MIB) as lab:
         object_id = lab.origin.put("k", content(1, 6 * BLOCK))
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         await split(lab, object_id)
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         assert lab.store.settled(object_id, passthrough=True, on_disk=True) is None
 
 
@@ -852,7 +852,7 @@ async def test_what_lies_in_two_tiers_is_gathered(cache_dir: Path, size: int) ->
         backend = Backend(lab)
         data = content(1, size)
         object_id = lab.origin.put("k", data)
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         await split(lab, object_id)
         fetched = lab.origin.delivered
         lab.store.prepare_later(lab.store.object(object_id))
@@ -872,11 +872,11 @@ async def test_gathering_does_not_make_its_room_from_what_it_gathers(cache_dir: 
         backend = Backend(lab)
         data = content(1, 12 * BLOCK)
         object_id = lab.origin.put("k", data)
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         await split(lab, object_id)
         other = lab.origin.put("o", content(2, 6 * BLOCK))
         obj = lab.store.object(other)
-        await fill(lab, other)
+        await cache_object(lab, other)
         assert lab.store._moves is not None
         (copy,) = lab.store.catalog.copies(obj, RAM)
         assert await lab.store._moves.move(obj, copy, lab.store.tiers[1], evict=False)
@@ -897,7 +897,7 @@ async def test_what_nobody_has_read_since_the_start_is_verified(cache_dir: Path,
     data = content(1, EXTENT + 5 * BLOCK + 7)
     object_id = origin.put("k", data)
     async with running(cache_dir, origin) as lab:
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
     if bad:
         flip_bit(cache_files(cache_dir)[0], random.Random(1), offset=EXTENT + BLOCK + 1)
     async with running(cache_dir, origin, background=True) as lab:
@@ -922,7 +922,7 @@ async def test_a_block_that_is_dropped_while_it_is_verified_is_not_verified(
     origin = ScriptedOrigin()
     object_id = origin.put("k", content(1, 3 * BLOCK))
     async with running(cache_dir, origin) as lab:
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
     async with running(cache_dir, origin) as lab:
         obj, real = lab.store.object(object_id), store._take_steps
         token = trio.lowlevel.current_trio_token()
@@ -948,7 +948,7 @@ async def test_what_is_not_whole_is_left_alone_and_trouble_does_not_end_the_work
     partial, vanished, odd, good = (origin.put(n, content(n, 4 * BLOCK)) for n in "abcd")
     async with running(cache_dir, origin) as lab:
         for object_id in (partial, vanished, odd, good):
-            await fill(lab, object_id)
+            await cache_object(lab, object_id)
         drop(lab, partial, SSD, 0, 0b1)
         os.unlink(lab.store.tiers[0].file_path(vanished.digest))
     fetched = origin.delivered

@@ -24,10 +24,10 @@ def put(lab: Lab, object_id: ObjectId, blocks: set[int]) -> None:
     """These blocks come."""
     obj = lab.store.object(object_id)
     for block in sorted(blocks):
-        fill = lab.store.begin_fill(obj, block, block + 1)
-        assert fill is not None
-        fill.write(bytes(fill.stop - fill.start))
-        lab.store.end_fill(obj, fill)
+        cache_write = lab.store.begin_write(obj, block, block + 1)
+        assert cache_write is not None
+        cache_write.write(bytes(cache_write.stop - cache_write.start))
+        lab.store.end_write(obj, cache_write)
     obj.rest()
 
 

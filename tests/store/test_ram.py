@@ -536,13 +536,13 @@ async def test_a_file_that_came_at_once_can_be_read_before_its_transfer_ends(cac
         obj = lab.store.object(lab.origin.put("k", data))
         woken: list[int] = []
         with obj.held():
-            fill = lab.store.begin_fill(obj, 0, 1, ahead=True)
-            assert fill is not None
-            fill.on_landed = lambda: woken.append(1)
-            fill.wake_at = 1
-            fill.write(data)
-            assert fill.read(5, 100) == data[5:105]
-            lab.store.end_fill(obj, fill)
+            cache_write = lab.store.begin_write(obj, 0, 1, ahead=True)
+            assert cache_write is not None
+            cache_write.on_written = lambda: woken.append(1)
+            cache_write.wake_at = 1
+            cache_write.write(data)
+            assert cache_write.read(5, 100) == data[5:105]
+            lab.store.end_write(obj, cache_write)
             assert lab.store.read_now(obj, 0, len(data)) == data
         assert not woken  # the end of the transfer wakes its readers
         assert lab.store.catalog._loaded == 1
@@ -555,7 +555,7 @@ async def test_a_file_in_the_way_of_a_small_version_goes(cache_dir: Path) -> Non
         data = content(1, BLOCK // 2)
         object_id = lab.origin.put("k", data)
         (tier,) = (tier for tier in lab.store.tiers if not tier.blocking)
-        os.close(tier.open_to_fill(object_id.digest, 0, known=False))
+        os.close(tier.open_for_writing(object_id.digest, 0, known=False))
         os.close(tier.make_immutable(object_id.digest, 0))
         assert await lab.read(object_id) == data
         assert await lab.read(object_id) == data

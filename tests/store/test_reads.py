@@ -34,16 +34,16 @@ def lay(lab: Lab, data: bytes, rng: random.Random) -> dict[int, str]:
                 ram.errors_in_a_row, ram._retry_at = (0, 0.0) if tier == RAM else (1, 1e18)
                 if tier == RAM and place == "both":
                     store.tiers[1].errors_in_a_row, store.tiers[1]._retry_at = 1, 1e18
-                fill = store.begin_fill(obj, block, block + 1)
-                assert fill is not None and fill.copy.tier == tier  # type: ignore[attr-defined]
-                fill.write(piece)
-                store.end_fill(obj, fill)
+                cache_write = store.begin_write(obj, block, block + 1)
+                assert cache_write is not None and cache_write.copy.tier == tier  # type: ignore[attr-defined]
+                cache_write.write(piece)
+                store.end_write(obj, cache_write)
                 for each in store.tiers:
                     each.errors_in_a_row = 0
         if place == "heap":
             passing = store.begin_bypass(obj, block)
             passing.write(piece)
-            store.end_fill(obj, passing)
+            store.end_write(obj, passing)
         if place != "none":
             places[block] = place
     return places
@@ -135,30 +135,30 @@ async def test_where_the_blocks_of_a_version_are_is_told(cache_dir: Path) -> Non
         store, object_id = lab.store, lab.origin.put("k", content(1, EXTENT + 2 * BLOCK))
         obj = store.object(object_id)
         for block, remote in ((0, False), (1, False), (16, True)):
-            fill = store.begin_fill(obj, block, block + 1, remote_owned=remote)
-            assert fill is not None
-            fill.write(content(1, EXTENT + 2 * BLOCK)[block * BLOCK : (block + 1) * BLOCK])
-            store.end_fill(obj, fill)
+            cache_write = store.begin_write(obj, block, block + 1, remote_owned=remote)
+            assert cache_write is not None
+            cache_write.write(content(1, EXTENT + 2 * BLOCK)[block * BLOCK : (block + 1) * BLOCK])
+            store.end_write(obj, cache_write)
         copies = store.catalog.all_copies(obj)
         copies[0].verified = 0b01
         store.pin(obj)
         store.space.own(copies[1])
-        coming = store.begin_fill(obj, 3, 5)
+        coming = store.begin_write(obj, 3, 5)
         assert coming is not None
         rest = {"tier": "ram", "pinned": True, "remote_owned": False}
         assert store.layout(object_id) == [
-            {"extent": 0, "blocks": 2, "verified": 1, "arriving": 2, "in_use": True, **rest},
-            {"extent": 1, "blocks": 1, "verified": 1, "arriving": 0, "in_use": False, **rest},
+            {"extent": 0, "blocks": 2, "verified": 1, "in_progress": 2, "in_use": True, **rest},
+            {"extent": 1, "blocks": 1, "verified": 1, "in_progress": 0, "in_use": False, **rest},
         ]
         assert store.cached_bytes(object_id) == 3 * BLOCK
-        store.end_fill(obj, coming)
+        store.end_write(obj, coming)
         store.unpin(obj)
         obj.rest()
         other = lab.origin.put("o", content(1, BLOCK))
-        fill = store.begin_fill(store.object(other), 0, 1, remote_owned=True)
-        assert fill is not None
-        fill.write(content(1, BLOCK))
-        store.end_fill(store.object(other), fill)
+        cache_write = store.begin_write(store.object(other), 0, 1, remote_owned=True)
+        assert cache_write is not None
+        cache_write.write(content(1, BLOCK))
+        store.end_write(store.object(other), cache_write)
         store.object(other).rest()
         [row] = store.layout(other)
         assert (row["remote_owned"], row["pinned"], row["in_use"], row["blocks"]) == (True, False, False, 1)

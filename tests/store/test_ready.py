@@ -15,7 +15,7 @@ from cachefs.store.catalog import CachedObject
 from cachefs.store.tier import RAM, SSD
 from tests.fetch.scripted import content, in_trio
 from tests.store.lab import BLOCK, EXTENT, MIB, Lab, running
-from tests.store.test_passthrough import Backend, fill, split, spread
+from tests.store.test_passthrough import Backend, cache_object, split, spread
 
 SIZE = EXTENT + 3 * BLOCK
 
@@ -27,7 +27,7 @@ def parts(lab: Lab) -> Passthrough:
 async def halves(lab: Lab) -> tuple[ObjectId, CachedObject]:
     """A version of which RAM has some blocks, and SSD the others."""
     object_id = lab.origin.put("k", content(1, SIZE))
-    await fill(lab, object_id)
+    await cache_object(lab, object_id)
     await split(lab, object_id)
     return object_id, lab.store.object(object_id)
 
@@ -43,8 +43,8 @@ async def halves(lab: Lab) -> tuple[ObjectId, CachedObject]:
         "exactly as large",
         "immutable",
         "missing",
-        "arriving",
-        "arriving there",
+        "in_progress",
+        "in_progress there",
         "owned by others",
         "no room",
         "in use",
@@ -78,10 +78,10 @@ async def test_what_lies_in_two_tiers_comes_together_unless_something_is_against
                 lab.store.space.drop(obj, above[1], 0b10)
                 before = spread(lab, object_id, RAM), spread(lab, object_id, SSD)
                 used = (ram.used_bytes, ssd.used_bytes)
-            case "arriving":
-                above[1].arriving = 1 << 9
-            case "arriving there":
-                below[0].arriving = 1 << 9
+            case "in_progress":
+                above[1].in_progress = 1 << 9
+            case "in_progress there":
+                below[0].in_progress = 1 << 9
             case "owned by others":
                 lab.store.eviction.remote_owned.add(above[1].key)
                 ram.remote_owned_bytes += 2 * BLOCK
@@ -102,7 +102,7 @@ async def test_what_lies_in_two_tiers_comes_together_unless_something_is_against
         gathered = why in ("", "exactly as large", "in use")
         assert await parts(lab)._gather(obj) is gathered
         for copy in above + below:
-            copy.arriving = 0
+            copy.in_progress = 0
             assert copy.pins == (why == "in use" and copy is above[0])
         if why == "lost on the way":
             below[0].bitmap |= 1 << 5
@@ -128,8 +128,8 @@ async def test_what_lies_in_two_tiers_comes_together_unless_something_is_against
 async def test_what_is_ready_or_cannot_be_is_not_waited_for(cache_dir: Path, ram: int) -> None:
     async with running(cache_dir, ram=ram) as lab:
         whole, half = (lab.origin.put(n, content(1, 2 * BLOCK)) for n in ("whole", "half"))
-        await fill(lab, whole)
-        await fill(lab, half)
+        await cache_object(lab, whole)
+        await cache_object(lab, half)
         for copy in lab.store.catalog.all_copies(lab.store.object(half)):
             lab.store.space.drop(lab.store.object(half), copy, 0b10)
         queue = parts(lab)._queue
@@ -165,7 +165,7 @@ async def test_a_disk_is_waited_for_once_before_a_file_is_given_to_the_kernel(
 ) -> None:
     async with running(cache_dir, **({"ram": 8 * MIB} if why == "in memory" else {})) as lab:
         object_id = lab.origin.put("k", content(1, 2 * BLOCK))
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         obj, tier = lab.store.object(object_id), lab.store.tiers[0]
         [copy] = lab.store.catalog.all_copies(obj)
         held: Backing | None = None
@@ -208,7 +208,7 @@ async def test_who_may_have_a_file_and_who_is_the_last(cache_dir: Path) -> None:
     async with running(cache_dir) as lab:
         backend, data = Backend(lab), content(1, 2 * BLOCK)
         object_id = lab.origin.put("k", data)
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         obj, [tier] = lab.store.object(object_id), lab.store.tiers
         [copy] = lab.store.catalog.all_copies(obj)
         first = backend.open_backing(object_id, data)
@@ -247,7 +247,7 @@ async def test_what_an_earlier_daemon_registered_is_on_the_tier_that_has_it_or_o
 ) -> None:
     async with running(cache_dir, ram=8 * MIB) as lab:
         object_id = lab.origin.put("k", content(1, 2 * BLOCK))
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         obj, (ram, ssd) = lab.store.object(object_id), lab.store.tiers
         [copy] = lab.store.catalog.copies(obj, RAM)
         copy.verified = 0  # since then
@@ -271,7 +271,7 @@ async def test_a_passthrough_file_is_retired_with_its_own_file_alone(
     async with running(cache_dir, ram=8 * MIB) as lab:
         backend, data = Backend(lab), content(1, 2 * BLOCK)
         object_id = lab.origin.put("k", data)
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         obj, (ram, ssd) = lab.store.object(object_id), lab.store.tiers
         [copy] = lab.store.catalog.copies(obj, RAM)
         assert lab.store._moves is not None and await lab.store._moves.move(obj, copy, ssd, ())
@@ -291,7 +291,7 @@ async def test_a_passthrough_file_is_retired_with_its_own_file_alone(
 async def test_what_has_gone_while_it_was_read_is_no_use(cache_dir: Path) -> None:
     async with running(cache_dir) as lab:
         object_id = lab.origin.put("k", content(1, BLOCK))
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         obj, rows = lab.store.object(object_id), lab.store.catalog
         [copy] = rows.copies(obj, SSD)
         await lab.store.flush()
@@ -324,7 +324,7 @@ async def test_so_many_files_are_kept_registered(
         backend = Backend(lab)
         for at in range(number):
             object_id = lab.origin.put(f"k{at}", content(at, BLOCK))
-            await fill(lab, object_id)
+            await cache_object(lab, object_id)
             found = backend.open_backing(object_id)
             assert found is not None
             lab.store.release_backing(found)
@@ -332,7 +332,7 @@ async def test_so_many_files_are_kept_registered(
         assert backend.retired == backend.all[: max(0, number - 2)]
         # One that the kernel never took is not kept.
         object_id = lab.origin.put("odd", content(9, BLOCK))
-        await fill(lab, object_id)
+        await cache_object(lab, object_id)
         odd = lab.store.open_backing(lab.store.object(object_id))
         assert odd is not None and odd.id == 0 and odd.fd >= 0
         lab.store.release_backing(odd)

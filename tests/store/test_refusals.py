@@ -32,10 +32,10 @@ def copies(lab: Lab, obj: CachedObject, tier: int = SSD) -> list[Any]:
 
 def come(lab: Lab, obj: CachedObject, data: bytes, first: int, stop: int) -> None:
     """These blocks come."""
-    fill = lab.store.begin_fill(obj, first, stop)
-    assert fill is not None
-    fill.write(data[fill.start : fill.stop])
-    lab.store.end_fill(obj, fill)
+    cache_write = lab.store.begin_write(obj, first, stop)
+    assert cache_write is not None
+    cache_write.write(data[cache_write.start : cache_write.stop])
+    lab.store.end_write(obj, cache_write)
     obj.rest()
 
 
@@ -45,7 +45,7 @@ def state(lab: Lab, *ids: ObjectId) -> list[object]:
     for object_id in ids:
         obj = lab.store.object(object_id)
         known = lab.store.catalog.all_copies(obj)
-        found.append([(c.key, c.bitmap, c.verified, c.pins, c.arriving) for c in known])
+        found.append([(c.key, c.bitmap, c.verified, c.pins, c.in_progress) for c in known])
         found.append((obj.refs, sorted(obj.leaving), obj.backing))
     tiers = lab.store.tiers
     found.append([(t.used_bytes, t.unlisted_bytes, t.blocks, t.state, t._used_at_reading) for t in tiers])
@@ -85,11 +85,11 @@ async def test_a_file_goes_on_under_a_new_name_unless_something_is_against_it(
         coming: Any = None
         if why.startswith("new") and why != "new on its way out":
             ram.errors_in_a_row, ram._retry_at = (0, 0.0) if why == "new arrives" else (1, 1e18)
-            coming = store.begin_fill(obj, 0, 1)
+            coming = store.begin_write(obj, 0, 1)
             assert coming is not None and coming.copy.tier == (RAM if why == "new arrives" else SSD)
             if why != "new arrives":
                 coming.write(data[:BLOCK])
-                store.end_fill(obj, coming)
+                store.end_write(obj, coming)
             ram.errors_in_a_row = 0
         match why:
             case "a tier that fails":
@@ -122,7 +122,7 @@ async def test_a_file_goes_on_under_a_new_name_unless_something_is_against_it(
         if why == "new in use":
             store.space.unpin(obj, *copies(lab, obj))
         if why == "new arrives":
-            store.end_fill(obj, coming)
+            store.end_write(obj, coming)
         ssd.errors_in_a_row = 0
         was.rest()
         obj.rest()
@@ -177,7 +177,7 @@ async def test_what_went_while_it_got_its_new_name_is_gone_under_both(
         lab.check_accounts()
 
 
-TAKEN = ["", "closed", "down", "leaving", "others", "fewer", "read", "arriving", "no file"]
+TAKEN = ["", "closed", "down", "leaving", "others", "fewer", "read", "in_progress", "no file"]
 
 
 @pytest.mark.parametrize("why", TAKEN)
@@ -201,8 +201,8 @@ async def test_a_file_is_taken_out_unless_something_is_against_it(cache_dir: Pat
                 obj.leaving.add(SSD)
             case "read":
                 store.space.pin(second)
-            case "arriving":
-                second.arriving = 8
+            case "in_progress":
+                second.in_progress = 8
             case "no file":
                 there.rename(aside)
         users = {"others": 0, "fewer": 2}.get(why, 1)
@@ -228,7 +228,7 @@ async def test_a_file_is_taken_out_unless_something_is_against_it(cache_dir: Pat
             os.close(fd)
         store.backing_files._closed = tier.disk.down = False
         obj.leaving.clear()
-        second.arriving = 0
+        second.in_progress = 0
         if why == "read":
             store.space.unpin(obj, second)
         if aside.exists():
@@ -297,13 +297,13 @@ async def test_two_fills_of_one_file_leave_one_descriptor(cache_dir: Path) -> No
         obj = store.object(object_id)
         before = len(os.listdir("/proc/self/fd"))
         with obj.held():
-            one, other = (store.begin_fill(obj, at, at + 2) for at in (0, 2))
+            one, other = (store.begin_write(obj, at, at + 2) for at in (0, 2))
             assert one is not None and other is not None
-            for fill in (one, other):
-                fill.write(data[fill.start : fill.stop])
+            for cache_write in (one, other):
+                cache_write.write(data[cache_write.start : cache_write.stop])
             assert len(os.listdir("/proc/self/fd")) == before + 2
-            for fill in (one, other):
-                store.end_fill(obj, fill)
+            for cache_write in (one, other):
+                store.end_write(obj, cache_write)
                 assert obj.fds == {SSD: one.fd}  # type: ignore[attr-defined]
             assert len(os.listdir("/proc/self/fd")) == before + 1
         assert len(os.listdir("/proc/self/fd")) == before and not obj.fds

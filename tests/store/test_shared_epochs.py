@@ -31,12 +31,12 @@ def asked(units: int, epoch: object, nodes: Iterable[str] = NODES) -> list[tuple
 def put(lab: Lab, object_id: ObjectId, requester: str = "", **how: bool) -> bool:
     """Its block comes; whether there was room for it."""
     obj = lab.store.object(object_id)
-    fill = lab.store.begin_fill(obj, 0, 1, **how)
-    if fill is None:
+    cache_write = lab.store.begin_write(obj, 0, 1, **how)
+    if cache_write is None:
         return False
-    fill.requester = requester
-    fill.write(bytes(object_id.size))
-    lab.store.end_fill(obj, fill)
+    cache_write.requester = requester
+    cache_write.write(bytes(object_id.size))
+    lab.store.end_write(obj, cache_write)
     obj.rest()
     return True
 

@@ -29,10 +29,10 @@ def put(lab: Lab, object_id: ObjectId) -> None:
     obj = lab.store.object(object_id)
     blocks = -(-object_id.size // BLOCK)
     for first in range(0, blocks, 16):
-        fill = lab.store.begin_fill(obj, first, min(blocks, first + 16))
-        assert fill is not None
-        fill.write(bytes(fill.stop - fill.start))
-        lab.store.end_fill(obj, fill)
+        cache_write = lab.store.begin_write(obj, first, min(blocks, first + 16))
+        assert cache_write is not None
+        cache_write.write(bytes(cache_write.stop - cache_write.start))
+        lab.store.end_write(obj, cache_write)
     obj.rest()
 
 
@@ -287,14 +287,14 @@ async def test_room_for_several_versions_is_looked_for_once(
 
         monkeypatch.setattr(lab.store.space, "evict_for", evict_for)
         objects = [lab.store.object(lab.origin.put(f"k{n}", bytes(BLOCK))) for n in range(8)]
-        fills = lab.store.begin_fills([(obj, 0, 1) for obj in objects], ahead=ahead)
+        cache_writes = lab.store.begin_writes([(obj, 0, 1) for obj in objects], ahead=ahead)
         assert looked == [8 * BLOCK]
         ram, _ = lab.store.tiers
         assert ram.used_bytes == ram.unlisted_bytes == 8 * BLOCK
-        for obj, fill in zip(objects, fills, strict=True):
-            assert fill is not None
-            fill.write(bytes(BLOCK))
-            lab.store.end_fill(obj, fill)
+        for obj, cache_write in zip(objects, cache_writes, strict=True):
+            assert cache_write is not None
+            cache_write.write(bytes(BLOCK))
+            lab.store.end_write(obj, cache_write)
         assert ram.unlisted_bytes == 0 and ram.blocks == 8
 
 
@@ -316,13 +316,18 @@ async def test_several_versions_lie_where_each_alone_would(
             objects = [lab.store.object(lab.origin.put(f"k{n}", bytes(BLOCK))) for n in range(12)]
             runs = [(obj, 0, 1) for obj in objects]
             if together:
-                fills = lab.store.begin_fills(runs, ahead=ahead)
+                cache_writes = lab.store.begin_writes(runs, ahead=ahead)
             else:
-                fills = [lab.store.begin_fill(*run, ahead=ahead) for run in runs]
+                cache_writes = [lab.store.begin_write(*run, ahead=ahead) for run in runs]
             used = [(tier.used_bytes, tier.blocks) for tier in lab.store.tiers]
-            found.append(([None if fill is None else fill.copy.tier for fill in fills], used))  # type: ignore[attr-defined]
-            for obj, fill in zip(objects, fills, strict=True):
-                if fill is not None:
-                    fill.write(bytes(BLOCK))
-                    lab.store.end_fill(obj, fill)
+            found.append(
+                (
+                    [None if cache_write is None else cache_write.copy.tier for cache_write in cache_writes],
+                    used,
+                )
+            )  # type: ignore[attr-defined]
+            for obj, cache_write in zip(objects, cache_writes, strict=True):
+                if cache_write is not None:
+                    cache_write.write(bytes(BLOCK))
+                    lab.store.end_write(obj, cache_write)
     assert found[0] == found[1]

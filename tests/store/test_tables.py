@@ -205,10 +205,10 @@ async def test_a_reader_displaces_what_waits_for_others_while_ram_has_little_of_
     cache_dir: Path, kept: int, short: bool
 ) -> None:
     async with running(cache_dir, ram=10 * BLOCK, ssd=0) as lab:
-        fills: Any = lab.store.begin_fill.__self__  # type: ignore[attr-defined]
+        cache_writes: Any = lab.store.begin_write.__self__  # type: ignore[attr-defined]
         for number in range(kept):
             assert put(lab, lab.origin.put(f"k{number}", bytes(BLOCK)))
-        nothing, then, *_ = (classes for _, classes in fills._places(False, False))
+        nothing, then, *_ = (classes for _, classes in cache_writes._places(False, False))
         assert (nothing, then) == (NOTHING, ANY_REMOTE_OWNED if short else LOWEST)
 
 
@@ -220,13 +220,13 @@ async def test_ram_is_looked_at_when_a_fill_begins_and_when_it_ends(cache_dir: P
         assert moves is not None
         for number in range(10):
             obj = store.object(lab.origin.put(f"k{number}", bytes(BLOCK)))
-            fill = store.begin_fill(obj, 0, 1)
-            assert fill is not None
-            in_ram = fill.copy.tier == RAM  # type: ignore[attr-defined]
+            cache_write = store.begin_write(obj, 0, 1)
+            assert cache_write is not None
+            in_ram = cache_write.copy.tier == RAM  # type: ignore[attr-defined]
             assert in_ram and moves._wake.is_set() is (number == 9)
             moves._wake = trio.Event()
-            fill.write(bytes(BLOCK))
-            store.end_fill(obj, fill)
+            cache_write.write(bytes(BLOCK))
+            store.end_write(obj, cache_write)
             assert moves._wake.is_set() is (number == 9)
             moves._wake = trio.Event()
 
@@ -664,7 +664,7 @@ def test_a_disk_without_room_can_still_be_read(
 
 LINKED: dict[str, Callable[[Tier, Path], object]] = {
     "open": lambda one, aside: one.open_file(DIGEST),
-    "fill": lambda one, aside: one.open_to_fill(DIGEST, 5, known=True),
+    "open_for_writing": lambda one, aside: one.open_for_writing(DIGEST, 5, known=True),
     "give": lambda one, aside: one.give(DIGEST, aside),
     "make immutable": lambda one, aside: one.make_immutable(DIGEST, 9),
     "punch": lambda one, aside: tier._punch(str(one.file_path(DIGEST)), [(0, 4096)]),
@@ -727,7 +727,7 @@ def test_a_file_that_cannot_be_filled_is_not_left_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str, number: int
 ) -> None:
     one = Tier(SSD, "ssd", tmp_path / "t", 1 << 20, blocking=True, keep_free_bytes=0, clock=lambda: 0.0)
-    fd = one.open_to_fill(DIGEST, 5, known=False)
+    fd = one.open_for_writing(DIGEST, 5, known=False)
     os.close(fd)
     if why == "immutable":
         one.file_path(DIGEST).chmod(0o400)
@@ -742,10 +742,10 @@ def test_a_file_that_cannot_be_filled_is_not_left_open(
         for known in (True, False):
             if why:
                 with pytest.raises(OSError) as error:
-                    one.open_to_fill(DIGEST, 5, known=known)
+                    one.open_for_writing(DIGEST, 5, known=known)
                 assert error.value.errno == number
             else:
-                os.close(one.open_to_fill(DIGEST, 5, known=known))
+                os.close(one.open_for_writing(DIGEST, 5, known=known))
     assert len(os.listdir("/proc/self/fd")) == before and not one.disk._calls
 
 
@@ -786,7 +786,7 @@ async def test_what_comes_while_the_old_file_goes_keeps_the_new_one_out(
         obj, going = lab.store.object(object_id), [True]
 
         def settle(_: bytes) -> None:
-            if going:  # else it is the fill that asks
+            if going:  # else it is the cache write that asks
                 going.clear()
                 trio.from_thread.run_sync(come)
 
@@ -794,10 +794,10 @@ async def test_what_comes_while_the_old_file_goes_keeps_the_new_one_out(
             stop = {"nothing": 0, "a block": 1, "a reader": 1}.get(comes, 2)
             if not stop:
                 return
-            fill = lab.store.begin_fill(obj, 0, stop)
-            assert fill is not None
-            fill.write(data[: stop * BLOCK])
-            lab.store.end_fill(obj, fill)
+            cache_write = lab.store.begin_write(obj, 0, stop)
+            assert cache_write is not None
+            cache_write.write(data[: stop * BLOCK])
+            lab.store.end_write(obj, cache_write)
             if comes == "a reader":
                 lab.store.space.pin(*lab.store.catalog.copies(obj, SSD))
 

@@ -183,7 +183,7 @@ def test_a_directory_that_was_removed_is_said_to_be(
     there.now = FREE_SPACE_EVERY_S
     one.limit_bytes()
     assert one.state == "removed" and one.writable()
-    os.close(one.open_to_fill(b"d" * 16, 4096, known=False))
+    os.close(one.open_for_writing(b"d" * 16, 4096, known=False))
     there.now = 2 * FREE_SPACE_EVERY_S
     one.limit_bytes()
     assert one.state == "removed", "what is there now is lost when the mount ends"
@@ -214,7 +214,7 @@ def test_three_errors_without_a_success_are_down(make: Callable[..., Tier], ther
 def test_bytes_are_reserved_landed_forgotten_and_freed(make: Callable[..., Tier], there: Disk) -> None:
     one = make()
     seen = []
-    for change, count in (("reserve", 50), ("landed", 30), ("forgot", 10), ("freed", 25)):
+    for change, count in (("reserve", 50), ("committed", 30), ("forgot", 10), ("freed", 25)):
         getattr(one, change)(count)
         seen.append((one.used_bytes, one.unlisted_bytes))
     assert seen == [(50, 50), (50, 20), (50, 30), (25, 5)]
@@ -248,13 +248,13 @@ def test_an_immutable_file_is_opened_for_reading_only(make: Callable[..., Tier])
         os.close(fd)
     assert one.immutable(DIGEST) and stat.S_IMODE(path.stat().st_mode) == tier.IMMUTABLE
     with pytest.raises(OSError) as refused:
-        one.open_to_fill(DIGEST, 1, known=True)
+        one.open_for_writing(DIGEST, 1, known=True)
     assert refused.value.errno == errno.EROFS
     assert not one.immutable(OTHER)
     with pytest.raises(FileNotFoundError):
-        one.open_to_fill(OTHER, 1, known=True)
-    os.close(one.open_to_fill(OTHER, 1, known=False))
-    os.close(one.open_to_fill(OTHER, 1, known=True))
+        one.open_for_writing(OTHER, 1, known=True)
+    os.close(one.open_for_writing(OTHER, 1, known=False))
+    os.close(one.open_for_writing(OTHER, 1, known=True))
     assert len(os.listdir("/proc/self/fd")) == before
     one.unlink(DIGEST)
     assert not one.immutable(DIGEST), "it goes"

@@ -288,7 +288,7 @@ async def test_stopping_saves_ram_to_ssd(cache_dir: Path) -> None:
 
 @in_trio
 async def test_ram_that_filled_up_at_once_still_spills(cache_dir: Path) -> None:
-    """All of RAM is one transfer when the fill level is looked at: nothing can move then, but must later."""
+    """All of RAM is one transfer when the cache write level is looked at: nothing can move then, but must later."""
     async with running(cache_dir, ssd=16 * MIB, ram=EXTENT, background=True) as lab:
         data = content(1, 6 * EXTENT)
         object_id = lab.origin.put("k", data)
@@ -561,11 +561,11 @@ async def test_where_blocks_may_come_and_what_goes_for_them(
     cache_dir: Path, ram: str, ahead: bool, remote_owned: bool, expected: list[tuple[str, Any]]
 ) -> None:
     async with running(cache_dir, ram=0 if ram == "none" else 4 * BLOCK) as lab:
-        fills: Any = lab.store.begin_fill.__self__  # type: ignore[attr-defined]
+        cache_writes: Any = lab.store.begin_write.__self__  # type: ignore[attr-defined]
         if ram.startswith("full"):
             for n in range(4):
                 assert put(lab, lab.origin.put(f"k{n}", bytes(BLOCK)), remote_owned=ram == "full of others'")
         if ram == "failing":
             lab.store.tiers[0].failed(OSError(errno.EIO, "broken"))
-        places = [(tier.name, classes) for tier, classes in fills._places(ahead, remote_owned)]
+        places = [(tier.name, classes) for tier, classes in cache_writes._places(ahead, remote_owned)]
         assert [(name.upper(), classes) for name, classes in places] == expected

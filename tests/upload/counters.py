@@ -49,11 +49,11 @@ def check_dirty_file(dirty_file: DirtyFile) -> None:
     assert not parts.under_way and not parts._bytes_under_way, f"{name}: parts are counted as under way"
     assert not sender._early and not sender._tickets, f"{name}: it sends"
     assert not sender.final, f"{name}: a commit is left"
-    assert not sender._landing.statistics().tasks_waiting, f"{name}: a part is waited for"
+    assert not sender._part_ended.statistics().tasks_waiting, f"{name}: a part is waited for"
     assert dirty_file.handles == 0
     assert file._users == 0, f"{name}: its file has {file._users} users"
     assert file._fd == -1, f"{name}: its file is open"
-    assert not file._landing.locked()
+    assert not file._spilling.locked()
     assert parts.waiting_bytes >= 0
     assert dirty_file.committed is None or dirty_file.committed.size == dirty_file.size
     check_content(dirty_file)

@@ -340,7 +340,7 @@ class Room:
             self.adopted[new] = data
         return data is not None
 
-    async def make_room(self, wanted: int) -> bool:
+    async def evict_to_hold(self, wanted: int) -> bool:
         self.asked.append(wanted)
         return False
 

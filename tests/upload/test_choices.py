@@ -266,7 +266,7 @@ async def test_what_takes_no_waiting_is_written_at_once(
                     patch.setattr(d.uploads.room, "free_bytes", lambda: len(data) - 1)
                 case "landed":
                     with dirty_file.file.used():
-                        await dirty_file.file.land()
+                        await dirty_file.file.spill()
                 case "sent" | "behind what is sent":
                     content.attempt = Attempt()
                     content.attempt.frozen = offset + (why == "sent")

@@ -214,7 +214,7 @@ async def test_a_state_directory_that_was_removed_costs_what_was_in_it(
     """Its journal goes on in files without names. What is written from now on is at the store when a close returns."""
     async with desk(tmp_path, writeback=writeback, upload_delay_s=1e6) as d:
         before = await d.create("before", b"1" * LARGE)
-        await before.file.land()
+        await before.file.spill()
         shutil.rmtree(d.staging)
         shutil.rmtree(d.state)
         for key, data in ("small", b"2"), ("large", b"3" * LARGE):

@@ -184,7 +184,7 @@ async def test_a_failed_write_makes_what_the_store_has_another_content(
     """How much of it was written is not known; behind the end it is cut off again."""
     async with desk(tmp_path) as d:
         dirty_file = await d.create("k", content(1, 100))
-        await dirty_file.file.land()
+        await dirty_file.file.spill()
         await d.uploads.commit(dirty_file)
         assert not dirty_file.dirty
         pwrite = Pwrite(tmp_path)
@@ -686,7 +686,7 @@ class Gives(Room):
         super().__init__()
         self._disk, self.gives = asked, gives
 
-    async def make_room(self, wanted: int) -> bool:
+    async def evict_to_hold(self, wanted: int) -> bool:
         self.asked.append(wanted)
         self._disk.free += self.gives
         return self.gives > 0

@@ -29,12 +29,12 @@ WRITES = st.tuples(st.just("write"), st.integers(0, 80), st.integers(0, 30))
 APPENDS = st.tuples(st.just("append"), st.just(0), st.integers(1, 40))
 CUTS = st.tuples(st.just("cut"), st.integers(0, 90), st.just(0))
 SENDS = st.tuples(
-    st.sampled_from(["all", "all", "begin", "land", "fail", "commit"]), st.integers(0, 5), st.just(0)
+    st.sampled_from(["all", "all", "begin", "spill", "fail", "commit"]), st.integers(0, 5), st.just(0)
 )
 
 
 class Wire:
-    """A store, and what is on its way to it: bytes are read when a part lands, as late as can be, or when it begins."""
+    """A store, and what is on its way to it: bytes are read when a part ends, as late as can be, or when it begins."""
 
     def __init__(self, parts: Parts, file: bytearray) -> None:
         self.parts, self.file = parts, file
@@ -46,22 +46,22 @@ class Wire:
         self.parts.begin(piece)
         self.under_way.append((piece, bytes(self.file[piece.start : piece.stop])))
 
-    def end(self, which: int, *, landed: bool, late: bool = False) -> None:
+    def end(self, which: int, *, stored: bool, late: bool = False) -> None:
         piece, data = self.under_way.pop(which % len(self.under_way))
         now = bytes(self.file[piece.start : piece.stop])
         if late and len(now) == len(data):
             data = now[: len(now) // 2] + data[len(now) // 2 :]  # read while it was being changed
-        if landed:
+        if stored:
             self.held[piece.number] = data
-        self.parts.ended(piece, landed=landed)
+        self.parts.ended(piece, stored=stored)
 
     def assemble(self) -> bytes:
         while self.under_way:
-            self.end(0, landed=len(self.under_way) % 2 == 0)
+            self.end(0, stored=len(self.under_way) % 2 == 0)
         pieces = self.parts.pieces()
         for piece in self.parts.missing(pieces):
             self.begin(piece)
-            self.end(0, landed=True)
+            self.end(0, stored=True)
         assert self.parts.missing(pieces) == []
         return b"".join(self.held[piece.number] for piece in pieces)
 
@@ -95,13 +95,13 @@ def test_what_is_assembled_is_the_file(base: int, steps: list[tuple[str, int, in
         elif what == "all":
             while (piece := parts.ready()) is not None:
                 wire.begin(piece)
-                wire.end(-1, landed=True)
+                wire.end(-1, stored=True)
         elif what == "commit":
             assert wire.assemble() == file
             parts.forget()
             wire.held.clear()
         elif wire.under_way:
-            wire.end(where, landed=what == "land", late=bool(where % 2))
+            wire.end(where, stored=what == "spill", late=bool(where % 2))
         assert parts.size == len(file)
         assert parts.waiting_bytes >= sum(p.stop - p.start for p in parts.under_way.values())
         assert 0 <= parts.sent_bytes <= len(file)
@@ -115,7 +115,7 @@ def test_who_writes_in_order_has_sent_all_but_the_end(lengths: list[int]) -> Non
         parts.wrote(parts.size, length)
         while (piece := parts.ready()) is not None:
             parts.begin(piece)
-            parts.ended(piece, landed=True)
+            parts.ended(piece, stored=True)
             sent.append(piece.number)
     assert sent == list(range(1, len(sent) + 1))
     assert len(sent) == max(0, parts.count - 1), "each once, and the last one is not known to be whole"
@@ -158,7 +158,7 @@ def test_a_part_that_is_under_way_when_the_file_is_cut_is_not_begun_again() -> N
     parts.resized(5)
     parts.wrote(5, 20)
     assert parts.ready() is None, "the first is still under way"
-    parts.ended(first, landed=True)
+    parts.ended(first, stored=True)
     again = parts.ready()
     assert again is not None and (again.number, again.start, again.stop) == (1, 0, 10)
     assert not parts.is_current(first)
@@ -190,9 +190,9 @@ def test_what_waits_is_what_is_ready_and_has_not_landed() -> None:
         parts.begin(piece)
         waiting.append((piece, parts.waiting_bytes))
     assert [count for _, count in waiting] == [25, 25] and parts.ready() is None
-    parts.ended(waiting[1][0], landed=True)
+    parts.ended(waiting[1][0], stored=True)
     assert parts.waiting_bytes == 15
-    parts.ended(waiting[0][0], landed=True)
+    parts.ended(waiting[0][0], stored=True)
     assert parts.waiting_bytes == 5 and parts.sent_bytes == 20
     parts.wrote(25, 5)
     assert parts.waiting_bytes == 10
@@ -209,7 +209,7 @@ def test_a_part_rewritten_under_way_is_stale() -> None:
     assert parts.is_current(piece)
     parts.wrote(3, 1)
     assert not parts.is_current(piece)
-    parts.ended(piece, landed=True)
+    parts.ended(piece, stored=True)
     assert [p.number for p in parts.missing(parts.pieces())] == [1, 2, 3]
 
 
@@ -223,7 +223,7 @@ def test_what_is_sent_again_is_what_was_changed(size: int, offset: int, length: 
     sent = parts.pieces()
     for piece in sent:
         parts.begin(piece)
-        parts.ended(piece, landed=True)
+        parts.ended(piece, stored=True)
     assert parts.missing(parts.pieces()) == [] and parts.sent_bytes == size
     parts.wrote(offset, length)
     assert parts.size == max(size, offset + length)

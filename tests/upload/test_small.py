@@ -311,9 +311,9 @@ async def test_a_landing_that_fails_leaves_nothing_behind(
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwrite", full)
             with pytest.raises(NoRoom):
-                await dirty_file.file.land()
+                await dirty_file.file.spill()
         assert await d.files() == [] and dirty_file.read_now(0, 10) == b"1" * 10
-        await dirty_file.file.land()
+        await dirty_file.file.spill()
         assert dirty_file.file.path.read_bytes() == b"1" * 1000
         await d.close(dirty_file)
 
@@ -387,7 +387,7 @@ async def test_the_end_of_a_file_without_a_name_is_its_users_until_they_close_it
 async def test_a_file_that_is_empty_on_the_disk_is_kept_from_memory(tmp_path: Path) -> None:
     async with desk(tmp_path) as d:
         dirty_file = await d.create("k")
-        await dirty_file.file.land()
+        await dirty_file.file.spill()
         assert await d.files() != []
         await add(dirty_file, b"more")
         await d.close(dirty_file)

@@ -25,7 +25,7 @@ STEPS = st.lists(
         st.tuples(st.just("truncate"), st.integers(0, 120), st.just(0)),
         st.tuples(st.just("allocate"), st.integers(0, 90), st.integers(1, 40)),
         st.tuples(
-            st.sampled_from(["sync", "land", "copy", "passthrough", "use", "give"]), st.just(0), st.just(0)
+            st.sampled_from(["sync", "spill", "copy", "passthrough", "use", "give"]), st.just(0), st.just(0)
         ),
         st.tuples(st.just("full"), st.integers(0, 60), st.integers(0, 1)),
     ),
@@ -111,8 +111,8 @@ async def _hold(place: Path, steps: list[tuple[str, int, int]], left: int, full:
                 case "sync":
                     await file.sync()
                     assert (place / "f").read_bytes() == plain
-                case "land":
-                    await file.land()
+                case "spill":
+                    await file.spill()
                     assert file._held is None and (place / "f").read_bytes()[: len(plain)] == plain
                 case "copy":
                     copy = StagingFile(disk, "copy", new=True)
@@ -123,7 +123,7 @@ async def _hold(place: Path, steps: list[tuple[str, int, int]], left: int, full:
                         copy.remove()
                         await disk.quiet()
                 case "passthrough":
-                    await file.land()
+                    await file.spill()
                     shape = await file.open_backing()
                     assert shape == Shape(len(plain), staging.LONG_AGO_NS) == file.shape()
                     assert not file.written()
@@ -209,10 +209,10 @@ async def test_nothing_of_a_write_that_failed_comes_back_when_the_file_grows(
             full = Full(patch, 1 << 20)
             full.left, full.cuts_fail = 50, cuts_fail
             with pytest.raises(NoRoom):
-                await (file.land() if waits else file.write(size, b"2" * 100))
+                await (file.spill() if waits else file.write(size, b"2" * 100))
         if waits:
             await file.truncate(size + 10)
-            await file.land()
+            await file.spill()
         await file.write(size + 80, b"3" * 10)
         expected = b"2" * 10 * waits + bytes(80 - 10 * waits) + b"3" * 10
         assert await file.read(size, 1000) == expected
@@ -244,11 +244,11 @@ async def test_a_disk_that_fails_leaves_no_half_file(
         await file.write(0, b"all of it")
         monkeypatch.setattr(os, "pwrite", failing)
         with pytest.raises(error, match=str(tmp_path)):
-            await file.land()
+            await file.spill()
         assert not list(tmp_path.iterdir()) and disk.memory_left == 91  # noqa: ASYNC240
         assert await file.read(0, 100) == b"all of it"
         monkeypatch.undo()
-        await file.land()
+        await file.spill()
         assert (tmp_path / "f").read_bytes() == b"all of it" and disk.memory_left == 100
     assert len(os.listdir("/proc/self/fd")) == before
     file.remove()

@@ -214,7 +214,7 @@ async def test_what_lies_in_memory_is_sent_from_there(tmp_path: Path) -> None:
     with file.used():
         await file.write(0, b"small")
         assert (await file.source(3)).read(0, 9) == b"sma" and file.held == b"small"
-        await file.land()
+        await file.spill()
         assert file.held is None and (await file.source(5)).read(0, 5) == b"small"
         await file.write(0, bytes(HELD + 1))
         assert type(await file.source(HELD)).__name__ == "InMemory"
@@ -233,9 +233,9 @@ async def test_a_file_lands_unless_the_disk_hangs(
     await file.write(0, b"data")
     with file.used():
         if not held:
-            await file.land()
+            await file.spill()
         monkeypatch.setattr(StagingDisk, "hangs", property(lambda self: hangs))
-        assert await file.lands() is not (hangs and held)
+        assert await file.try_spill() is not (hangs and held)
         assert (tmp_path / "f").exists() is not (hangs and held)
     monkeypatch.undo()
     file.remove()

@@ -68,7 +68,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 async def test_a_full_disk_is_an_error_to_who_writes_and_to_nobody_else(tmp_path: Path, disk: Disk) -> None:
     async with desk(tmp_path) as d:
         good, bad = await d.create("good", b"1" * 100), await d.create("bad", b"2" * 100)
-        await bad.file.land()
+        await bad.file.spill()
         disk.fill(bad.file.path)
         with pytest.raises(NoRoom):
             await bad.write(50, b"3" * 100)
@@ -92,7 +92,7 @@ async def test_what_a_failed_write_left_before_the_end_is_sent(
     """Also where what it left behind the end cannot be removed at once."""
     async with desk(tmp_path) as d:
         dirty_file = await d.create("k", b"1" * 100)
-        await dirty_file.file.land()
+        await dirty_file.file.spill()
         await d.uploads.commit(dirty_file)
         disk.fill(dirty_file.file.path)
 
@@ -125,8 +125,8 @@ async def test_what_a_change_begins_with_needs_room_too(tmp_path: Path, disk: Di
 @in_trio
 async def test_what_is_kept_free_stays_free_and_the_cache_gives_way(tmp_path: Path, disk: Disk) -> None:
     class Giving(Room):
-        async def make_room(self, wanted: int) -> bool:
-            await super().make_room(wanted)
+        async def evict_to_hold(self, wanted: int) -> bool:
+            await super().evict_to_hold(wanted)
             disk.free += wanted
             return True
 
@@ -178,8 +178,8 @@ async def test_a_cache_that_gives_way_slowly_is_waited_for(
     """Some file systems free what was unlinked a little later."""
 
     class Slow(Room):
-        async def make_room(self, wanted: int) -> bool:
-            await super().make_room(wanted)
+        async def evict_to_hold(self, wanted: int) -> bool:
+            await super().evict_to_hold(wanted)
             if len(self.asked) == 4:
                 disk.free = 1 << 30
             return gives_way

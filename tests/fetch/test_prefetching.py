@@ -26,7 +26,7 @@ async def test_a_whole_object_is_brought_once(cache_dir: Path, size: int) -> Non
         data = content(1, size)
         object_id = lab.origin.put("k", data)
         assert lab.fetcher.whole(object_id) == (size == 0)
-        assert await lab.fetcher.bring(lab.origin, object_id) == size  # type: ignore[arg-type]
+        assert await lab.fetcher.prefetch(lab.origin, object_id) == size  # type: ignore[arg-type]
         assert lab.fetcher.whole(object_id)
         assert all(g.background for g in lab.origin.gets)
         assert sorted((g.start, g.stop) for g in lab.origin.gets) == [
@@ -34,7 +34,7 @@ async def test_a_whole_object_is_brought_once(cache_dir: Path, size: int) -> Non
         ]
         assert lab.origin.most_in_flight <= 8
         gets = len(lab.origin.gets)
-        assert await lab.fetcher.bring(lab.origin, object_id) == 0  # type: ignore[arg-type]
+        assert await lab.fetcher.prefetch(lab.origin, object_id) == 0  # type: ignore[arg-type]
         for at in range(0, size, MIB):
             assert await lab.read(object_id, at, min(MIB, size - at)) == data[at : at + MIB]
         assert len(lab.origin.gets) == gets
@@ -48,7 +48,7 @@ async def test_a_part_of_an_object_is_the_blocks_that_it_touches(cache_dir: Path
     async with running(cache_dir) as lab:
         object_id = lab.origin.put("k", content(1, 80 * BLOCK))
         await lab.read(object_id, 21 * BLOCK, BLOCK)
-        brought = await lab.fetcher.bring(
+        brought = await lab.fetcher.prefetch(
             lab.origin,  # type: ignore[arg-type]
             object_id,
             20 * BLOCK + 1,
@@ -57,8 +57,8 @@ async def test_a_part_of_an_object_is_the_blocks_that_it_touches(cache_dir: Path
         assert brought == 3 * BLOCK
         assert lab.fetcher.cached_bytes(object_id) == 4 * BLOCK
         assert not lab.fetcher.whole(object_id)
-        assert await lab.fetcher.bring(lab.origin, object_id, 79 * BLOCK, 1 << 60) == BLOCK  # type: ignore[arg-type]
-        assert await lab.fetcher.bring(lab.origin, object_id, 90 * BLOCK) == 0  # type: ignore[arg-type]
+        assert await lab.fetcher.prefetch(lab.origin, object_id, 79 * BLOCK, 1 << 60) == BLOCK  # type: ignore[arg-type]
+        assert await lab.fetcher.prefetch(lab.origin, object_id, 90 * BLOCK) == 0  # type: ignore[arg-type]
 
 
 @in_trio
@@ -70,8 +70,8 @@ async def test_two_readers_and_two_brings_of_one_object_cost_one_request_a_part(
         hold = lab.origin.hold("k", 8 * MIB + 5)
         brought: list[int] = []
 
-        async def bring() -> None:
-            brought.append(await lab.fetcher.bring(lab.origin, object_id))  # type: ignore[arg-type]
+        async def prefetch() -> None:
+            brought.append(await lab.fetcher.prefetch(lab.origin, object_id))  # type: ignore[arg-type]
 
         async def read(pid: int) -> None:
             handle = lab.fetcher.open(lab.origin, object_id)  # type: ignore[arg-type]
@@ -81,8 +81,8 @@ async def test_two_readers_and_two_brings_of_one_object_cost_one_request_a_part(
             lab.fetcher.close(handle)
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(bring)
-            nursery.start_soon(bring)
+            nursery.start_soon(prefetch)
+            nursery.start_soon(prefetch)
             await hold.reached.wait()
             for pid in range(2):
                 nursery.start_soon(read, pid)
@@ -101,7 +101,7 @@ async def test_only_a_reader_makes_it_demand(cache_dir: Path) -> None:
         hold = lab.origin.hold("k", 5)
         async with trio.open_nursery() as nursery:
             for _ in range(2):
-                nursery.start_soon(lab.fetcher.bring, lab.origin, object_id)
+                nursery.start_soon(lab.fetcher.prefetch, lab.origin, object_id)
             await hold.reached.wait()
             (get,) = lab.origin.gets
             assert get.ticket is not None and get.ticket.background
@@ -116,7 +116,7 @@ async def test_only_a_reader_makes_it_demand(cache_dir: Path) -> None:
 
 async def bring_and_cancel(lab: Lab, object_id: object, after: trio.Event) -> None:
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(lab.fetcher.bring, lab.origin, object_id)
+        nursery.start_soon(lab.fetcher.prefetch, lab.origin, object_id)
         await after.wait()
         nursery.cancel_scope.cancel()
 
@@ -136,7 +136,7 @@ async def test_called_off_it_leaves_nothing_but_what_landed(cache_dir: Path) -> 
         assert lab.used() == kept < 6 * EXTENT
         lab.check_accounts()
         hold.release.set()
-        assert await lab.fetcher.bring(lab.origin, object_id) == 6 * EXTENT - kept  # type: ignore[arg-type]
+        assert await lab.fetcher.prefetch(lab.origin, object_id) == 6 * EXTENT - kept  # type: ignore[arg-type]
         assert await lab.read(object_id) == data
 
 
@@ -151,8 +151,8 @@ async def test_called_off_it_goes_on_for_the_reader_who_waits_for_it(cache_dir: 
             async def read() -> None:
                 assert await lab.read(object_id, 0, 3 * BLOCK) == data[: 3 * BLOCK]
 
-            async def bring() -> None:
-                assert await lab.fetcher.bring(lab.origin, object_id) == 0  # type: ignore[arg-type]
+            async def prefetch() -> None:
+                assert await lab.fetcher.prefetch(lab.origin, object_id) == 0  # type: ignore[arg-type]
 
             nursery.start_soon(bring_and_cancel, lab, object_id, called_off := trio.Event())
             await hold.reached.wait()
@@ -160,7 +160,7 @@ async def test_called_off_it_goes_on_for_the_reader_who_waits_for_it(cache_dir: 
             await trio.testing.wait_all_tasks_blocked(0.01)
             called_off.set()
             await trio.testing.wait_all_tasks_blocked(0.01)
-            nursery.start_soon(bring)
+            nursery.start_soon(prefetch)
             await trio.testing.wait_all_tasks_blocked(0.01)
             hold.release.set()
         assert len(lab.origin.gets) == 1
@@ -175,7 +175,7 @@ async def test_a_failure_is_told_and_what_landed_stays(
         object_id = lab.origin.put("k", content(1, 20 * EXTENT))
         lab.origin.fail(lambda: error("scripted"), after=3 * BLOCK + 5)
         with pytest.raises(error, match="scripted"):
-            await lab.fetcher.bring(lab.origin, object_id)  # type: ignore[arg-type]
+            await lab.fetcher.prefetch(lab.origin, object_id)  # type: ignore[arg-type]
         await lab.quiet()
         assert len(lab.origin.gets) < 20, "the rest is not asked for any more"
         assert lab.fetcher.cached_bytes(object_id) >= 3 * BLOCK
@@ -188,7 +188,7 @@ async def test_a_bug_in_a_client_is_told_in_our_words(cache_dir: Path) -> None:
         object_id = lab.origin.put("k", content(1, EXTENT))
         lab.origin.fail(lambda: RuntimeError("bug"))
         with pytest.raises(errors.OriginFailed, match="RuntimeError"):
-            await lab.fetcher.bring(lab.origin, object_id)  # type: ignore[arg-type]
+            await lab.fetcher.prefetch(lab.origin, object_id)  # type: ignore[arg-type]
 
 
 @in_trio
@@ -207,7 +207,7 @@ async def test_what_another_failed_to_bring_is_tried_once_more(cache_dir: Path) 
             nursery.start_soon(read)
             await trio.testing.wait_all_tasks_blocked(0.01)
             failed.times = 0
-            nursery.start_soon(lab.fetcher.bring, lab.origin, object_id)
+            nursery.start_soon(lab.fetcher.prefetch, lab.origin, object_id)
             await trio.testing.wait_all_tasks_blocked(0.01)
             hold.release.set()
         assert lab.fetcher.whole(object_id)
@@ -219,7 +219,7 @@ async def test_no_room_is_told(cache_dir: Path, ssd: int) -> None:
     async with running(cache_dir, ssd=ssd) as lab:
         object_id = lab.origin.put("k", content(1, EXTENT))
         with pytest.raises(errors.NoRoom):
-            await lab.fetcher.bring(lab.origin, object_id)  # type: ignore[arg-type]
+            await lab.fetcher.prefetch(lab.origin, object_id)  # type: ignore[arg-type]
         assert not lab.origin.gets
 
 
@@ -230,7 +230,7 @@ async def test_many_objects_have_no_more_parts_under_way_than_the_store_takes(ca
         holds = [lab.origin.hold(f"k{i}", 1) for i in range(100)]
         async with trio.open_nursery() as nursery:
             for object_id in ids:
-                nursery.start_soon(lab.fetcher.bring, lab.origin, object_id)
+                nursery.start_soon(lab.fetcher.prefetch, lab.origin, object_id)
             await until(lambda: sum(hold.reached.is_set() for hold in holds) >= 64, 10)
             await trio.testing.wait_all_tasks_blocked(0.02)
             assert lab.fetcher.in_flight_fetches == 64
@@ -276,7 +276,7 @@ async def test_a_readers_request_goes_out_before_queued_ones_that_nobody_waits_f
 
         async with trio.open_nursery() as nursery:
             for key in ("first", "b1", "b2", "b3"):
-                nursery.start_soon(lab.fetcher.bring, origin, ids[key])
+                nursery.start_soon(lab.fetcher.prefetch, origin, ids[key])
                 await trio.testing.wait_all_tasks_blocked(0.01)
             nursery.start_soon(read, "demand")
             await trio.testing.wait_all_tasks_blocked(0.01)

@@ -16,7 +16,7 @@ from cachefs.base import errors
 from cachefs.base.ledger import NAMES, current_call
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
-from cachefs.fetch.fetcher import OPEN_WAITS_S, Arrivals
+from cachefs.fetch.fetcher import OPEN_WAITS_S, OpenWaits
 from tests.fetch.scripted import Hold, content, in_trio
 from tests.store.lab import BLOCK, MIB, Lab, running
 
@@ -25,7 +25,7 @@ NOW, LATE = OPEN_WAITS_S / 2, 2 * OPEN_WAITS_S
 
 class InFlight(NamedTuple):
     left: float
-    fill: Any
+    cache_write: Any
 
     def left_s(self) -> float:
         return self.left
@@ -55,7 +55,7 @@ def test_soon_is_when_all_of_it_may_be_here_within_the_wait(
     obj: Any = SimpleNamespace(id=ObjectId("s", "k", "e", 4 * BLOCK - 5))
     store: Any = SimpleNamespace(block_size=BLOCK, has=lambda obj, block: block in here)
     transfers: Any = SimpleNamespace(of=lambda obj: under_way)
-    assert Arrivals(store, transfers, Metrics()).soon(obj) == soon
+    assert OpenWaits(store, transfers, Metrics()).soon(obj) == soon
 
 
 @asynccontextmanager
@@ -77,7 +77,7 @@ async def on_its_way(cache_dir: Path, held_at: int) -> AsyncIterator[tuple[Lab, 
 
 async def _bring(lab: Lab, object_id: ObjectId) -> None:
     try:
-        await lab.fetcher.bring(lab.origin, object_id)  # type: ignore[arg-type]
+        await lab.fetcher.prefetch(lab.origin, object_id)  # type: ignore[arg-type]
     except errors.CachefsError:
         pass
 
@@ -98,7 +98,7 @@ async def test_who_waits_is_passthrough_it_and_was_a_reader_that_came_too_early(
         call = lab.metrics.ledger.waits.call(77, NAMES, "open")
         current_call.set(call)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(lab.fetcher.arrival, object_id, 77)
+            nursery.start_soon(lab.fetcher.wait_until_cached, object_id, 77)
             await trio.testing.wait_all_tasks_blocked()
             assert get.ticket is not None and not get.ticket.background, (
                 "it goes before what no reader waits for"
@@ -107,10 +107,10 @@ async def test_who_waits_is_passthrough_it_and_was_a_reader_that_came_too_early(
             assert (waiting["request"], waiting["key"], waiting["on"]) == ("read", "k", "origin")
             hold.release.set()
         assert passthrough(lab, object_id)
-        assert not lab.fetcher.arrives(object_id)
+        assert not lab.fetcher.soon_cached(object_id)
         metrics = lab.metrics
         assert metrics.misses == metrics.misses_prefetch_in_flight == metrics.prefetched_late == 4, (
-            "blocks land with their transfer"
+            "blocks end with their transfer"
         )
         totals = metrics.ledger.waits.totals()
         assert (totals["reads"], totals["calls"], totals["waiting"]) == (1, 1, 0)
@@ -121,7 +121,7 @@ async def test_who_waits_is_passthrough_it_and_was_a_reader_that_came_too_early(
 async def test_a_wait_that_was_for_nothing_ends_and_counts_nothing(cache_dir: Path) -> None:
     async with on_its_way(cache_dir, 2 * BLOCK) as (lab, object_id, hold):
         begun = trio.current_time()
-        await lab.fetcher.arrival(object_id, 1)
+        await lab.fetcher.wait_until_cached(object_id, 1)
         assert trio.current_time() - begun >= OPEN_WAITS_S
         assert not passthrough(lab, object_id) and not lab.metrics.misses
         hold.release.set()
@@ -139,7 +139,7 @@ async def test_a_transfer_that_fails_fails_no_open(cache_dir: Path) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_bring, lab, object_id)
             await hold.reached.wait()
-            nursery.start_soon(lab.fetcher.arrival, object_id, 1)
+            nursery.start_soon(lab.fetcher.wait_until_cached, object_id, 1)
             await trio.testing.wait_all_tasks_blocked()
             hold.release.set()
         assert not passthrough(lab, object_id) and not lab.metrics.misses
@@ -150,7 +150,7 @@ async def test_a_transfer_that_fails_fails_no_open(cache_dir: Path) -> None:
 async def test_a_signal_ends_a_wait_and_not_the_transfer(cache_dir: Path) -> None:
     async with on_its_way(cache_dir, BLOCK) as (lab, object_id, _):
         with trio.move_on_after(OPEN_WAITS_S / 10):
-            await lab.fetcher.arrival(object_id, 1)
+            await lab.fetcher.wait_until_cached(object_id, 1)
         assert not lab.metrics.ledger.waits.totals()["waiting"]
         assert lab.fetcher.in_flight_fetches == 1
 
@@ -165,11 +165,11 @@ async def test_nobody_waits_where_nothing_is_passthrough_or_its_reads_are_to_be_
             await hold.reached.wait()
             fetch_in_flight = lab.fetcher.transfers.of(lab.store.object(object_id))[4]
             fetch_in_flight.left_s = lambda: 0.0
-            assert not lab.fetcher.arrives(object_id)
+            assert not lab.fetcher.soon_cached(object_id)
             lab.fetcher.passthrough = True
-            assert lab.fetcher.arrives(object_id)
+            assert lab.fetcher.soon_cached(object_id)
             lab.fetcher.watch_reads(lambda *read: None, {object_id.digest})
-            assert not lab.fetcher.arrives(object_id)
+            assert not lab.fetcher.soon_cached(object_id)
             hold.release.set()
 
 
@@ -180,7 +180,7 @@ async def test_what_is_left_is_told_by_the_pace_so_far(cache_dir: Path) -> None:
         begun_by = trio.current_time()
         await trio.sleep(0.02)
         fetch_in_flight = lab.fetcher.transfers.of(lab.store.object(object_id))[3]
-        assert fetch_in_flight.fill.landed == 3 * BLOCK
+        assert fetch_in_flight.cache_write.written == 3 * BLOCK
         least, left, most = (
             trio.current_time() - begun_by,
             fetch_in_flight.left_s(),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cachefs.base.errors import NoRoom
 from cachefs.store import space
 from cachefs.store.catalog import Copy
-from cachefs.store.space import Fill, FillClosed, Heap, HeapFill, TierFill
+from cachefs.store.space import CacheWrite, Heap, HeapWrite, TierWrite, WriteClosed
 from cachefs.store.tier import RAM, Tier
 from tests.conftest import examples
 
@@ -35,55 +35,55 @@ def deliveries(draw: st.DrawFn) -> tuple[int, int, list[int], int]:
     return start, stop, lengths, draw(st.integers(start * BLOCK, SIZE + 1))
 
 
-def check(fill: Fill, start: int, stop: int, lengths: list[int], wake_at: int) -> None:
+def check(cache_write: CacheWrite, start: int, stop: int, lengths: list[int], wake_at: int) -> None:
     first, end = start * BLOCK, min(SIZE, stop * BLOCK)
-    assert (fill.start, fill.stop, fill.landed) == (first, end, first)
-    assert not fill.take_completed()
-    fill.ahead = True
-    assert not fill.wanted, "no reader has asked for it"
-    fill.wake_at = wake_at
-    assert fill.wanted is (wake_at <= end)
+    assert (cache_write.start, cache_write.stop, cache_write.written) == (first, end, first)
+    assert not cache_write.take_completed()
+    cache_write.ahead = True
+    assert not cache_write.wanted, "no reader has asked for it"
+    cache_write.wake_at = wake_at
+    assert cache_write.wanted is (wake_at <= end)
     woken: list[int] = []
-    fill.on_landed = lambda: woken.append(fill.landed)
+    cache_write.on_written = lambda: woken.append(cache_write.written)
     at, taken, ends = first, list[tuple[int, int]](), list[tuple[int, int]]()
     for number, length in enumerate(lengths):
         if at + length > end:
             with pytest.raises(ValueError, match="more bytes than the range has"):
-                fill.write(content(at, at + length))
+                cache_write.write(content(at, at + length))
             length = 0
         elif at % BLOCK == 0 and length == min(BLOCK, SIZE - at) and number % 2:
             data = content(at, at + length)
-            fill.write_block(memoryview(data), xxhash.xxh3_64_intdigest(data))
+            cache_write.write_block(memoryview(data), xxhash.xxh3_64_intdigest(data))
             ends.append((at + length, length))
         else:
-            fill.write(content(at, at + length))
+            cache_write.write(content(at, at + length))
             ends.append((at + length, length))
         at += length
-        assert fill.landed == at
+        assert cache_write.written == at
         for offset in range(first, at):
-            assert fill.look(offset, at - offset) == content(offset, at)
+            assert cache_write.look(offset, at - offset) == content(offset, at)
         if number % 3 == 0:
-            taken += fill.take_completed()
-            assert fill.settled == len(taken)
-    taken += fill.take_completed()
-    assert fill.take_completed() == []
+            taken += cache_write.take_completed()
+            assert cache_write.settled == len(taken)
+    taken += cache_write.take_completed()
+    assert cache_write.take_completed() == []
     whole = [(b, content(b * BLOCK, min(SIZE, (b + 1) * BLOCK))) for b in range(start, stop)]
     assert taken == [(b, xxhash.xxh3_64_intdigest(d)) for b, d in whole if b * BLOCK + len(d) <= at]
     # All at once: the end of the transfer wakes its readers.
-    assert woken == [landed for landed, length in ends if landed >= wake_at and length < end - first]
-    fill.close()
-    with pytest.raises(FillClosed):
-        fill.write(b"")
+    assert woken == [written for written, length in ends if written >= wake_at and length < end - first]
+    cache_write.close()
+    with pytest.raises(WriteClosed):
+        cache_write.write(b"")
     if at % BLOCK == 0 and at < end:
-        with pytest.raises(FillClosed):
-            fill.write_block(memoryview(content(at, min(at + BLOCK, SIZE))), 0)
-    assert fill.landed == at
+        with pytest.raises(WriteClosed):
+            cache_write.write_block(memoryview(content(at, min(at + BLOCK, SIZE))), 0)
+    assert cache_write.written == at
 
 
 @given(deliveries())
 @settings(max_examples=examples(150))
 def test_what_comes_in_pieces_is_in_the_heap_as_it_is(how: tuple[int, int, list[int], int]) -> None:
-    filled = HeapFill(SIZE, BLOCK, *how[:2])
+    filled = HeapWrite(SIZE, BLOCK, *how[:2])
     check(filled, *how)
     assert filled.kept and not filled.waits
 
@@ -103,7 +103,7 @@ def test_what_comes_in_pieces_is_in_the_file_as_it_is(
     path, before = tier.path / "file", len(os.listdir("/proc/self/fd"))
     path.write_bytes(b"")
     flags, pwrite = os.O_RDWR | os.O_CLOEXEC, os.pwrite
-    filled = TierFill(tier, Copy(RAM, b"", 0, SIZE), lambda: os.open(path, flags), SIZE, BLOCK, *how[:2])
+    filled = TierWrite(tier, Copy(RAM, b"", 0, SIZE), lambda: os.open(path, flags), SIZE, BLOCK, *how[:2])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:at_once], offset))
         assert len(os.listdir("/proc/self/fd")) == before
@@ -116,27 +116,27 @@ def test_what_comes_in_pieces_is_in_the_file_as_it_is(
 
 @pytest.mark.parametrize("wake_at", [0, BLOCK, BLOCK + 1, 2 * BLOCK, SIZE, SIZE + 1])
 def test_whole_blocks_wake_those_who_wait_for_them(wake_at: int) -> None:
-    filled, woken = HeapFill(SIZE, BLOCK, 0, 6), list[int]()
+    filled, woken = HeapWrite(SIZE, BLOCK, 0, 6), list[int]()
     filled.wake_at = wake_at
-    filled.on_landed = lambda: woken.append(filled.landed)
+    filled.on_written = lambda: woken.append(filled.written)
     for at in range(0, SIZE, BLOCK):
         filled.write_block(memoryview(content(at, min(at + BLOCK, SIZE))), 0)
     ends = [*range(BLOCK, SIZE, BLOCK), SIZE]
     assert woken == [end for end in ends if end >= wake_at]
-    alone = HeapFill(SIZE, BLOCK, 5, 6)
-    alone.wake_at, alone.on_landed = 0, lambda: woken.append(-1)
+    alone = HeapWrite(SIZE, BLOCK, 5, 6)
+    alone.wake_at, alone.on_written = 0, lambda: woken.append(-1)
     alone.write_block(memoryview(content(5 * BLOCK, SIZE)), 0)
     assert -1 not in woken, "its end wakes them"
 
 
 def test_a_block_that_is_none_is_refused() -> None:
     for before, length in ((0, BLOCK - 1), (0, BLOCK + 1), (1, BLOCK), (1, BLOCK - 1)):
-        filled = HeapFill(SIZE, BLOCK, 0, 6)
+        filled = HeapWrite(SIZE, BLOCK, 0, 6)
         filled.write(bytes(before))
         with pytest.raises(ValueError, match="not a whole block"):
             filled.write_block(memoryview(bytes(length)), 0)
-        assert filled.landed == before
-    filled = HeapFill(SIZE, BLOCK, 5, 6)
+        assert filled.written == before
+    filled = HeapWrite(SIZE, BLOCK, 5, 6)
     with pytest.raises(ValueError, match="not a whole block"):
         filled.write_block(memoryview(bytes(BLOCK)), 0)
     filled.write_block(memoryview(bytes(3)), 5)
@@ -147,15 +147,15 @@ def test_a_file_that_cannot_be_opened_or_written_is_told_apart(tier: Tier) -> No
     def refused() -> int:
         raise OSError(errno.EACCES, "no")
 
-    filled = TierFill(tier, Copy(RAM, b"", 0, SIZE), refused, SIZE, BLOCK, 0, 1)
+    filled = TierWrite(tier, Copy(RAM, b"", 0, SIZE), refused, SIZE, BLOCK, 0, 1)
     with pytest.raises(NoRoom):
         filled.write(b"1")
     assert filled.not_opened is not None and filled.failure is None
-    assert (filled.landed, filled.take_completed()) == (0, [])
+    assert (filled.written, filled.take_completed()) == (0, [])
     filled.close()
     path = tier.path / "read only"
     path.write_bytes(b"")
-    filled = TierFill(tier, Copy(RAM, b"", 0, SIZE), lambda: os.open(path, os.O_RDONLY), SIZE, BLOCK, 0, 1)
+    filled = TierWrite(tier, Copy(RAM, b"", 0, SIZE), lambda: os.open(path, os.O_RDONLY), SIZE, BLOCK, 0, 1)
     with pytest.raises(NoRoom):
         filled.write(b"1")
     assert filled.not_opened is None and filled.failure is not None and filled.failure.errno == errno.EBADF
@@ -166,7 +166,7 @@ def test_a_file_that_cannot_be_opened_or_written_is_told_apart(tier: Tier) -> No
 def test_who_reads_what_comes_ahead_wants_it(tier: Tier) -> None:
     path = tier.path / "ahead"
     path.write_bytes(b"")
-    filled = TierFill(tier, Copy(RAM, b"", 0, SIZE), lambda: os.open(path, os.O_RDWR), SIZE, BLOCK, 0, 1)
+    filled = TierWrite(tier, Copy(RAM, b"", 0, SIZE), lambda: os.open(path, os.O_RDWR), SIZE, BLOCK, 0, 1)
     filled.ahead = True
     filled.write(b"12345678")
     assert filled.look(2, 3) == b"345" and not filled.wanted

@@ -28,10 +28,10 @@ class Coming(Passthrough):
         self.waited: list[str] = []
         self.meanwhile: Callable[[], Awaitable[object]] = trio.lowlevel.checkpoint
 
-    def arrives(self, obj: ObjectId) -> bool:
+    def soon_cached(self, obj: ObjectId) -> bool:
         return obj not in self.warm
 
-    async def arrival(self, obj: ObjectId, pid: int) -> None:
+    async def wait_until_cached(self, obj: ObjectId, pid: int) -> None:
         self.waited.append(obj.key)
         await self.meanwhile()
         if self.comes:
@@ -89,7 +89,7 @@ async def test_nobody_waits_whose_way_of_reading_is_decided() -> None:
         for fh in (first[0], second[0]):
             mount.fs.release(fh)
         assert mount.fs.open_now(ino, os.O_RDONLY, 1) is None
-        reader.arrives = lambda obj: False  # type: ignore[method-assign]
+        reader.soon_cached = lambda obj: False  # type: ignore[method-assign]
         third = mount.fs.open_now(ino, os.O_RDONLY, 1)
         assert third is not None
         mount.fs.release(third[0])
