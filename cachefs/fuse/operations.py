@@ -222,7 +222,7 @@ class Operations:
 
     def lookup(self, thread: int, parent: int, name: bytes) -> Looked | Pending[Looked]:
         self.metrics.fuse_lookup += 1
-        if self.walks.threads and self.walks.again(thread):
+        if (self.walks.threads or self.walks.unsure) and self.walks.again(thread):
             return Pending(LOOKUP, thread, partial(self.walks.lookup, thread, parent, name))
         found = self._fs.lookup_now(parent, name)
         if found is None:

@@ -2,13 +2,15 @@
 
 After ESTALE the kernel asks for each name again, once. Where a name is replaced often, the second open might come too late,
 too, and the program would be told ESTALE. So what the second walk finds is held open until the program's open is answered:
-an open file can be opened and looked at, whatever becomes of its name.
+an open file can be opened and looked at, whatever becomes of its name. A daemon that continues another one does not know
+which threads that one has told, so at first it takes each walk for a second one.
 
 No clock ends a walk: a lookup waits for the origin, and the kernel waits while others change names in the same directory.
 """
 
 from __future__ import annotations
 
+import math
 import os
 
 import trio
@@ -31,6 +33,11 @@ HELD_S = 10.0
 change the directory. A file that is held keeps its place on the disk."""
 
 
+TOLD_BEFORE_S = 1.0
+"""For so long after a takeover, a daemon takes each walk for a second one. Derived: the kernel walks again at once, and the
+daemon starts with all that waited meanwhile."""
+
+
 class _Walk:
     """`left` names may still be asked for. What was found is held open until it is `over`."""
 
@@ -45,6 +52,12 @@ class WalksAgain:
     def __init__(self, fs: FileSystem) -> None:
         self._fs = fs
         self.threads: dict[int, _Walk] = {}  # the one that was told last comes last
+        self.unsure = False
+        self._unsure_until = -math.inf
+
+    def took_over(self) -> None:
+        """The daemon before this one has told threads, too."""
+        self.unsure, self._unsure_until = True, trio.current_time() + TOLD_BEFORE_S
 
     def begin(self, thread: int) -> None:
         """It walks again."""
@@ -57,6 +70,10 @@ class WalksAgain:
     def again(self, thread: int) -> bool:
         """Whether this is its second walk."""
         walk = self.threads.get(thread)
+        self.unsure = self.unsure and trio.current_time() < self._unsure_until
+        if self.unsure and walk is None:
+            self.begin(thread)
+            return True
         return walk is not None and walk.left > 0
 
     def end(self, thread: int) -> None:

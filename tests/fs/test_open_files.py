@@ -16,7 +16,7 @@ from cachefs.base.errors import NotFound, ObjectChanged
 from cachefs.base.names import ObjectId
 from cachefs.fs.attributes import Attributes
 from cachefs.fuse.operations import Operations, Pending, Waiting
-from cachefs.fuse.walks import ASKED, HELD_S, WALKS, WalksAgain
+from cachefs.fuse.walks import ASKED, HELD_S, TOLD_BEFORE_S, WALKS, WalksAgain
 from cachefs.origin.protocol import ObjectInfo
 from tests.fs.bucket import Bucket, WritableBucket, content_of
 from tests.fs.mount import ROOT, Mount, mounted
@@ -378,6 +378,26 @@ async def test_what_a_second_walk_finds_can_be_opened(how: str, late: str) -> No
         await trio.testing.wait_all_tasks_blocked()
         assert p.files == 0
         assert await p.walk() == await p.mount.ino("f") and p.files == 0, "and this is no second walk"
+
+
+@pytest.mark.parametrize("later", [False, True])
+async def test_a_thread_that_the_daemon_before_has_told_walks_again(later: bool) -> None:
+    """The daemon that continues knows no thread that was told, and only for a moment such a thread may come."""
+    async with program() as p:
+        p.operations = Operations(p.mount.fs, p.mount.metrics, 5.0, writable=True)
+        p.operations.walks.took_over()
+        await trio.sleep(TOLD_BEFORE_S + 0.1 if later else 0)
+        ino = await p.walk()
+        assert p.files == (not later)
+        assert await p.mount.read("f") == b"1"
+        await p.replace(b"2")
+        if later:
+            with pytest.raises(ObjectChanged):
+                await p.open(ino)
+            return
+        fh = await p.open(ino)
+        assert await p.mount.pread(fh) == b"1"
+        p.operations.release(fh)
 
 
 @pytest.mark.parametrize("told", ["open", "stat"])
