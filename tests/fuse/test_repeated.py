@@ -49,6 +49,11 @@ class Shown(NamedTuple):
     owner: tuple[int, int]
 
 
+def untimed(shown: Shown) -> Shown:
+    """With --writeback an upload may end between two replies, and then the file has the origin's time."""
+    return shown._replace(mtime=(0, 0))
+
+
 def attributes(body: bytes) -> Shown:
     ino, size, _, _, mtime, _, _, mtime_ns, _, mode, nlink, uid, gid, *_ = _ATTR.unpack(body)
     return Shown(ino, size, (mtime, mtime_ns), mode, nlink, (uid, gid))
@@ -581,14 +586,14 @@ def rename_both_ways(w: World) -> Case:
 def chmod(w: World) -> Case:
     ino = w.save("file")
     reply = yield ino, setattr_in(Setattr.MODE, mode=0o100600)
-    assert attr_of(reply).mode == 0o100600 and w.lookup("file") == attr_of(reply)
+    assert attr_of(reply).mode == 0o100600 and untimed(w.lookup("file")) == untimed(attr_of(reply))
 
 
 @case(Op.SETATTR)
 def chown_of_what_is_written(w: World) -> Case:
     ino, _ = w.create("file", b"content")
     reply = yield ino, setattr_in(Setattr.UID | Setattr.GID, uid=7, gid=8)
-    assert attr_of(reply).owner == (7, 8) and w.lookup("file") == attr_of(reply)
+    assert attr_of(reply).owner == (7, 8) and untimed(w.lookup("file")) == untimed(attr_of(reply))
 
 
 @case(Op.SETATTR)
