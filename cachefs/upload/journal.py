@@ -40,9 +40,9 @@ from typing import Any, Final, Literal
 
 import trio
 
-from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.database import Database, Put, read_mark
 from cachefs.base.errors import CachefsError, CacheInUse, CacheUnusable
+from cachefs.base.linux import HANGS_AFTER_S
 from cachefs.base.tasks import in_thread, take
 from cachefs.origin import Origin
 from cachefs.upload import orphans

@@ -28,8 +28,8 @@ from typing import NamedTuple, TypeVar
 import trio
 
 from cachefs.base import ownership
-from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.errors import CachefsError, CacheUnusable, NoRoom, TooLarge
+from cachefs.base.linux import HANGS_AFTER_S
 from cachefs.base.shared_memory import TAIL_BYTES, SharedMemory, Tail
 from cachefs.base.tasks import Outcome, in_thread, in_thread_at_last, taken
 from cachefs.origin import FileRange, InMemory, Source

@@ -26,8 +26,8 @@ from uuid import uuid4
 
 import trio
 
-from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.errors import CachefsError, CacheUnusable, NotFound, OriginFailed
+from cachefs.base.linux import HANGS_AFTER_S
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.base.shared_memory import SharedMemory
