@@ -17,6 +17,7 @@ from cachefs import hints
 from cachefs.base import linux, shared_memory
 from cachefs.cli.main import cli
 from cachefs.fs import xattrs
+from cachefs.fuse import native_backend
 from cachefs.origin import local
 from cachefs.store import space, tier
 from cachefs.upload import journal, room, staging
@@ -155,6 +156,7 @@ def test_every_file_that_a_page_names_is_there() -> None:
         ("explanation/architecture", f"{room.UNSENT >> 20} MiB of a file may wait to be sent"),
         ("explanation/architecture", f"waits up to {room.WAIT_S:g} s for other files"),
         ("explanation/architecture", f"up to {journal.CONTENTS_BYTES >> 20} MiB of all files"),
+        ("explanation/architecture", f"a turn every {'millisecond' * (native_backend.SLICE_S == 1e-3)}."),
         ("explanation/architecture", f"repeated after {journal.RETRY_S:g} s to a minute"),
     ],
 )
