@@ -55,7 +55,7 @@ SMALL = HELD // 4
 """The largest write that a file's end waits in memory for. Derived: at least four of them share a turn of a thread."""
 
 HELD_ALTOGETHER = 32 << 20
-"""By all files. Guessed: a hundred of the largest, and of those that are open or on their way only."""
+"""By all files that are open or on their way. A bound of memory: a hundred of the largest."""
 
 LONG_AGO_NS = 10**9
 """The time of a file that was not written since it went into passthrough. Clocks of file systems tick in milliseconds, or
