@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ import pytest
 from cachefs.base import database, durable
 from cachefs.base.database import Database, read_mark
 from cachefs.base.errors import CacheInUse, CacheUnusable, NoRoom
+from cachefs.config.config import Config
 from cachefs.fs.tree import FORMAT as TREE
 from cachefs.upload.journal import FORMAT as JOURNAL
 from tests.conftest import ROOT
@@ -748,6 +751,15 @@ def test_a_new_directory_is_synced_with_its_parents(tmp_path: Path, monkeypatch:
 
 
 # -- the rewrite -------------------------------------------------------------------------------------
+
+
+def test_deadlines_end_before_those_of_their_callers() -> None:
+    """A start of the unit, and a request that waits for another thread's transaction."""
+    unit = (Path(database.__file__).parents[2] / "systemd" / "cachefs@.service").read_text()
+    (start_s,) = re.findall(r"^TimeoutStartSec=(\d+)$", unit, re.M)
+    (timeout_s,) = (field.default for field in fields(Config) if field.name == "timeout")
+    assert start_s == "90" and 2 * int(start_s) == 3 * database.REWRITE_S
+    assert timeout_s == 2 * database.WAIT_S
 
 
 def test_a_rewrite_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,13 @@ import pytest
 from bench import report
 from bench.__main__ import ORDER
 from cachefs import hints
+from cachefs.base import linux, shared_memory
 from cachefs.cli.main import cli
 from cachefs.fs import xattrs
+from cachefs.fuse import native_backend
+from cachefs.origin import local
+from cachefs.store import space, tier
+from cachefs.upload import journal, room, staging
 from scripts import reference
 
 ROOT = Path(__file__).parents[1]
@@ -136,6 +141,28 @@ def test_every_file_that_a_page_names_is_there() -> None:
             name for name in named if not (ROOT / name).exists() and not (ROOT / "cachefs" / name).exists()
         }
         assert not gone, f"{shown(page)}: {gone}"
+
+
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        ("guarantees", f"A cache disk that hangs takes its tier down after {linux.HANGS_AFTER_S:g} s:"),
+        ("reference/on-disk-format", f"a file {'a day' * (local.KILLED_S == 86_400)} after its last change"),
+        ("how-to/systemd-and-fstab", f"up to {staging.HELD_ALTOGETHER >> 20} MiB"),
+        ("how-to/systemd-and-fstab", f"beyond {shared_memory.MOST_RECORDS:,} dirty files"),
+        ("explanation/eviction", f"RAM spills its oldest copies to SSD above {100 * space.SPILL_ABOVE:g} %"),
+        ("explanation/eviction", f"reads again after {space.REUSE_AFTER_S:g} s is copied up"),
+        ("explanation/architecture", f"Beyond {tier.GOING_BYTES >> 20} MiB or a sixteenth of the tier"),
+        ("explanation/architecture", f"{room.UNSENT >> 20} MiB of a file may wait to be sent"),
+        ("explanation/architecture", f"waits up to {room.WAIT_S:g} s for other files"),
+        ("explanation/architecture", f"up to {journal.CONTENTS_BYTES >> 20} MiB of all files"),
+        ("explanation/architecture", f"a turn every {'millisecond' * (native_backend.SLICE_S == 1e-3)}."),
+        ("explanation/architecture", f"repeated after {journal.RETRY_S:g} s to a minute"),
+    ],
+)
+def test_figures_that_pages_give_are_those_of_the_code(page: str, said: str) -> None:
+    assert said in " ".join((ROOT / f"docs/{page}.md").read_text().split())
+    assert tier.GOING_SHARE == 16 and journal.LONGEST_RETRY_S == 60
 
 
 def test_every_verb_that_a_page_names_is_there() -> None:

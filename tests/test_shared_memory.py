@@ -357,6 +357,18 @@ def test_rows_that_are_written_together_are_found_together(monkeypatch: pytest.M
     assert all(one in (seen[0], seen[-1]) for one in seen)
 
 
+@pytest.mark.parametrize(("length", "given_back"), [(1000, 0), (64 << 10, 0), ((64 << 10) + 1, 17)])
+def test_only_a_long_log_gives_its_memory_back(fd: int, length: int, given_back: int) -> None:
+    """A commit of a few rows costs no system call."""
+    rows = again(fd).rows
+    rows.append({b"\0a": bytes(length - shared_memory._ROW.size - 2)})
+    before = os.fstat(fd).st_blocks * 512
+    rows.swap()
+    rows.committed()
+    assert list(again(fd).rows.found()) == []
+    assert before - os.fstat(fd).st_blocks * 512 == given_back * mmap.PAGESIZE
+
+
 def test_a_full_log_keeps_what_it_has(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "LOG_BYTES", 100)
     rows = again(fd).rows

@@ -14,6 +14,7 @@ import trio.testing
 
 from cachefs.base.errors import ConfigError, NoRoom, NotFound, OriginFailed
 from cachefs.base.names import ObjectId
+from cachefs.cli import show
 from cachefs.cli import status as statusview
 from cachefs.cli.show import job_line as line
 from cachefs.daemon import asking, warming
@@ -428,6 +429,22 @@ def test_a_line_of_progress() -> None:
     status = {"done_files": 1200, "files": 5000, "done_bytes": 3 << 30, "bytes": 8 << 30, "walked": True}
     assert line(status, 1 << 30) == "1,200 of 5,000 files, 3.0 GiB of 8.0 GiB, 1.0 GiB/s, 5s left"
     assert line({**status, "walked": False}, 0) == "1,200 of 5,000+ files, 3.0 GiB of 8.0 GiB so far, 0 B/s"
+
+
+def test_a_log_gets_a_line_of_progress_in_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that is followed for hours, with a status each second, writes a few thousand lines and no more."""
+    now, lines = [0.0], []
+    monkeypatch.setattr(show, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(show, "say", lambda text, err: lines.append((now[0], text)))
+    status = {"done_files": 1, "files": 1, "bytes": 8 << 30, "walked": True}
+
+    def statuses() -> Iterator[dict[str, Any]]:
+        for now[0] in range(1, 101):
+            yield {**status, "done_bytes": int(now[0]) << 20}
+
+    assert len(list(show._lines(statuses()))) == 100
+    assert [when for when, _ in lines] == list(range(10, 101, 10))
+    assert all(" 1.0 MiB/s" in text for _, text in lines)
 
 
 @pytest.mark.parametrize("verb", ["warm_start", "warm_add", "the rest"])

@@ -43,11 +43,6 @@ MOST_ROWS = 100_000
 """Most rows in memory; with more, `uncrowded` waits for the disk. Derived: about 30 MB of memory; a listing writes two rows
 for each name."""
 
-HANGS_AFTER_S = 5.0
-"""A call on a disk that lasts longer hangs. A caller that blocks other callers, as by the lock of a name, waits no longer,
-and a stop leaves to the next start what a disk has not done by then. Guessed: disks retry a bad sector for a second or two,
-and a reader has 30 s."""
-
 _MISSING = object()
 
 

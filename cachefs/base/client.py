@@ -33,7 +33,8 @@ BATCH_BYTES = 256 << 10
 """Longest part of a list in one request. Derived: half a request, which leaves room for the other arguments."""
 
 MAX_REPLY_BYTES = 64 << 20
-"""Longest reply that is read: root asks daemons of users, who could send without end. Guessed: far more than any verb's."""
+"""Longest reply that is read: root asks daemons of users, who could send without end. A bound of memory:
+far more than any verb's."""
 
 CREDENTIALS = struct.Struct("3i")
 """pid, uid and gid of the process that listens (SO_PEERCRED)."""

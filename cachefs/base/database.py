@@ -73,11 +73,13 @@ LOCK_BYTES = 64 << 10
 BATCH_ROWS = 100_000
 """Rows of a transaction in a rewrite. Derived: tens of megabytes of memory."""
 
-REWRITE_S = 120.0
-"""Deadline of a rewrite, which is then killed. Guessed: a hundred times as long as ten million rows take here."""
+REWRITE_S = 60.0
+"""Deadline of a rewrite, which is then killed. Derived: two thirds of the 90 s that the unit
+gives a start (`TimeoutStartSec`), and a million rows take half a second."""
 
 WAIT_S = 30.0
-"""Deadline of a wait for another thread's transaction. Guessed: far longer than one takes on a disk that answers."""
+"""Deadline of a wait for another thread's transaction. Derived: half of what a request has by default
+(`--timeout`), so its caller gets the reason in place of a timeout."""
 
 LOCK = "lock.pid"
 """The file with the pid of the process that has the database open, and has this file locked (flock)."""

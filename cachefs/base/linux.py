@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-PROBE_DEADLINE_S = 5.0
-"""A mount that takes longer to answer one statfs, or a kernel to take what it is told, counts as hanging. Guessed: both take
-milliseconds."""
+HANGS_AFTER_S = 5.0
+"""A call on a disk, a statfs of a mount or a notice to the kernel that lasts longer hangs. A caller that blocks others, by
+the lock of a name, say, waits no longer, and a stop leaves to the next start what a disk has not done by then. Promised in
+docs/guarantees.md: disks retry a bad sector for a second or two, and a request has 60 s (`--timeout`)."""
 
 CAP_SYS_ADMIN = 21
 MNT_DETACH = 2
@@ -171,7 +172,7 @@ class Finder:
         return os.path.join(resolved, name)
 
 
-def probe(path: Path, timeout_s: float = PROBE_DEADLINE_S) -> os.stat_result | OSError:
+def probe(path: Path, timeout_s: float = HANGS_AFTER_S) -> os.stat_result | OSError:
     """`os.stat` of a mountpoint, answered by its daemon; the error if it fails, ETIMEDOUT after `timeout_s`."""
     answer: list[os.stat_result | OSError] = []
 

@@ -142,9 +142,11 @@ def setup(level: str, format: str, file: Path | None = None) -> None:
     set_level(level)
 
 
-QUEUED_RECORDS, DRAINED_WITHIN_S = 10_000, 2.0
-"""Most records (about 5 MB) that wait while the log cannot be written, and how long the daemon's end waits for them to be
-written. Guessed: more than a busy daemon logs in seconds, and a wait that does not show beside the rest of a stop."""
+QUEUED_RECORDS = 10_000
+"""Most records that wait while the log cannot be written. A bound of memory: about 5 MB."""
+
+DRAINED_WITHIN_S = 2.0
+"""How long the daemon's end waits for them to be written. Guessed: it does not show beside the rest of a stop."""
 
 
 class _Queue(logging.handlers.QueueHandler):

@@ -274,7 +274,6 @@ class Comparing:
         metrics: Metrics,
     ) -> None:
         self.sampler = Sampler(store.block_size)
-        self.wholes = WHOLES
         self.on_lie: Callable[[Origin, ObjectId], Awaitable[object]] | None = None
         self._store = store
         self._transfers = transfers
@@ -292,11 +291,7 @@ class Comparing:
         md5 = ""
         if start == 0 and cache_write.written == object_id.size <= WHOLE_BYTES:
             found = MD5.fullmatch(object_id.etag)
-            if (
-                found
-                and origin.source not in self._other_etags
-                and not self.sampler.rng.randrange(self.wholes)
-            ):
+            if found and origin.source not in self._other_etags and not self.sampler.rng.randrange(WHOLES):
                 wanted, md5 = (0, cache_write.written), found[1]
         if wanted is None or self._busy:
             return

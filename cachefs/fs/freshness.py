@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cachefs.fs.local_changes import Node
 
 REMEMBERED = 65_536
-"""Single answers kept, about 110 bytes each. Guessed: more than the files a job opens within one TTL without listing."""
+"""Single answers kept, about 110 bytes each. A bound of memory: 7 MB for each table."""
 
 BURST_S = 0.1
 """How long ago an answer may have come to belong to the same system call. The kernel's requests for one are less than a

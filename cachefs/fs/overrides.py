@@ -9,7 +9,7 @@ import json
 import stat
 from typing import TYPE_CHECKING, Any
 
-from cachefs.base.behind import HANGS_AFTER_S
+from cachefs.base.linux import HANGS_AFTER_S
 from cachefs.fs.inodes import inode_key
 
 if TYPE_CHECKING:

@@ -52,10 +52,10 @@ FORMAT = "names 3"
 
 KEPT_DIRECTORIES = 4096
 """Directories remembered as objects, about 500 bytes each: others are read again when asked for. And removed directories
-that processes may still be in: beyond it the oldest answer ESTALE. Guessed."""
+that processes may still be in: beyond it the oldest answer ESTALE. A bound of memory: 2 MB for each."""
 
 CHANGES_REMEMBERED = 16_384
-"""Names that were changed here lately, about 150 bytes each. Guessed: more than change while one page is on its way."""
+"""Names that were changed here lately, about 150 bytes each. A bound of memory: 2.5 MB."""
 
 ALWAYS = 0xFFFFFFFF
 

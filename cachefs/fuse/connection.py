@@ -34,7 +34,7 @@ FORCE, DETACH = 1, 2  # flags of umount2(2)
 
 MOUNTING_S = 30.0
 """How long fusermount3, which mounts for users without rights, may take, and the kernel to send its first request (INIT).
-Guessed: both take milliseconds."""
+Derived: as long as `--mount-timeout` waits by default, since both are a part of the mount."""
 
 _FUSE = os.makedev(10, 229)
 """The device number of /dev/fuse, the same at every path."""

@@ -18,9 +18,6 @@ from cachefs.fs import NoAttribute
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 5.0
-"""How much longer than the origin's deadline a request may take before it fails. Guessed."""
-
 OURS = b"user.cachefs."
 """Names of extended attributes of this filesystem begin so."""
 

@@ -66,7 +66,7 @@ LOOK_S = 0.05
 MOST_HANDLES = 65_536
 """Places for records, 2 KiB of address space each; only those that were ever used take memory. Handles without a place
 answer ESTALE after the daemon died. As many backing ids are known, 4 bytes each; a further one keeps its file until the
-connection ends. Guessed: more than the open files of any job."""
+connection ends. A bound of address space: 128 MiB."""
 
 KEPT_PLACES = 4096
 """So many places are used before one is used for another file: a file that is opened again finds its description there.

@@ -74,7 +74,8 @@ MAX_WRITE = 1 << 20
 """Largest write: as large as a read (`MAX_PAGES`)."""
 
 MOST_KEPT = 8
-"""Buffers (of `MAX_WRITE` and a bit) that writes may keep; further writes are copied. Guessed: writers at the same time."""
+"""Buffers (of `MAX_WRITE` and a bit) that writes may keep; further writes are copied. A bound of memory:
+8 MiB."""
 
 MAX_PAGES = 256
 """Largest read: 1 MiB, what `fs.fuse.max_pages_limit` allows by default. Measured: more is not faster."""

@@ -13,7 +13,7 @@ from itertools import islice
 
 import trio
 
-from cachefs.base.linux import PROBE_DEADLINE_S
+from cachefs.base.linux import HANGS_AFTER_S
 from cachefs.base.tasks import in_thread_at_last
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Notices:
         """Wait until the kernel has taken all that `tell` was given so far, unless it hangs: a request may hold a lock in
         the kernel while it waits for the origin."""
         came = self._taken + len(self._waiting)  # they are sent in order
-        with trio.move_on_after(PROBE_DEADLINE_S):
+        with trio.move_on_after(HANGS_AFTER_S):
             while self._finished < came:
                 await self._refreshing.park()
         await trio.lowlevel.checkpoint()

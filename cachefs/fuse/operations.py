@@ -20,14 +20,14 @@ import trio
 
 from cachefs.base.errors import AlreadyExists, NotFound, ObjectChanged
 from cachefs.base.ledger import NAMES, WRITES, Wait, current_call
-from cachefs.base.linux import memory_limit
+from cachefs.base.linux import HANGS_AFTER_S, memory_limit
 from cachefs.base.logs import Repeats
 from cachefs.base.metrics import Metrics
 from cachefs.fs import Attributes, Entry, FileSystem, Space
 from cachefs.fs.filesystem import Created, Opened
 from cachefs.fs.reader import Buffer
 from cachefs.fuse.callers import Writers
-from cachefs.fuse.errno_table import GRACE_S, OURS, errno_of_foreign, tell
+from cachefs.fuse.errno_table import OURS, errno_of_foreign, tell
 from cachefs.fuse.walks import WalksAgain
 from cachefs.fuse.zero_open import UnopenedFiles
 
@@ -200,7 +200,7 @@ class Operations:
         writable: bool = False,
         device: Callable[[], str] = lambda: "",
     ) -> None:
-        self.deadline_s = deadline_s + GRACE_S
+        self.deadline_s = deadline_s + HANGS_AFTER_S  # the cache disk may take so long beside the origin
         self.admission = Admission()
         self.writers = Writers(device)
         self.unopened = UnopenedFiles(fs)

@@ -20,8 +20,8 @@ from cachefs.base.tasks import run_contained
 from cachefs.fs import Attributes, FileSystem
 
 WALKS = 256
-"""Threads that walk again at a time. Of more, the one that was told first is forgotten. Guessed: few programs have as many
-threads that work on the same names."""
+"""Threads that walk again at a time. Of more, the one that was told first is forgotten. A bound of the files that
+are held open for them."""
 
 ASKED = 8
 """How often names of files are looked up in one walk. Derived: the kernel asks for the last name twice, and again if

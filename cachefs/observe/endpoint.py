@@ -22,7 +22,8 @@ from cachefs.base.tasks import containing
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 32
-"""Bound of open connections. Guessed: some scrapers, probes and open pages; further ones are closed at once."""
+"""Bound of open connections; further ones are closed at once. Derived: less than a hundredth of the 4096 descriptors that
+`doctor` wants for a mount, and more than some scrapers, probes and open pages need."""
 
 ANSWER_S = 15.0
 """Deadline of a connection, until its client has received the reply. Derived: Prometheus gives up after 10 s

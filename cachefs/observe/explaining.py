@@ -26,9 +26,11 @@ log = logging.getLogger(__name__)
 EXTENTS_SHOWN = 4096
 """Most extents in one reply. Derived: 64 GiB of a file at the default block size, in 1 MiB."""
 
-PROBES, PROBED_WITHIN_S = 3, 15.0
-"""Requests of one measurement, of which the fastest counts, and their deadline. Guessed: one may meet a slow connection, and
-an origin that takes 5 s a request is as good as silent."""
+PROBES = 2
+"""Requests of one measurement, of which the fastest counts. Derived: the first may have to open a connection."""
+
+PROBED_WITHIN_S = 15.0
+"""Their deadline. Guessed: an origin that takes 5 s and more a request is as good as silent."""
 
 LEVELS = ("debug", "info", "warning", "error")
 

@@ -76,15 +76,15 @@ RANDOM_BYTES = 8
 """In the name of a file that is being written."""
 
 KILLED_S = 86_400.0
-"""After how long without a change a hidden file was left by a daemon that was killed. Guessed: what is written changes all
-the time, and the clocks of machines differ by hours at most."""
+"""After how long without a change a hidden file was left by a daemon that was killed. Documented in
+docs/reference/on-disk-format.md: what is written changes all the time, and clocks of machines differ by hours at most."""
 
 FORGOTTEN_S = 7 * KILLED_S
 """The same of an upload in parts: a program that writes slowly may leave one alone for days, and it is begun again if it is
 gone. Borrowed from what buckets are usually told to do."""
 
 MOST_LEFT = 1000
-"""Hidden names that are remembered. Guessed; the next listing meets the others."""
+"""Hidden names that are remembered; the next listing meets the others. A bound of memory: 0.3 MB."""
 
 OURS = re.compile(rf"{re.escape(HIDDEN)}[0-9a-f]{{{2 * RANDOM_BYTES}}}")
 """A file that is being written."""

@@ -45,12 +45,12 @@ UNLIMITED = 1 << 62
 NO_PARTS = "this origin knows no multipart uploads"
 
 STALL_S = 10.0
-"""Seconds that a store, or its token service, may stay silent within a reply. Guessed: ten times the time to the first byte
-of a busy store."""
+"""Seconds that a store, or its token service, may stay silent within a reply. Derived: an outage is found within 5 s, and
+its probe takes 5 s at most (`attempts.SILENT_S`); by then a request that waits fails as unreachable, and not as slow."""
 
 PATIENCE = 12
 """Deadlines and silences, as a multiple of the usual, for work that the origin does before it replies (copying, completing
-an upload). Guessed: S3 documents minutes."""
+an upload). Borrowed: S3 documents that completing an upload may take several minutes, which is two here."""
 
 
 @dataclass(slots=True, unsafe_hash=True)

@@ -705,8 +705,8 @@ HELD = 4096
 """Rows remembered because they could not go just then; beyond it the walk starts over. A bound of memory."""
 
 EPOCHS_SAVED_EVERY = 10
-"""Flushes from one writing of the epochs' state to the next, 100 KB for each dataset in use. Guessed: what a crash loses
-of it makes the next epoch look a little less like one."""
+"""Flushes from one writing of the epochs' state to the next, 100 KB for each dataset in use. Derived: 10 KB a second, with
+a flush in each. What a crash loses of it makes the next epoch look a little less like one."""
 
 
 class Class(enum.IntEnum):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import trio
 import xxhash
 
-from cachefs.base.behind import HANGS_AFTER_S
+from cachefs.base.linux import HANGS_AFTER_S
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_length
 from cachefs.store.adopting import Adopting

@@ -46,9 +46,8 @@ import xxhash
 from outcome import Error, Outcome, Value
 
 from cachefs.base import ownership
-from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.errors import CacheUnusable
-from cachefs.base.linux import cached_lstat, libc
+from cachefs.base.linux import HANGS_AFTER_S, cached_lstat, libc
 from cachefs.base.tasks import in_thread_at_last, start_in_thread
 from cachefs.store.ram import take_away
 

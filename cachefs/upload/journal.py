@@ -40,9 +40,9 @@ from typing import Any, Final, Literal
 
 import trio
 
-from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.database import Database, Put, read_mark
 from cachefs.base.errors import CachefsError, CacheInUse, CacheUnusable
+from cachefs.base.linux import HANGS_AFTER_S
 from cachefs.base.tasks import in_thread, take
 from cachefs.origin import Origin
 from cachefs.upload import orphans
@@ -64,8 +64,8 @@ DIRTY_FILES, ORPHANS, NOTES, CONTENTS = "drafts", "orphans", "notes", "contents"
 small dirty files, by id."""
 
 CONTENTS_BYTES = 64 << 20
-"""Of all contents. What is acknowledged beyond has its staging file synced. Guessed: hundreds of files of 100 KB, as many as
-are written in the second before their uploads begin; the database never shrinks."""
+"""Of all contents. What is acknowledged beyond has its staging file synced. A bound of the database, which never shrinks:
+hundreds of files of 100 KB, as many as are written in the second before their uploads begin."""
 
 UNCHANGED: Final = "unchanged"
 """The content that the journal has of a file stays."""

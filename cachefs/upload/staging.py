@@ -28,8 +28,8 @@ from typing import NamedTuple, TypeVar
 import trio
 
 from cachefs.base import ownership
-from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.errors import CachefsError, CacheUnusable, NoRoom, TooLarge
+from cachefs.base.linux import HANGS_AFTER_S
 from cachefs.base.shared_memory import TAIL_BYTES, SharedMemory, Tail
 from cachefs.base.tasks import Outcome, in_thread, in_thread_at_last, taken
 from cachefs.origin import FileRange, InMemory, Source
@@ -55,7 +55,7 @@ SMALL = HELD // 4
 """The largest write that a file's end waits in memory for. Derived: at least four of them share a turn of a thread."""
 
 HELD_ALTOGETHER = 32 << 20
-"""By all files. Guessed: a hundred of the largest, and of those that are open or on their way only."""
+"""By all files that are open or on their way. A bound of memory: a hundred of the largest."""
 
 LONG_AGO_NS = 10**9
 """The time of a file that was not written since it went into passthrough. Clocks of file systems tick in milliseconds, or

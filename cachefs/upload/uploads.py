@@ -26,8 +26,8 @@ from uuid import uuid4
 
 import trio
 
-from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.errors import CachefsError, CacheUnusable, NotFound, OriginFailed
+from cachefs.base.linux import HANGS_AFTER_S
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.base.shared_memory import SharedMemory
@@ -57,10 +57,8 @@ FLUSH_RETRY_S = 5.0
 """How long at most `flush` leaves a failed dirty file alone. Guessed: a user waits."""
 
 SHOWN = 20
-"""Dirty files that are shown one by one. Guessed: a screen."""
-
-GIVING_UP_S = 3.0
-"""How long a stop may take for each file that is being written. Guessed: after a second signal the user waits for it."""
+"""Dirty files that are shown one by one. Derived: a screen of 24 lines has place for them and for a
+heading."""
 
 REPEATED_S = 2.0
 """How long what was not open when a daemon died waits for its upload: an open that was not answered is repeated meanwhile.
@@ -957,7 +955,7 @@ class Uploads:
     async def hand_over(self) -> None:
         """Instead of `aclose`, once all tasks have ended: another daemon goes on with all that there is."""
         with trio.CancelScope(shield=True):
-            with trio.move_on_after(GIVING_UP_S):
+            with trio.move_on_after(HANGS_AFTER_S):
                 await self._disk.quiet()
             await trio.to_thread.run_sync(self.journal.close)
 
@@ -969,10 +967,10 @@ class Uploads:
                 self._queue.nursery = nursery
                 left = await self.flush(deadline_s=deadline_s, at_the_end=True)
                 for dirty_file in list(self._dirty_files.values()):
-                    with trio.move_on_after(GIVING_UP_S):
+                    with trio.move_on_after(HANGS_AFTER_S):
                         await run_contained(f"giving up {dirty_file.key}", self._give_up, dirty_file)
                 self._queue.close()
-                with trio.move_on_after(GIVING_UP_S):
+                with trio.move_on_after(HANGS_AFTER_S):
                     await self._disk.quiet()
                 nursery.cancel_scope.cancel()
             await trio.to_thread.run_sync(self.journal.close)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import trio
 
+from cachefs.fs import freshness
+from cachefs.fs.files import WALKED, OpenFiles
+from cachefs.fs.freshness import REMEMBERED
+from cachefs.fs.tree import CHANGES_REMEMBERED, KEPT_DIRECTORIES, Tree
 from cachefs.origin.protocol import ListPage, ObjectInfo
 from tests.fs.bucket import MTIME, Bucket, etag_of
 from tests.fs.mount import ROOT, mounted
@@ -32,6 +37,30 @@ class Endless(Bucket):
 def resident_mb() -> float:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 1e6
+
+
+def test_what_is_remembered_of_names_has_bounds() -> None:
+    """The oldest go. Of what was only looked up, all go at once."""
+    tree, files = object.__new__(Tree), object.__new__(OpenFiles)
+    tree.changes, tree._changed, files.walked, files.gone = 0, {}, {}, {}
+    directory, shown, walked = cast(Any, SimpleNamespace(ino=1)), cast(Any, SimpleNamespace), cast(Any, ())
+    answers: dict[int, float] = {}
+    for number in range(CHANGES_REMEMBERED + 1):
+        tree.note_change(directory, b"%d" % number)
+    for number in range(KEPT_DIRECTORIES + 1):
+        files.directory_removed(directory, shown(ino=number))
+    for number in range(REMEMBERED + 1):
+        freshness._put(answers, number, 0.0)
+    for number in range(WALKED):
+        files.keep_walked(number, walked)
+    assert len(files.walked) == WALKED
+    files.keep_walked(WALKED, walked)
+    assert list(files.walked) == [WALKED]
+    assert (len(tree._changed), min(tree._changed.values())) == (CHANGES_REMEMBERED, 2)
+    assert (len(files.gone), min(files.gone)) == (KEPT_DIRECTORIES, 1)
+    assert (len(answers), min(answers)) == (REMEMBERED, 1)
+    for size, count in ((500, WALKED), (110, REMEMBERED), (500, KEPT_DIRECTORIES), (150, CHANGES_REMEMBERED)):
+        assert size * count < 8 << 20
 
 
 @pytest.mark.long

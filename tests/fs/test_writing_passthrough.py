@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import trio
 
 from cachefs.base.errors import NotFound, ObjectChanged
+from cachefs.fs.dirty_files import DirtyFiles
 from tests.fs.bucket import WritableBucket
 from tests.fs.mount import Mount, mounted
 from tests.fs.test_writing_beside import Passthrough, open_as_kernel
@@ -148,3 +151,21 @@ async def test_all_handles_under_one_number_are_served_alike(seed: int) -> None:
         assert not writer.dirty_files and not reader.backings
         shown = await mount.walk()
         assert {name.encode(): len(bucket.content(name)) for name in bucket.objects} == shown
+
+
+async def test_a_writer_waits_a_second_for_reads_of_the_daemon() -> None:
+    """Then it goes on without its readers: they see what is written at their next open."""
+    tries = list[float]()
+    backing = object()
+    handle = SimpleNamespace(backing=backing, object="v1")
+    files = SimpleNamespace(under=lambda ino: [handle])
+    writer = SimpleNamespace(
+        disk_answers=trio.lowlevel.checkpoint, take=lambda *_: tries.append(trio.current_time())
+    )
+    dirty_files = object.__new__(DirtyFiles)
+    dirty_files._files, dirty_files._writer = cast(Any, files), cast(Any, writer)
+    dirty_files._local_changes = cast(Any, SimpleNamespace(info=lambda *_: None))
+    node: Any = SimpleNamespace(ino=1, directory=None, name=b"f", origin=None, attrs={})
+    began = trio.current_time()
+    await dirty_files._take(node, cast(Any, "v1"))
+    assert trio.current_time() - began == pytest.approx(1.0) and 90 < len(tries) <= 101

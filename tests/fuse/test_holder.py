@@ -10,6 +10,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,6 +39,29 @@ def test_one_that_cannot_start_is_loaded_ever_later() -> None:
         waits.append(round(keeps._load_at - time.monotonic()) if keeps._load_at else 0)
     assert waits == [2, 4, 0, 8, 16, 32, 60, 60] and waits[-1] == LONGEST_WAIT_S
     os.close(keeps._state)
+
+
+def died_after(monkeypatch: pytest.MonkeyPatch, lives: list[float]) -> list[bool]:
+    """Whether another daemon is started, for each that lived so many seconds."""
+    keeps: Holder = object.__new__(Holder)
+    keeps._state, now = os.memfd_create("state"), [1000.0]
+    os.ftruncate(keeps._state, holder.MOUNTPOINT_AT)
+    monkeypatch.setattr(holder, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    started = []
+    for life in lives:
+        short, _ = holder.LIVES.unpack(keeps._read(holder.LIVES_AT, holder.LIVES.size))
+        os.pwrite(keeps._state, holder.LIVES.pack(short, now[0]), holder.LIVES_AT)
+        now[0] += life
+        started.append(keeps._count("exit code 1"))
+    os.close(keeps._state)
+    return started
+
+
+def test_ten_daemons_in_a_row_that_lived_for_less_than_ten_seconds_are_a_crash_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert died_after(monkeypatch, [9.9] * 10) == [True] * 9 + [False]
+    assert all(died_after(monkeypatch, [9.9] * 9 + [10.0] + [9.9] * 9))
 
 
 @in_trio

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachefs.base.errors import MountError
+from cachefs.config.config import Config
 from cachefs.fuse import connection, native_backend, protocol
 from cachefs.fuse.native_backend import (
     MAX_PAGES,
@@ -220,6 +222,12 @@ def test_shaking_hands_twice() -> None:
         pair.near.send(init(7, 45, MODERN, unique=4))
         assert pair.device._shake_hands(1).minor == 45
         assert [Answer(pair.near.recv(100)).unique for _ in range(2)] == [2, 4]
+
+
+def test_the_kernel_has_as_long_as_the_whole_mount() -> None:
+    assert [field.default for field in fields(Config) if field.name == "mount_timeout"] == [
+        connection.MOUNTING_S
+    ]
 
 
 def test_a_kernel_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ async def test_what_is_waiting_already_is_said_once() -> None:
 
 
 def test_a_kernel_that_takes_no_notices_holds_up_no_refresh_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "PROBE_DEADLINE_S", 0.2)
+    monkeypatch.setattr(notices, "HANGS_AFTER_S", 0.2)
     trio.run(_a_kernel_that_does_not_listen)
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import trio
 import trio.testing
 
 from cachefs.base.errors import CachefsError, OriginFailed
-from cachefs.fuse import protocol
-from cachefs.fuse.errno_table import GRACE_S
+from cachefs.base.linux import HANGS_AFTER_S
+from cachefs.fuse import protocol, pyfuse3_backend
+from cachefs.fuse.native_backend import NativeBackend
 from cachefs.fuse.operations import REQUEST_BYTES, Admission
 from cachefs.fuse.protocol import RESENT, Op, Opened
 from cachefs.origin.protocol import ObjectInfo
@@ -195,7 +199,7 @@ async def test_a_deadline_ends_a_wait() -> None:
         begun = trio.current_time()
         reply = await asking.ask(Op.READ, ino, read_in(fh))
         assert reply.error == errno.EIO
-        assert trio.current_time() - begun == pytest.approx(DEADLINE_S + GRACE_S)
+        assert trio.current_time() - begun == pytest.approx(DEADLINE_S + HANGS_AFTER_S)
         assert asking.cache.reading == 0
         assert asking.metrics.fuse_errors == 1
         assert not (await asking.ask(Op.GETATTR)).error
@@ -337,3 +341,41 @@ async def test_what_gets_no_reply_gets_none_however_wrong_it_is(opcode: Op) -> N
             asking.send_raw(protocol.IN_HEADER.pack(length, opcode, 204, 1, 0, 0, 0, 0, 0))
         assert not (await asking.ask(Op.GETATTR)).error
         assert len(asking.replies) == 1
+
+
+async def test_a_hand_over_waits_two_seconds_for_requests_that_wait() -> None:
+    """What takes longer is repeated to the next daemon."""
+    backend = object.__new__(NativeBackend)
+    readable, writable = os.pipe()
+    names = {"open_known": None, "close_known": None}
+    backend._records, backend._fs, backend._reading = None, SimpleNamespace(**names), trio.CancelScope()  # type: ignore[assignment]
+    backend._device, backend._waiting = SimpleNamespace(fd=readable), {1: None}  # type: ignore[assignment, dict-item]
+    began = trio.current_time()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(backend.serve, lambda: None)
+        await trio.testing.wait_all_tasks_blocked()
+        backend.pause()
+    assert trio.current_time() - began == pytest.approx(2.0, abs=0.1)
+    os.close(readable)
+    os.close(writable)
+
+
+def test_a_read_of_pyfuse3_that_blocks_ends_within_a_quarter_of_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may block if the process whose request it was has been killed."""
+    timers: list[tuple[float, ...]] = []
+    calls = SimpleNamespace(
+        SIGALRM=signal.SIGALRM,
+        ITIMER_REAL=signal.ITIMER_REAL,
+        signal=lambda *_: None,
+        setitimer=lambda _which, *seconds: timers.append(seconds),
+    )
+
+    async def ends(**_: int) -> None:
+        await trio.lowlevel.checkpoint()
+
+    monkeypatch.setattr(pyfuse3_backend, "signal", calls)
+    monkeypatch.setattr(pyfuse3_backend.pyfuse3, "main", ends)
+    trio.run(object.__new__(pyfuse3_backend.Pyfuse3Backend).serve, lambda: None)
+    assert timers == [(0.25, 0.25), (0,)]

@@ -24,7 +24,7 @@ from cachefs.cli import files as why
 from cachefs.cli import live as look
 from cachefs.cli.live import Prices, process_waits
 from cachefs.cli.main import cli
-from cachefs.observe import doctor
+from cachefs.observe import doctor, explaining
 from cachefs.observe.explaining import Explainer
 from cachefs.observe.watch import shown
 from tests.fetch.scripted import content, in_trio
@@ -327,6 +327,8 @@ def test_doctor_names_the_conditions_that_a_store_ignores(monkeypatch: pytest.Mo
         (0.6, 1.04, 0, "note", "bound by its threads, of which one runs at a time"),
         (0.3, 0.5, 3, "note", "bound by s3://bucket: 64 requests under way"),
         (0.3, 0.5, 0, "ok", "not bound by its daemon"),
+        (0.03, 0.06, 0, "ok", "not bound by its daemon"),
+        (0.03, 0.04, 0, "ok", "has nothing to do"),
         (0.01, 0.02, 0, "ok", "has nothing to do"),
     ],
 )
@@ -398,6 +400,19 @@ def test_an_origin_that_hangs_is_probed_until_a_deadline() -> None:
 
     found = trio.run(main, clock=MockClock(autojump_threshold=0))
     assert found == [{"source": "s3://a", "error": "no answer within 15 s"}]
+
+
+def test_the_request_that_opens_a_connection_is_not_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one more is enough."""
+    times, now = [1.0, 0.25], [0.0]
+    monkeypatch.setattr(explaining, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    async def check() -> None:
+        now[0] += times.pop(0)
+
+    origin = SimpleNamespace(source="s3://a", check=check)
+    explainer = Explainer(*[cast(Any, None)] * 3, cast(Any, [origin]), Metrics(), cast(Any, None))
+    assert trio.run(explainer.probe) == [{"source": "s3://a", "seconds": 0.25}] and not times
 
 
 @pytest.mark.parametrize(("seconds", "level"), [(0.08, "ok"), (0.15, "note")])

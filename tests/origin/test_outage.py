@@ -25,6 +25,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.names import OnOutage
 from cachefs.origin import ListPage, ObjectInfo, Origin
 from cachefs.origin.attempts import FAILING_S, FAILURES, SILENT_S, Attempts, Outage
+from cachefs.origin.protocol import PATIENCE, STALL_S
 from tests import threads
 from tests.origin.reading import Collect
 
@@ -205,6 +206,12 @@ async def fails(ask: Awaitable[object]) -> float:
     with pytest.raises(Unreachable):
         await ask
     return trio.current_time() - began
+
+
+def test_an_outage_is_known_before_a_reply_counts_as_stalled() -> None:
+    """It is suspected first, and then its probe takes as long. What the origin does before it replies may take minutes."""
+    assert STALL_S == SILENT_S + SILENT_S
+    assert STALL_S * PATIENCE == 120
 
 
 @pytest.mark.parametrize("state", ["hangs", "breaks"])

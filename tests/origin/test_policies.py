@@ -140,6 +140,13 @@ def test_the_download_limit_is_kept(takes: list[tuple[int, float]]) -> None:
         assert done <= rate * (now + TokenBucket.BURST_S) * (1 + 1e-9) + 1
 
 
+def test_a_pause_leaves_a_tenth_of_a_second_of_a_limit() -> None:
+    """A task that wakes up late loses nothing, and a link that was idle is not flooded."""
+    bucket = TokenBucket(1000.0, 0.0)
+    assert bucket.take(100, 60.0) == 0.0
+    assert bucket.take(1, 60.0) == pytest.approx(0.001)
+
+
 def test_takers_of_a_limit_are_served_in_order() -> None:
     bucket = TokenBucket(100.0, 0.0)
     waits = [bucket.take(100, 0.0) for _ in range(3)]

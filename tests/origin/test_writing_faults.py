@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -351,6 +352,33 @@ def test_memory_stays_flat(store: Lab, tmp_path: Path, way: str) -> None:
 
     run(store.origin(), use)
     store.store.delete("bucket", "w/x")
+
+
+def test_a_copy_in_parts_asks_once_a_gibibyte(store: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or less often, where the origin takes no more parts."""
+    there, lengths = store.origin(), list[int]()
+
+    async def copy_part(number: int, key: str, etag: str, start: int, stop: int) -> None:
+        lengths.append(stop - start)
+
+    async def made(*_: object) -> Any:
+        return SimpleNamespace(id="1", copy_part=copy_part, complete=trio.lowlevel.checkpoint)
+
+    async def compares(*_: object) -> bool:
+        return True
+
+    monkeypatch.setattr(there, "begin_upload", made)
+    monkeypatch.setattr(there._probes, "copies_parts", compares)
+    gib = 1 << 30
+    for size, most, wanted in (
+        (gib, 1, [gib]),
+        (6 * gib + 1, 9, [1, *[gib] * 6]),
+        (6 * gib, 3, [2 * gib] * 3),
+    ):
+        monkeypatch.setattr(there.writer, "limits", replace(there.limits, most_parts=most))
+        run(there, lambda there, size=size: there._copy_in_parts("a", "b", size, '"1"'))
+        assert sorted(lengths) == wanted
+        lengths.clear()
 
 
 def test_copying_in_parts(store: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,13 @@ import hashlib
 import logging
 import random
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from cachefs.base.names import ObjectId
-from cachefs.fetch.upstream import SHARE, Sampler
+from cachefs.fetch.upstream import SHARE, Comparing, Sampler
 from tests.fetch.scripted import SOURCE, content, in_trio
 from tests.peers.nodes import Node, Nodes, nodes
 from tests.store.lab import BLOCK, KIB, until
@@ -120,6 +121,21 @@ async def test_a_whole_object_with_an_md5_is_checked_without_the_origin(cache_di
         await reader.read(wrong, 0, len(data) - 1)
         await until(lambda: told == [wrong], 30)
         assert await reader.read(wrong, 0, len(data) - 1) == data[:-1]
+
+
+@in_trio
+async def test_of_whole_objects_with_an_md5_one_in_eight_is_hashed() -> None:
+    """So hashing takes an eighth of the time that receiving takes."""
+    asked = list[int]()
+    rng: Any = SimpleNamespace(randrange=lambda stop: asked.append(stop) or 1)
+    sampler: Any = SimpleNamespace(take=lambda *_: None, rng=rng)
+    comparing = object.__new__(Comparing)
+    comparing.sampler, comparing._other_etags, comparing._busy = sampler, set(), False
+    version = ObjectId(SOURCE, "a", f'"{"0" * 32}"', 10)
+    origin: Any = SimpleNamespace(source=SOURCE)
+    cache_write: Any = SimpleNamespace(written=10, block_size=BLOCK)
+    await comparing.received(cast(Any, None), origin, version, cache_write, 0)
+    assert asked == [8]
 
 
 @in_trio

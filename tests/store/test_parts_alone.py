@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import trio
 
-from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.errors import CacheUnusable, NoRoom
+from cachefs.base.linux import HANGS_AFTER_S
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.store import opening, ram, space

@@ -866,6 +866,19 @@ async def test_a_stop_waits_a_moment_for_what_is_up_to_the_origin(tmp_path: Path
         assert d.uploads.pending() == [] and d.uploads.journal.rows("drafts") == {}
 
 
+@in_trio
+async def test_a_stop_waits_five_seconds_for_an_origin_that_hangs(tmp_path: Path) -> None:
+    """As for a disk; the next start uploads the file."""
+    async with desk(tmp_path, writeback=True, upload_delay_s=1e6) as d:
+        held = d.store.hold("put")
+        dirty_file = await d.save("k", b"data")
+        d.uploads._queue.plan(dirty_file, 0.0)
+        await held.reached.wait()
+        began = trio.current_time()
+        assert await d.uploads.aclose(0.0) == [dirty_file]
+        assert trio.current_time() - began == pytest.approx(5.0, abs=0.5)
+
+
 @pytest.mark.parametrize("what", ["store", "journal", "disk", "nothing"])
 @in_trio
 async def test_any_disk_that_hangs_saves_the_others_their_wait(

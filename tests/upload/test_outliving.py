@@ -249,6 +249,23 @@ async def test_an_open_that_is_repeated_comes_before_the_upload(daemon: Daemon, 
         assert after.store.seen["k"][-1:] == [b"data"]
 
 
+@in_trio
+async def test_two_seconds_are_left_for_an_open_that_is_repeated(daemon: Daemon, tmp_path: Path) -> None:
+    async with daemon.alive() as (d, _):
+        first = await create(d)
+        await add(first, b"data")
+        after = daemon.killed(tmp_path / "second")
+        await d.close(first)
+    held, began = after.store.hold("put"), trio.current_time()
+    async with after.alive():
+        await held.reached.wait()
+        assert trio.current_time() - began == pytest.approx(2.0, abs=0.1)
+        assert held.release is not None
+        held.release.set()
+        await trio.sleep(10)
+        assert after.store.content("k") == b"data"
+
+
 @pytest.mark.parametrize("size", [100, HELD + 1000])
 @in_trio
 async def test_what_was_removed_is_there_for_its_users(daemon: Daemon, tmp_path: Path, size: int) -> None:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import stat
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,24 @@ async def test_a_file_lands_unless_the_disk_hangs(
     file.remove()
     await disk.quiet()
     assert list(tmp_path.iterdir()) == [] and disk.memory_left == staging.HELD_ALTOGETHER  # noqa: ASYNC240
+
+
+@in_trio
+async def test_a_disk_has_sixteen_calls_at_a_time(tmp_path: Path) -> None:
+    disk, may, most = StagingDisk(tmp_path), threading.Event(), list[int]()
+
+    def call() -> None:
+        most.append(disk.busy)
+        assert may.wait(30)
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(20):
+            nursery.start_soon(disk.run, call)
+        while len(most) < 16:
+            await trio.lowlevel.checkpoint()
+        assert disk._limiter.statistics().tasks_waiting == 4
+        may.set()
+    assert max(most) == staging.THREADS == 16 and len(most) == 20 and disk.busy == 0
 
 
 @in_trio
