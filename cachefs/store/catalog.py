@@ -572,9 +572,8 @@ class Catalog:
 
     def copies(self, obj: CachedObject, tier: int) -> list[Copy]:
         """All copies of the version on a tier, by extent."""
-        if (
-            obj.id.size <= BLOCKS_PER_EXTENT * self._block_size
-        ):  # one extent, as most versions have: no search is needed
+        # One extent, as most versions have: no search is needed.
+        if obj.id.size <= BLOCKS_PER_EXTENT * self._block_size:
             copy = self.copy(obj, tier, 0)
             return [] if copy is None else [copy]
         extents = {0, *(e for t, e in obj.copies if t == tier)}

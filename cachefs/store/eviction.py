@@ -622,9 +622,8 @@ class Datasets:
     def __call__(self, object_id: ObjectId) -> int:
         source, key = object_id.source, object_id.key
         prefix = ""
-        for mounted in self._prefixes.get(
-            source, ()
-        ):  # a plain loop is faster, and each file calls this four times
+        # A plain loop is faster, and each file calls this four times.
+        for mounted in self._prefixes.get(source, ()):
             if key.startswith(mounted):
                 prefix = mounted
                 break

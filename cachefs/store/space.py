@@ -239,7 +239,8 @@ class Space:
         """Drop blocks of a copy; their bytes are freed when the copy has no pins. Of an immutable file all blocks are
         dropped. Returns how many blocks were dropped. `why` is one of the ledger's reasons."""
         if not obj.has(copy):
-            return 0  # two readers found it damaged; the first one dropped it, and a new copy may be in its place
+            # Two readers found it damaged; the first one dropped it, and a new copy may be in its place.
+            return 0
         tier = self._tiers[copy.tier]
         if obj.is_immutable(tier):
             return self.drop_file(obj, tier, why)

@@ -211,14 +211,12 @@ def _write_and_remove(path: Path) -> None:
         path.unlink(missing_ok=True)  # syncing a file that exists already may not need the disk
         fd = ownership.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
-            with suppress(
-                OSError
-            ):  # ENOSPC comes from memory; the fsync below still writes the inode to the disk
+            # ENOSPC comes from memory; the fsync below still writes the inode to the disk.
+            with suppress(OSError):
                 os.pwrite(fd, b"probe", 0)
             os.fsync(fd)
-            os.posix_fadvise(
-                fd, 0, 0, os.POSIX_FADV_DONTNEED
-            )  # otherwise the page cache would answer the read
+            # Otherwise the page cache would answer the read.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.pread(fd, PAGE, 0)
         finally:
             os.close(fd)
@@ -447,9 +445,8 @@ class Tier:
         self._clock = clock
         self._retry_at = 0.0
         self._free_bytes = 0
-        self._free_files = (
-            math.inf
-        )  # files that may be made before the disk's free inodes fall below the share kept free
+        # Files that may be made before the disk's free inodes fall below the share kept free.
+        self._free_files = math.inf
         self._free_read_again_at = -1e9
         self._used_at_reading = 0
         self.disk = Disk(name, path)
@@ -651,9 +648,8 @@ class Tier:
     def _make_folder(self, path: str) -> None:
         """Make the directories of a file's path that are missing."""
         if self._mounted and not os.path.ismount(self.path):
-            raise OSError(
-                errno.ENODEV, os.strerror(errno.ENODEV)
-            )  # the tmpfs is gone; what lies below it has no cap
+            # The tmpfs is gone; what lies below it has no cap.
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
         for folder in (self.path, self._objects, os.path.dirname(path)):
             try:
                 os.mkdir(folder, 0o700)
