@@ -2,7 +2,8 @@
 
 Missing names are logged as DEBUG, errors that a user can cause as INFO, and those that an operator should see as WARNING. An
 exception that is not in the table is a bug of cachefs: the request fails with EIO, the log gets the traceback, and the
-daemon goes on."""
+daemon goes on.
+"""
 
 from __future__ import annotations
 

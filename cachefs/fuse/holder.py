@@ -13,7 +13,8 @@ asked, when the mount is gone, and when daemons die too often; then the dead mou
 
 Under systemd a copy of /dev/fuse and of the memory file lies in the unit's file descriptor store. A holder that is killed
 leaves them there; systemd starts another one, which finds them and goes on. A holder that ends by itself removes them,
-because with a copy left, programs would wait for a daemon that does not come."""
+because with a copy left, programs would wait for a daemon that does not come.
+"""
 
 from __future__ import annotations
 

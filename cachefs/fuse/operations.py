@@ -2,7 +2,8 @@
 
 A method returns the answer if it is known at once, else a `Pending` with the work that finds it. A backend unpacks a
 request, calls the method, and packs the answer. `Waiting` applies the rules of a request that waits (memory, deadline,
-ledger), and `Operations.errno_of` maps every exception."""
+ledger), and `Operations.errno_of` maps every exception.
+"""
 
 from __future__ import annotations
 
