@@ -1,9 +1,9 @@
 """A write-behind database: `write` changes memory alone, and one thread commits the rows.
 
-A disk may freeze: no write to it returns, and the trio thread must not wait for one. So a row is valid as soon as it is in
+A disk may hang: no write to it returns, and the trio thread must not wait for one. So a row is valid as soon as it is in
 memory, and reads see it in place of the database's row. The thread gathers rows for `GATHER_S` and commits them together, in
-the order in which they were written. So a kill leaves an earlier state of the database, never a part of a write; and rows
-that replace each other, as those of a small file do while it is saved, cost one commit for many files.
+the order in which they were written. So a kill leaves an earlier state of the database, never a part of a write. Rows that
+replace each other, as those of a small file do while it is saved, are committed once, with those of other files.
 
 A caller that needs rows to outlive this process awaits `written`. A caller that may write many rows awaits `uncrowded`
 first: at most `MOST_ROWS` wait in memory while the disk takes none. A failed commit is retried until it succeeds.
@@ -44,9 +44,9 @@ MOST_ROWS = 100_000
 for each name."""
 
 HANGS_AFTER_S = 5.0
-"""A call on a disk that lasts longer hangs. A caller that blocks other callers, as by the lock of a name, waits no longer,
-and a stop leaves to the next start what a disk has not done by then. Guessed: disks retry a bad sector for a second or two,
-and a reader has 30 s."""
+"""A call on a disk that takes longer counts as hanging. A caller that blocks other callers, for example by the lock of a
+name, waits no longer, and a stop leaves unfinished work of the disk to the next start. Guessed: disks retry a bad sector for
+a second or two, and a reader has 30 s."""
 
 _MISSING = object()
 
@@ -93,11 +93,11 @@ class WriteBehind:
         self._callers: list[_Caller] = []
         self._since = math.inf  # when the present commit began
         if row_log is not None and (left := dict(row_log.found())):
-            # After a loss, the rows would be a part of what was lost.
+            # If the database was dropped, these rows would be a part of lost data, so they are not committed.
             error = None if database.dropped else self._commit(_Rows(left))
             if error is None:
                 row_log.clear()
-            else:  # the disk is full, perhaps: they are committed with the next rows
+            else:  # perhaps the disk is full: they are committed with the next rows
                 log.warning("%s; trying again", error)
                 self._waiting[0].values.update(left)
         # One thread for the whole lifetime: a row must never wait for a thread that cannot be started.
@@ -132,7 +132,7 @@ class WriteBehind:
 
     def get(self, table: str, key: bytes) -> bytes | None:
         """See `Database`."""
-        # Before the database is read: a row that leaves memory after this is in the database.
+        # Read before the database: a row that leaves memory after this is in the database then.
         new, going = self._waiting
         if new.values or going.values:
             prefixed = self._prefix[table] + key
@@ -150,7 +150,7 @@ class WriteBehind:
             return self._database.get_many(table, keys)
         prefix = self._prefix[table]
         prefixed = [prefix + key for key in keys]
-        # One call in C, not a loop: a page that another thread writes meanwhile is seen as a whole.
+        # One call in C, not a loop, so that rows which another thread writes together are all seen, or none.
         found: list[object] = list(map(new.values.get, prefixed, repeat(_MISSING)))
         if going.values:
             found = [
@@ -176,7 +176,7 @@ class WriteBehind:
         most = 1 << 62 if limit is None else limit
         at, found = number + start, [(b"", b"")][:0]
         while at < end and len(found) < most:
-            # Below `upto`, all rows of the three places are known; the next round begins there.
+            # All rows below `upto` are known, of memory and of the database. The next round begins there.
             changed, upto = going.between(at, end, most)
             newer, upto_newer = new.between(at, end, most)
             upto = min(upto, upto_newer)
