@@ -125,18 +125,18 @@ class WriteBehind:
 
     @property
     def waiting_rows(self) -> int:
-        new, going = self._waiting
-        return len(new.values) + len(going.values)
+        new, committing = self._waiting
+        return len(new.values) + len(committing.values)
 
     # -- reading -----------------------------------------------------------------------------------
 
     def get(self, table: str, key: bytes) -> bytes | None:
         """See `Database`."""
         # Read before the database: a row that leaves memory after this is in the database then.
-        new, going = self._waiting
-        if new.values or going.values:
+        new, committing = self._waiting
+        if new.values or committing.values:
             prefixed = self._prefix[table] + key
-            for rows in (new, going):
+            for rows in (new, committing):
                 value = rows.values.get(prefixed, _MISSING)
                 if value is not _MISSING:
                     return value  # type: ignore[return-value]
@@ -145,16 +145,16 @@ class WriteBehind:
     def get_many(self, table: str, keys: Iterable[bytes]) -> list[bytes | None]:
         """See `Database`."""
         keys = list(keys)
-        new, going = self._waiting
-        if not new.values and not going.values:
+        new, committing = self._waiting
+        if not new.values and not committing.values:
             return self._database.get_many(table, keys)
         prefix = self._prefix[table]
         prefixed = [prefix + key for key in keys]
         # One call in C, not a loop, so that rows which another thread writes together are all seen, or none.
         found: list[object] = list(map(new.values.get, prefixed, repeat(_MISSING)))
-        if going.values:
+        if committing.values:
             found = [
-                going.values.get(key, _MISSING) if value is _MISSING else value
+                committing.values.get(key, _MISSING) if value is _MISSING else value
                 for key, value in zip(prefixed, found, strict=True)
             ]
         missing = [index for index, value in enumerate(found) if value is _MISSING]
@@ -168,8 +168,8 @@ class WriteBehind:
         self, table: str, start: bytes = b"", stop: bytes | None = None, limit: int | None = None
     ) -> list[tuple[bytes, bytes]]:
         """See `Database`."""
-        new, going = self._waiting
-        if not new.values and not going.values:
+        new, committing = self._waiting
+        if not new.values and not committing.values:
             return self._database.scan(table, start, stop, limit)
         number = self._prefix[table]
         end = bytes([number[0] + 1]) if stop is None else number + stop
@@ -177,7 +177,7 @@ class WriteBehind:
         at, found = number + start, [(b"", b"")][:0]
         while at < end and len(found) < most:
             # All rows below `upto` are known, of memory and of the database. The next round begins there.
-            changed, upto = going.between(at, end, most)
+            changed, upto = committing.between(at, end, most)
             newer, upto_newer = new.between(at, end, most)
             upto = min(upto, upto_newer)
             rows = self._database.scan(table, at[1:], None if upto[:1] != number else upto[1:], limit)
@@ -277,12 +277,12 @@ class WriteBehind:
                 self._changed.wait_for(lambda: self._hurry, GATHER_S)
                 self._hurry = self._closing
                 callers, self._callers = self._callers, []
-                going = self._waiting[0]
-                self._waiting = _Rows({}), going
+                committing = self._waiting[0]
+                self._waiting = _Rows({}), committing
                 if self._log is not None:
                     self._log.swap()
             self._since = time.monotonic()
-            error = self._commit(going)
+            error = self._commit(committing)
             self._since = math.inf
             with self._changed:
                 new = self._waiting[0]
@@ -291,7 +291,7 @@ class WriteBehind:
                     if self._log is not None:
                         self._log.committed()
                 else:
-                    self._waiting = _Rows({**going.values, **new.values}), _Rows({})
+                    self._waiting = _Rows({**committing.values, **new.values}), _Rows({})
                 if error is not None and self._error is None and not self._closing:
                     log.warning("%s; trying again", error)
                 self._error = error
@@ -307,13 +307,13 @@ class WriteBehind:
     def _has_work(self) -> bool:
         return bool(self._waiting[0].values or self._callers or self._closing)
 
-    def _commit(self, going: _Rows) -> CachefsError | None:
+    def _commit(self, rows: _Rows) -> CachefsError | None:
         """Commit the rows. Returns the error."""
-        if not going.values:
+        if not rows.values:
             return None
         tables = self._tables
         try:
-            self._database.write([(tables[key[0]], key[1:], value) for key, value in going.values.items()])
+            self._database.write([(tables[key[0]], key[1:], value) for key, value in rows.values.items()])
         except CachefsError as exc:
             return exc
         return None

@@ -169,8 +169,8 @@ class Held:
 
     def wait(self) -> None:
         """Wait until this daemon is to begin, and read the state that it takes over. Ends the process if the holder ends."""
-        told, fds, _, _ = socket.recv_fds(self._socket, 16, 1)
-        if not told:
+        message, fds, _, _ = socket.recv_fds(self._socket, 16, 1)
+        if not message:
             os._exit(0)
         for fd in fds:
             os.set_inheritable(fd, False)

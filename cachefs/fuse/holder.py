@@ -210,8 +210,8 @@ class Holder:
             if os.WIFEXITED(status):
                 self._load_at = time.monotonic() + self._wait_s
                 self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)
-            said, _, _ = STANDBY.unpack(os.pread(self._state, STANDBY.size, STANDBY_AT))
-            if said != pid:
+            announced, _, _ = STANDBY.unpack(os.pread(self._state, STANDBY.size, STANDBY_AT))
+            if announced != pid:
                 os.pwrite(self._state, STANDBY.pack(pid, 0, b""), STANDBY_AT)
 
     def _heed(self, found: signal.struct_siginfo) -> None:
@@ -299,9 +299,9 @@ def _found() -> tuple[int, int] | None:
 
 def _has_ended(fuse: int) -> bool:
     """True if the kernel has ended the connection, so that its mount is gone."""
-    asked = select.poll()
-    asked.register(fuse, 0)
-    return bool(asked.poll(0))
+    poller = select.poll()
+    poller.register(fuse, 0)
+    return bool(poller.poll(0))
 
 
 def _store(name: str, fd: int) -> None:

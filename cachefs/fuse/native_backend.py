@@ -255,10 +255,10 @@ class Device:
             os.close(context)
 
     def _shake_hands(self, stack_depth: int) -> Negotiated:
-        asked = select.poll()
-        asked.register(self.fd, select.POLLIN)
+        poller = select.poll()
+        poller.register(self.fd, select.POLLIN)
         while True:
-            if not asked.poll(MOUNTING_S * 1e3):
+            if not poller.poll(MOUNTING_S * 1e3):
                 raise MountError("the kernel did not begin to speak")
             request = self.read()
             if request is None:
@@ -316,9 +316,9 @@ class Device:
 
     def _ended(self) -> bool:
         """True if the kernel has ended the connection, even if `read` has not returned None yet."""
-        asked = select.poll()
-        asked.register(self.fd, 0)
-        return self._gone or bool(asked.poll(0))
+        poller = select.poll()
+        poller.register(self.fd, 0)
+        return self._gone or bool(poller.poll(0))
 
     # -- messages ----------------------------------------------------------------------------------
 

@@ -267,13 +267,13 @@ class Adopting:
         tier, size = self._tier, new.size
         if tier is None or not tier.writable() or not size or old.size != size:
             return False
-        was, obj = self._catalog.object(old), self._catalog.object(new)
-        if self._copies_of_all(was, tier) is None or self._in_the_way(obj, tier):
+        old_obj, obj = self._catalog.object(old), self._catalog.object(new)
+        if self._copies_of_all(old_obj, tier) is None or self._in_the_way(obj, tier):
             return False
         if self._catalog.copies(obj, tier.number) or tier.disposal.pending(new.digest):
             return False
         need = allocated(size)
-        with was.held(), obj.held():
+        with old_obj.held(), obj.held():
             try:
                 (linked,) = await self._placed([obj], tier, [partial(tier.link, old.digest, new.digest)])
                 if isinstance(linked, OSError):
@@ -282,19 +282,19 @@ class Adopting:
             except OSError as exc:
                 log.debug("cannot keep %s under its new name: %s", new.key, exc)
                 return False
-            copies = self._copies_of_all(was, tier)  # asked again, after the await above
+            copies = self._copies_of_all(old_obj, tier)  # asked again, after the await above
             if copies is not None:
                 checksums = [c for copy in copies for c in copy.checksums[: copy.bitmap.bit_count()]]
                 for copy in copies:
                     # An empty copy was dropped with the first, because an immutable file is dropped as a whole.
                     if copy.bitmap:
-                        self._space.drop(was, copy, copy.bitmap)
+                        self._space.drop(old_obj, copy, copy.bitmap)
                 if self._space.evict_for(tier, need, ANY, here=need):
                     self._put(obj, tier, checksums)
                     self._free_place(obj, tier)
                     # A backing file without users was retired by `drop`.
-                    if was.backing is not None and was.backing.tier is tier:
-                        was.backing.recast(obj)
+                    if old_obj.backing is not None and old_obj.backing.tier is tier:
+                        old_obj.backing.recast(obj)
                     return True
             tier.unlink(new.digest)
             self._free_place(obj, tier)

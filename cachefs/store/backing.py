@@ -325,12 +325,12 @@ class Passthrough:
     def recast(self, backing: Backing, obj: CachedObject) -> None:
         """Make `obj`, whose file on the same tier is a link to that of `backing`, the version of `backing` and its users.
         The next open of `obj` then shares the file with them, and `take_out` finds it."""
-        was, before = backing.object, backing.copies
-        was.backing, obj.backing = None, backing
+        old_obj, old_copies = backing.object, backing.copies
+        old_obj.backing, obj.backing = None, backing
         backing.object, backing.copies = obj, self._catalog.copies(obj, backing.tier.number)
         self._space.pin(*backing.copies)
-        self._space.unpin(was, *before)
-        was.rest()
+        self._space.unpin(old_obj, *old_copies)
+        old_obj.rest()
 
     def refuse(self, tier: Tier, reason: str) -> None:
         """Open no more files of this tier in passthrough: the kernel has refused one, for `reason`."""

@@ -637,9 +637,9 @@ class Datasets:
     def _number(self, place: str, prefix: str, first: str) -> int:
         """Number a new component; beyond `MOST`, the whole prefix becomes one dataset."""
         if place not in self._whole:
-            seen = self._seen.setdefault(place, set())
-            seen.add(first)
-            if len(seen) > MOST:
+            components = self._seen.setdefault(place, set())
+            components.add(first)
+            if len(components) > MOST:
                 del self._seen[place]
                 self._whole.add(place)
                 self.version += 1

@@ -120,9 +120,9 @@ def claim(path: Path, cache_dir: Path) -> int:
         _lock(fd)
         if not os.path.samestat(os.fstat(fd), os.stat(path / OWNER)):
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))  # noqa: TRY301 - as of a call
-        said = {"cache_dir": os.path.realpath(cache_dir), "pid": os.getpid(), "started": time.time()}
+        owner = {"cache_dir": os.path.realpath(cache_dir), "pid": os.getpid(), "started": time.time()}
         os.ftruncate(fd, 0)
-        os.pwrite(fd, json.dumps(said).encode(), 0)
+        os.pwrite(fd, json.dumps(owner).encode(), 0)
     except BaseException:
         os.close(fd)
         raise
@@ -152,8 +152,8 @@ def remove_orphans() -> list[Left]:
         except OSError:
             continue  # a daemon is about to begin there, or it is another user's
         try:
-            said = json.loads(os.pread(fd, 65536, 0))
-            found = Left(path, Path(said["cache_dir"]), int(said["pid"]))
+            owner = json.loads(os.pread(fd, 65536, 0))
+            found = Left(path, Path(owner["cache_dir"]), int(owner["pid"]))
             used = os.path.exists(found.cache_dir)  # before the lock is taken: a disk may take long to answer
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if used:

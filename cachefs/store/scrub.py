@@ -95,8 +95,8 @@ async def reclaim(store: Store, tier: Tier, digest: bytes, on_disk_bytes: int) -
         # One block, which is there; with more blocks, a hole and a stray block may add up to no excess.
         return 0
     strays, holes = await trio.to_thread.run_sync(_inspect, tier, digest, size, known)
-    again = catalog.idle(digest)
-    if again is None or _known(store, tier, again) != known or not (strays or holes):
+    still_idle = catalog.idle(digest)
+    if still_idle is None or _known(store, tier, still_idle) != known or not (strays or holes):
         return 0  # it was used meanwhile
     obj = catalog.by_digest(digest)
     if obj.is_immutable(tier):

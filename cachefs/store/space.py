@@ -557,22 +557,22 @@ class Moves:
             if victim is None:
                 return
             obj, copy = victim
-            going = self._space.goes_with(obj, copy)
-            wanted = self._eviction.protected(copy)
-            if self._ssd.writable() and await self._move_down(obj, going, LOWEST):
-                self._metrics.spilled_blocks += sum(c.bitmap.bit_count() for c in going)
+            group = self._space.goes_with(obj, copy)
+            protected = self._eviction.protected(copy)
+            if self._ssd.writable() and await self._move_down(obj, group, LOWEST):
+                self._metrics.spilled_blocks += sum(c.bitmap.bit_count() for c in group)
             elif not copy.bitmap:
                 continue  # its file could not be read, so it was dropped
             elif copy.pinned or (
-                self._ram.used_bytes <= self._ram.limit_bytes() and not self._goes_first(copy, wanted)
+                self._ram.used_bytes <= self._ram.limit_bytes() and not self._goes_first(copy, protected)
             ):
                 return  # SSD does not take it, and RAM has room for it: keep serving from RAM
             else:
-                self._metrics.evicted_blocks += sum(c.bitmap.bit_count() for c in going)
+                self._metrics.evicted_blocks += sum(c.bitmap.bit_count() for c in group)
             # During the move the copy may have been dropped or pinned. Or the file was opened in passthrough, and dropping
             # this copy would drop copies that were not moved.
-            free = not any(c.pins for c in going)
-            if free and len(self._space.goes_with(obj, copy)) == len(going):
+            free = not any(c.pins for c in group)
+            if free and len(self._space.goes_with(obj, copy)) == len(group):
                 self._space.drop(obj, copy, copy.bitmap)
 
     def _over(self, share: float) -> bool:
@@ -584,9 +584,9 @@ class Moves:
         spilling = int((SPILL_ABOVE - SPILL_TO) * self._ram.limit_bytes())
         return SPILL_TO if self._space.evict_for(self._ssd, spilling, NOTHING) else SPILL_ABOVE
 
-    def _goes_first(self, copy: Copy, wanted: bool) -> bool:
+    def _goes_first(self, copy: Copy, protected: bool) -> bool:
         """True if SSD refused the copy because every copy that it could evict was used later."""
-        if wanted or not self._ssd.writable():
+        if protected or not self._ssd.writable():
             return False
         return self._eviction.victim(self._ssd.number, LOWEST) is not None
 
@@ -594,23 +594,23 @@ class Moves:
         """Move everything in RAM to SSD before a stop, evicting older or lower copies there."""
         while (victim := self._eviction.victim(self._ram.number, OURS, moving=True)) is not None:
             obj, copy = victim
-            wanted = self._eviction.protected(copy)
+            protected = self._eviction.protected(copy)
             saved = await self._move_down(obj, self._space.goes_with(obj, copy), ANY)
-            if not saved and copy.bitmap and (wanted or not self._ssd.writable()):
+            if not saved and copy.bitmap and (protected or not self._ssd.writable()):
                 return
             self._space.drop(obj, copy, copy.bitmap)
 
-    async def _move_down(self, obj: CachedObject, going: list[Copy], for_wanted: Classes) -> bool:
-        """Copy to SSD the copies that will leave RAM together, except remote-owned ones. `for_wanted` are the classes that
-        may be evicted there for protected ones. True if all were copied."""
+    async def _move_down(self, obj: CachedObject, group: list[Copy], for_protected: Classes) -> bool:
+        """Copy to SSD the copies that will leave RAM together, except remote-owned ones. `for_protected` are the classes
+        that may be evicted there for protected ones. True if all were copied."""
         with obj.held():
-            for copy in going:
+            for copy in group:
                 if copy.key in self._eviction.remote_owned:
                     continue
                 # The deadline of a stop cancels here, never in the middle of an extent.
                 await trio.lowlevel.checkpoint()
-                wanted = self._eviction.protected(copy)
-                evict, older_than = (for_wanted, None) if wanted else (LOWEST, copy.clock)
+                protected = self._eviction.protected(copy)
+                evict, older_than = (for_protected, None) if protected else (LOWEST, copy.clock)
                 if not await self.move(obj, copy, self._ssd, evict, older_than):
                     return False
             return True

@@ -560,9 +560,9 @@ class Tier:
 
     def counted_bytes(self) -> int:
         """Bytes to compare with the limit before a write: used ones, and those waiting for removal beyond an allowance."""
-        going = self.disposal.going_bytes
-        free = max(GOING_BYTES, self.cap_bytes // GOING_SHARE) if going else 0
-        return self.used_bytes + max(0, going - free)
+        removing = self.disposal.going_bytes
+        allowance = max(GOING_BYTES, self.cap_bytes // GOING_SHARE) if removing else 0
+        return self.used_bytes + max(0, removing - allowance)
 
     # -- accounting --------------------------------------------------------------------------------
 
