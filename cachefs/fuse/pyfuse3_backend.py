@@ -226,7 +226,7 @@ class Pyfuse3Backend(pyfuse3.Operations):
     # -- files -------------------------------------------------------------------------------------
 
     async def open(self, inode: int, flags: int, ctx: Any) -> pyfuse3.FileInfo:
-        # The kernel does not mark opens that empty a file, and the caller's capabilities are not known: so all but root's.
+        # The kernel does not mark opens that empty a file, and capabilities are unknown here. So root alone keeps the bits.
         clear = bool(ctx.uid) and bool(flags & os.O_TRUNC)
         return await self._answer(_file, self.operations.open, ctx.pid, inode, flags, clear)
 

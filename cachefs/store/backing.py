@@ -269,7 +269,7 @@ class Passthrough:
             log.debug("cannot make %s immutable in the %s tier: %s", obj.id.key, tier.name, exc)
 
     def release(self, backing: Backing) -> None:
-        """Remove a user. A file without users becomes idle, or is retired if its blocks are forgotten."""
+        """Remove a user. A file without users becomes idle, or is retired if it cannot be opened again."""
         backing.users -= 1
         if backing.users:
             return

@@ -151,7 +151,7 @@ class Index:
         self._db = Database(path, tables, version=f"blocks-2-{block_size}", fsync=True, killed=killed)
         self.dropped = self._db.dropped is not None
         self.was_clean = self._db.was_clean
-        # Skipping checksums is safe only if every daemon since the cache was empty has stopped cleanly.
+        # Skipping checksums is safe only if each daemon since the cache was empty has synced all files before it closed.
         self.trusted = self._db.count("copies") == 0 or (
             self.was_clean and self._db.get("meta", b"trusted") == b"yes"
         )

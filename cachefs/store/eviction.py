@@ -123,7 +123,7 @@ class AccessFilter:
 # -- the epochs of one dataset ---------------------------------------------------------------------
 
 SAMPLE = 4096
-"""Units remembered of each dataset, 250 bytes each. Derived: 1 % of them are 40 uses, which gives a share to a sixth."""
+"""Units remembered of each dataset, 250 bytes each. Derived: 1 % of them are 40 uses, whose number is known to a sixth."""
 
 AGAIN_SHARE = 0.01
 """Re-references, as a share of the units used in this epoch, that make a new epoch. Units evicted until then are still

@@ -494,8 +494,8 @@ SPILL_ABOVE, SPILL_TO = 0.90, 0.75
 """Used share of RAM above which its oldest copies move to SSD, and the share where that stops. Guessed."""
 
 LOOK_EVERY_S = 0.25
-"""How often RAM is checked without a cache write: it becomes too full, too, if its limit sinks, and copies that could not
-be moved lose their pins."""
+"""How often RAM is checked without a cache write: it may also be too full because its limit has become lower, and copies
+can be moved once they have lost their pins."""
 
 PROMOTED_AT_MOST = 16 << 20
 """Size of the largest version that is promoted. Measured: reading a large file from SSD again falls from 2.6 to 0.6 GB/s

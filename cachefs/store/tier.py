@@ -152,8 +152,8 @@ class Disk:
         return TimeoutError(errno.ETIMEDOUT, f"the disk of {self._path} does not answer")
 
     def at_once(self, call: Callable[[], T]) -> T | None:
-        """Run a short `call` in a thread while the trio thread blocks; return or raise what it does. None if the call takes
-        longer than `AT_ONCE_S`, if another call already has, or if no thread can be started."""
+        """Run a short `call` in a thread while the trio thread blocks; return or raise what it does. None if the disk is
+        down, if this call or another running one takes longer than `AT_ONCE_S`, or if no thread can be started."""
         since = min(list(self._calls.values()), default=None)
         if self.down or (since is not None and time.monotonic() - since > AT_ONCE_S):
             return None

@@ -281,7 +281,7 @@ class Uploads:
 
     def _shown_from_cache(self, dirty_file: DirtyFile) -> bool:
         """True if the cache has its file while a name still shows the dirty file. It must then stay open, because a reader
-        of the name could not open it."""
+        that comes by this name cannot open a closed one."""
         return dirty_file.content.adopted and not self.on_settling(dirty_file)
 
     def _release_later(self, dirty_file: DirtyFile) -> None:
