@@ -112,9 +112,9 @@ class Uploads:
     """The dirty files, and their uploads. `reader` reads the version that a dirty file begins with. `keep_free_bytes` of the
     disk stay free. `on_committed` is called with each version that the origin has got, before its waiters wake; its
     `mtime_ns` is the dirty file's if the origin's would cost a request. `on_settling` is called before a dirty file is
-    settled; while it returns False, settling waits. `on_settled` is called when only the cache or the origin has the content
-    any more; until then the dirty file can be opened. `on_changed` is called when a file in passthrough was written. With
-    `memory`, which outlives this process, files that are being written outlive it, too. For `killed` see `Database`.
+    settled; while it returns False, settling waits. `on_settled` is called once the content lies in the cache or at the
+    origin alone; until then the dirty file can be opened. `on_changed` is called when a file in passthrough was written.
+    With `memory`, which outlives this process, files that are being written outlive it, too. For `killed` see `Database`.
 
     The constructor opens the journal, which blocks, so call it before mounting. Raises `CacheUnusable`."""
 
