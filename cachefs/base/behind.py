@@ -1,9 +1,9 @@
 """A write-behind database: `write` changes memory alone, and one thread commits the rows.
 
-A disk may freeze: no write to it returns, and the trio thread must not wait for one. So a row is valid as soon as it is in
+A disk may hang: no write to it returns, and the trio thread must not wait for one. So a row is valid as soon as it is in
 memory, and reads see it in place of the database's row. The thread gathers rows for `GATHER_S` and commits them together, in
-the order in which they were written. So a kill leaves an earlier state of the database, never a part of a write; and rows
-that replace each other, as those of a small file do while it is saved, cost one commit for many files.
+the order in which they were written. So a kill leaves an earlier state of the database, never a part of a write. Rows that
+replace each other, as those of a small file do while it is saved, are committed once, with those of other files.
 
 A caller that needs rows to outlive this process awaits `written`. A caller that may write many rows awaits `uncrowded`
 first: at most `MOST_ROWS` wait in memory while the disk takes none. A failed commit is retried until it succeeds.
@@ -88,11 +88,11 @@ class WriteBehind:
         self._callers: list[_Caller] = []
         self._since = math.inf  # when the present commit began
         if row_log is not None and (left := dict(row_log.found())):
-            # After a loss, the rows would be a part of what was lost.
+            # If the database was dropped, these rows would be a part of lost data, so they are not committed.
             error = None if database.dropped else self._commit(_Rows(left))
             if error is None:
                 row_log.clear()
-            else:  # the disk is full, perhaps: they are committed with the next rows
+            else:  # perhaps the disk is full: they are committed with the next rows
                 log.warning("%s; trying again", error)
                 self._waiting[0].values.update(left)
         # One thread for the whole lifetime: a row must never wait for a thread that cannot be started.
@@ -120,18 +120,18 @@ class WriteBehind:
 
     @property
     def waiting_rows(self) -> int:
-        new, going = self._waiting
-        return len(new.values) + len(going.values)
+        new, committing = self._waiting
+        return len(new.values) + len(committing.values)
 
     # -- reading -----------------------------------------------------------------------------------
 
     def get(self, table: str, key: bytes) -> bytes | None:
         """See `Database`."""
-        # Before the database is read: a row that leaves memory after this is in the database.
-        new, going = self._waiting
-        if new.values or going.values:
+        # Read before the database: a row that leaves memory after this is in the database then.
+        new, committing = self._waiting
+        if new.values or committing.values:
             prefixed = self._prefix[table] + key
-            for rows in (new, going):
+            for rows in (new, committing):
                 value = rows.values.get(prefixed, _MISSING)
                 if value is not _MISSING:
                     return value  # type: ignore[return-value]
@@ -140,16 +140,16 @@ class WriteBehind:
     def get_many(self, table: str, keys: Iterable[bytes]) -> list[bytes | None]:
         """See `Database`."""
         keys = list(keys)
-        new, going = self._waiting
-        if not new.values and not going.values:
+        new, committing = self._waiting
+        if not new.values and not committing.values:
             return self._database.get_many(table, keys)
         prefix = self._prefix[table]
         prefixed = [prefix + key for key in keys]
-        # One call in C, not a loop: a page that another thread writes meanwhile is seen as a whole.
+        # One call in C, not a loop, so that rows which another thread writes together are all seen, or none.
         found: list[object] = list(map(new.values.get, prefixed, repeat(_MISSING)))
-        if going.values:
+        if committing.values:
             found = [
-                going.values.get(key, _MISSING) if value is _MISSING else value
+                committing.values.get(key, _MISSING) if value is _MISSING else value
                 for key, value in zip(prefixed, found, strict=True)
             ]
         missing = [index for index, value in enumerate(found) if value is _MISSING]
@@ -163,16 +163,16 @@ class WriteBehind:
         self, table: str, start: bytes = b"", stop: bytes | None = None, limit: int | None = None
     ) -> list[tuple[bytes, bytes]]:
         """See `Database`."""
-        new, going = self._waiting
-        if not new.values and not going.values:
+        new, committing = self._waiting
+        if not new.values and not committing.values:
             return self._database.scan(table, start, stop, limit)
         number = self._prefix[table]
         end = bytes([number[0] + 1]) if stop is None else number + stop
         most = 1 << 62 if limit is None else limit
         at, found = number + start, [(b"", b"")][:0]
         while at < end and len(found) < most:
-            # Below `upto`, all rows of the three places are known; the next round begins there.
-            changed, upto = going.between(at, end, most)
+            # All rows below `upto` are known, of memory and of the database. The next round begins there.
+            changed, upto = committing.between(at, end, most)
             newer, upto_newer = new.between(at, end, most)
             upto = min(upto, upto_newer)
             rows = self._database.scan(table, at[1:], None if upto[:1] != number else upto[1:], limit)
@@ -272,12 +272,12 @@ class WriteBehind:
                 self._changed.wait_for(lambda: self._hurry, GATHER_S)
                 self._hurry = self._closing
                 callers, self._callers = self._callers, []
-                going = self._waiting[0]
-                self._waiting = _Rows({}), going
+                committing = self._waiting[0]
+                self._waiting = _Rows({}), committing
                 if self._log is not None:
                     self._log.swap()
             self._since = time.monotonic()
-            error = self._commit(going)
+            error = self._commit(committing)
             self._since = math.inf
             with self._changed:
                 new = self._waiting[0]
@@ -286,7 +286,7 @@ class WriteBehind:
                     if self._log is not None:
                         self._log.committed()
                 else:
-                    self._waiting = _Rows({**going.values, **new.values}), _Rows({})
+                    self._waiting = _Rows({**committing.values, **new.values}), _Rows({})
                 if error is not None and self._error is None and not self._closing:
                     log.warning("%s; trying again", error)
                 self._error = error
@@ -302,13 +302,13 @@ class WriteBehind:
     def _has_work(self) -> bool:
         return bool(self._waiting[0].values or self._callers or self._closing)
 
-    def _commit(self, going: _Rows) -> CachefsError | None:
+    def _commit(self, rows: _Rows) -> CachefsError | None:
         """Commit the rows. Returns the error."""
-        if not going.values:
+        if not rows.values:
             return None
         tables = self._tables
         try:
-            self._database.write([(tables[key[0]], key[1:], value) for key, value in going.values.items()])
+            self._database.write([(tables[key[0]], key[1:], value) for key, value in rows.values.items()])
         except CachefsError as exc:
             return exc
         return None

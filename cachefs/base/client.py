@@ -40,7 +40,7 @@ CREDENTIALS = struct.Struct("3i")
 """pid, uid and gid of the process that listens (SO_PEERCRED)."""
 
 HANDS_OVER = "upgrade"
-"""The verb after which the daemon ends. A daemon that hangs up may have done it, so the next one is not sent it again."""
+"""The verb after which the daemon ends. A daemon that hangs up may have done it, so it is not sent to the next daemon."""
 
 _SOCKET_PATH_MAX = 107
 """Derived: sun_path is 108 bytes with its terminating NUL."""
@@ -66,7 +66,7 @@ class HungUp(ControlError):
 
 
 def slug(text: str, unique: str, longest: int = 48) -> str:
-    """A readable file name for `text` that differs whenever `unique` does."""
+    """A readable file name for `text`, which differs if `unique` does."""
     readable = re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")[:longest].strip("-.")
     digest = hashlib.blake2b(unique.encode("utf-8", "surrogateescape"), digest_size=5).hexdigest()
     return f"{readable}-{digest}" if readable else digest
@@ -77,7 +77,7 @@ def runtime_dir() -> Path:
     if os.getuid() == 0:
         return Path("/run/cachefs")
     shared = os.environ.get("XDG_RUNTIME_DIR")
-    if shared and len(os.fsencode(shared)) <= 40:  # leaves room for a socket's name
+    if shared and len(os.fsencode(shared)) <= 40:  # a socket's name must still fit
         return Path(shared) / "cachefs"
     return (
         Path(tempfile.gettempdir() if len(tempfile.gettempdir()) <= 40 else "/tmp") / f"cachefs-{os.getuid()}"
@@ -123,7 +123,7 @@ def ask(mountpoint: Path, verb: str, /, timeout_s: float = 5.0, **arguments: Any
         return answer()
     if mount is None or not mount.is_cachefs:
         raise MountError(f"{mountpoint} is not a cachefs mount: cachefs status lists those there are")
-    # After a daemon's death the kernel answers this once the next daemon serves the mount, which then listens, too.
+    # After a daemon's death the probe is answered once the next daemon serves the mount, and then that one listens, too.
     if is_dead(probe(mountpoint)):
         raise MountError(
             f"the daemon of {mountpoint} has died: cachefs umount {mountpoint}, then mount it again"

@@ -1,8 +1,8 @@
-"""Seconds since the epoch by a clock that does not step, for the age of the origin's answers.
+"""A clock that does not step, in seconds since the epoch, for the age of the origin's answers.
 
-A wall clock that is set back by an hour makes every answer an hour younger. So the wall clock is read once after each boot.
-From then on, the kernel's time since boot is added: setting the clock does not change it, and it goes on while the machine
-sleeps. A daemon that is started again in the same boot goes on with the same sum. Times that people see come from the wall
+A wall clock that is set back by an hour would make every answer an hour younger. So the wall clock is read once after each
+boot, and the kernel's time since boot is added to that: setting the clock does not change it, and it counts while the
+machine sleeps. A daemon that is started again in the same boot uses the same base. Times that users see come from the wall
 clock."""
 
 from __future__ import annotations

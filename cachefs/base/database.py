@@ -1,27 +1,27 @@
 """A database: one LMDB environment with named tables, whose keys and values are bytes. No other module opens LMDB.
 
 The rooms define what their tables mean; this module handles the failures of a database. A damaged database is neither
-repaired nor used. It is dropped, with one line in the log, because all data in it can be learnt again. A `precious` one (the
-journal of uploads) cannot be learnt again: opening it fails, and it is not changed.
+repaired nor used. It is dropped, with one line in the log, because all data in it can be learnt again. The data of a
+`precious` one (the journal of uploads) cannot: opening it fails then, and it is not changed.
 
 Damage is detected without a scan of a healthy database. A file `version` beside it, the mark, has the format of the rows and
 a state. `closed HASH` has the xxh3 of the database's file, so that opening compares one hash (a gigabyte a second or more).
-`open BOOT_ID` is written before LMDB changes anything, and stays until a clean close has written out all else. A mark that
-is missing or malformed means the same. Each mark is on the disk before the next step, so a power cut at any time leaves a
-state that opens.
+`open BOOT_ID` is written before LMDB changes anything, and stays until a clean close has written out all other data. A mark
+that is missing or malformed means the same. Each mark is on the disk before the next step, so a database can be opened after
+a power cut at any time.
 
 A database that was not closed is rewritten: another process copies all rows to a fresh file, which replaces the old one. So
-whatever LMDB does because of a damaged page (raise, SIGBUS, SIGSEGV, loop) happens in that process, and no such page is
-written to. A million rows take half a second. With `killed`, the caller knows that SIGKILL ended the previous process, and
-nothing is rewritten. `fsync=False` gives up the order of writes at a power cut, so such a database is dropped if it was not
-closed and the machine has been rebooted since.
+the effects of a damaged page on LMDB (an exception, SIGBUS, SIGSEGV, an endless loop) stay in that process, and no such page
+is written to. A million rows take half a second. With `killed`, the caller knows that SIGKILL ended the previous process,
+and nothing is rewritten. With `fsync=False` a power cut may leave writes out of order, so such a database is dropped if it
+was not closed and the machine has been rebooted since.
 
 This module also handles what LMDB leaves to its user:
 
 - Pages that were read stay mapped and count as the process's memory. `release_memory` unmaps them; they stay in the page
   cache, from which the kernel can reclaim them.
 - A failed write of the meta page makes an environment useless. It is opened again.
-- The disk may be full although the database must go on. Then it goes on in the `refuge`, another directory.
+- If the disk is full, the database continues in the `refuge`, another directory.
 - LMDB maps its lock file and writes to it in each transaction while it holds Python's lock, so a disk that hangs would stop
   the interpreter. So the lock file is in memory.
 - The data is mapped, too. A page behind the end of a truncated file is a SIGBUS. So each transaction compares the file's
@@ -120,10 +120,10 @@ class Database:
 
         `version` names the format of the rows; a database of another version is dropped, unless that is one of the `earlier`
         ones, whose rows are right as they are. When a write fails and there is a `refuge` (a directory that must not exist
-        yet), the database goes on there until it is closed. A `precious` one is never dropped: this raises `CacheUnusable`
+        yet), the database continues there until it is closed. A `precious` one is never dropped: this raises `CacheUnusable`
         and changes nothing. `killed`: the previous process ended by SIGKILL, so not by a damaged page; the database is not
-        rewritten, unless the machine has been rebooted since. `unsure`: after a reboot the mark stays as it is until the
-        caller says `sure`, because what the caller makes good after a power cut is not done yet."""
+        rewritten, unless the machine has been rebooted since. `unsure`: after a reboot the mark has no boot id until the
+        caller calls `sure`, because the caller still has to repair the effects of a power cut."""
         self.path = path
         self._precious = precious
         self._killed = killed
@@ -131,17 +131,17 @@ class Database:
         self.tables = tuple(tables)
         self.dropped: str | None = None
         self.was_clean = self.same_boot = False
-        """How the process before has left it: closed, or open since the machine was started last."""
+        """How the previous process left it: closed; open, in the present boot of the machine."""
         self._left: _Environment | None = None
         self._fsync = fsync
         self._version, self._earlier = version, earlier
         self._closed = False
-        self._place = path  # where it is open: there, or in the refuge
+        self._place = path  # the directory where it is open: `path` or the refuge
         self._opened: _Environment | None = None  # None while it is opened again, and after that failed
         self.on_cut_short: Callable[[], None] = lambda: (
             None
         )  # called in any thread, until `renew` has succeeded
-        self._turn = threading.Lock()  # of those that write, open again or close
+        self._turn = threading.Lock()  # held to write, to open again and to close
         self._reading: list[None] = []  # an entry for each reader; appending and popping are atomic
         try:
             durable.make_directory(path)
@@ -229,7 +229,7 @@ class Database:
         durable.remove(self._data)  # before there is a mark that fits another format
 
     def sure(self) -> None:
-        """See `unsure`. Blocking. Raises `CacheUnusable`."""
+        """Write the mark that `unsure` has held back. Blocking. Raises `CacheUnusable`."""
         if not self.same_boot:
             try:
                 self._mark(f"open {_boot_id()}")
@@ -295,8 +295,9 @@ class Database:
         return self._read(take)
 
     def _read(self, take: Callable[[_Environment], T]) -> T:
-        """The result of `take`. Opens an environment again that a failed write has made useless."""
-        self._reading.append(None)  # before `_opened` is read: `_reopen` has the other order
+        """The result of `take`. Opens the environment again if a failed write has made it useless."""
+        # Before `_opened` is read; `_reopen` changes that first, then waits for readers.
+        self._reading.append(None)
         opened = self._opened
         try:
             if opened is not None:
@@ -305,7 +306,7 @@ class Database:
             pass
         finally:
             self._reading.pop()
-        with self._exclusive():  # no other write may fail meanwhile
+        with self._exclusive():  # so that no write of another thread fails meanwhile
             if self._opened is opened:
                 self._reopen()
             assert self._opened is not None
@@ -327,7 +328,7 @@ class Database:
         return CacheUnusable(f"the database in {self.path} cannot be read: {why}")
 
     def _check_length(self, opened: _Environment) -> None:
-        committed = opened.committed  # first: a commit in another thread raises both
+        committed = opened.committed  # before the length, because a commit in another thread raises both
         if opened.length() < committed:
             self.on_cut_short()
             raise _CutShort(f"the database in {self.path} cannot be read: its file was cut short")
@@ -466,7 +467,7 @@ class Database:
             log.warning("%s; and going on in %s failed: %s", why, refuge, exc)
             return False
         log.warning("%s; going on in %s until the end of this mount", why, refuge)
-        # Another thread may be reading the old one, so it stays open until the end.
+        # Another thread may be reading the old environment, so it stays open until the end.
         self._left, self._opened, self._place = self._opened, opened, refuge
         return True
 
@@ -499,7 +500,7 @@ class Database:
                 if opened is None or not self._readers_left():
                     return
                 whole = opened.length() >= opened.committed
-                if whole:  # else LMDB might read a missing page
+                if whole:  # otherwise LMDB might read a missing page
                     opened.env.sync(True)
                 opened.close()
                 if self._left is not None:
@@ -518,7 +519,7 @@ class Database:
 
 
 class _CutShort(CacheUnusable):
-    """Pages are missing, which LMDB must not read."""
+    """The file was truncated: LMDB must not read the missing pages."""
 
 
 class _Environment:
@@ -555,7 +556,7 @@ def _file_pages() -> int:
 
 
 def _open_env(path: Path, tables: int, *, fsync: bool) -> Any:
-    """The environment, with a lock file in memory. LMDB opens it by a link, which is then removed."""
+    """Open an environment with a lock file in memory. LMDB opens that file by a link, which is then removed."""
     link = path / "lock.mdb"
     memory = os.memfd_create("cachefs-lock", os.MFD_CLOEXEC)
     try:
@@ -579,7 +580,8 @@ def _open_lmdb(path: Path, tables: int, **options: Any) -> Any:
                 max_dbs=tables + 1,
                 mode=durable.PRIVATE_FILE,
                 readahead=False,  # rows are small and scattered: readahead only adds resident memory
-                meminit=True,  # else old content of this memory (headers, keys) would be written to the disk
+                # Otherwise old content of this memory (headers, keys) would be written to the disk.
+                meminit=True,
                 **options,
             )
         except lmdb.MemoryError:
@@ -663,7 +665,7 @@ def _rewrite(path: Path, tables: Sequence[str]) -> str | None:
     try:
         status = reader.wait(REWRITE_S)
     except subprocess.TimeoutExpired:
-        reader.kill()  # without wait: on a disk that hangs, it cannot end
+        reader.kill()  # without wait, because it cannot end on a disk that hangs
         return f"it was not closed, and reading it takes more than {REWRITE_S:.0f} s"
     if status == 0:
         durable.put(fresh / "data.mdb", path / "data.mdb")

@@ -18,7 +18,7 @@ def write(path: Path, data: str | bytes) -> None:
     """Replace the content of `path`. After an error the old content is still there."""
     beside = path.with_name(f"{path.name}.new")
     try:
-        beside.unlink(missing_ok=True)  # one that was left may have another owner, or be a link
+        beside.unlink(missing_ok=True)  # a file left by a crash may have another owner, or be a link
         fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
         try:
             left = memoryview(data.encode() if isinstance(data, str) else data)
@@ -54,7 +54,7 @@ def make_directory(path: Path) -> None:
     for directory in reversed([place for place in (path, *path.parents) if not place.exists()]):
         directory.mkdir(PRIVATE_DIRECTORY, exist_ok=True)
         sync_directory(directory.parent)
-    path.mkdir(exist_ok=True)  # raises where a file is in its place
+    path.mkdir(exist_ok=True)  # raises if a file is in its place
     os.chmod(path, PRIVATE_DIRECTORY)
 
 

@@ -14,10 +14,11 @@ from typing import NamedTuple
 from cachefs.base.errors import CachefsError
 
 MAX_HEAD_BYTES = 16 << 10
-"""Of a request or reply. Derived: the longest key of an origin (1,024 characters) takes 12 KiB percent-encoded."""
+"""Longest head of a request or reply. Derived: the longest key of an origin (1,024 characters) takes 12 KiB
+percent-encoded."""
 
 MAX_HEADERS = 100
-"""As Apache's `LimitRequestFields`."""
+"""Most headers of a message. Borrowed from Apache's `LimitRequestFields`."""
 
 _REQUEST = re.compile(rb"([A-Z]{1,16}) ([!-~]+) HTTP/1\.([01])")
 _REPLY = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: [\t -~\x80-\xff]*)?")

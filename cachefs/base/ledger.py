@@ -1,4 +1,4 @@
-"""Accounting by name, beside the counters: requests by dataset, waits by process, reasons of misses.
+"""Accounting by name, besides the counters: requests by dataset, waits by process, reasons of misses.
 
 Entries are made where a request waits anyway (for the origin, for a disk, for an upload), so a warm read costs nothing more.
 The daemon does not see requests that the kernel answers by itself. Every table is bounded: an evicted row is added to the
@@ -42,11 +42,12 @@ SLOW_S, SLOWEST, SLOW_FOR_S = 0.01, 32, 900.0
 
 ORIGIN, PEER, DISK = "origin", "peer", "disk"
 READ_FROM = (ORIGIN, PEER, DISK)
-"""What reads wait for: bytes from the origin, from another node, or from this node's tiers."""
+"""Reasons why reads wait: bytes from the origin, from another node, or from this node's tiers."""
 
 NAMES, WRITES = "names", "writes"
 WAITED_FOR = (*READ_FROM, NAMES, WRITES)
-"""What requests wait for. `NAMES`: lookup, listing, open, create, rename and removal. `WRITES`: write, close and fsync."""
+"""Reasons why requests wait. `NAMES`: lookup, listing, open, create, rename and removal. `WRITES`: write, close and
+fsync."""
 
 REASONS = {
     "cold": "it was never here, as far as is remembered",
@@ -56,7 +57,7 @@ REASONS = {
     "not_admitted": "it was read before, and no tier had space for it",
     "prefetch_in_flight": "its prefetch was in flight, and had not arrived yet",
 }
-"""Why a reader had to wait for a block → the words for people. Each has a counter `misses_…`."""
+"""Reason why a reader had to wait for a block → its text for users. Each has a counter `misses_…`."""
 
 ORIGIN_REQUESTS = ("get", "list", "head", "put", "put_part", "upload", "copy", "delete")
 """Kinds of requests, in the order of `cachefs ledger`. Each has a counter `origin_…`."""
@@ -86,9 +87,9 @@ Account = Counter[str]
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """A process that waited. `waited` has the sum of its requests' waits in seconds, by what for. `blocked_s` are the
-    seconds in which at least one request waited. `calls` counts its requests that were no reads. `account` has the requests
-    to the origin that its reads waited for, and those that its other requests caused."""
+    """A process that waited. `waited` is the sum of its requests' waits in seconds, by reason. `blocked_s` are the seconds
+    in which at least one request waited. `calls` counts its requests that were no reads. `account` has the requests to the
+    origin that its reads waited for, and those that its other requests caused."""
 
     identity: Identity
     since: float
@@ -112,7 +113,7 @@ class Process:
             self.blocked_s += now - self._blocked_since
 
     def blocked_until(self, now: float) -> float:
-        """`blocked_s` at `now`: with the present wait, if one of its requests waits."""
+        """`blocked_s` at `now`, including the present wait if one of its requests waits."""
         return self.blocked_s + (now - self._blocked_since if self.waiting else 0.0)
 
     def add(self, other: Process) -> None:
@@ -127,8 +128,8 @@ class Process:
 
 
 class Wait:
-    """One request that waits. `request` is its name, `on` what it waits for now, `key` the object's ("": unknown), `shares`
-    the seconds that it has waited, by what for."""
+    """One request that waits. `request` is its name, `on` the reason of its present wait, `key` the object's ("": unknown),
+    `shares` the seconds that it has waited, by reason."""
 
     __slots__ = (
         "_marked",
@@ -173,7 +174,7 @@ class Wait:
 
 
 current_call: ContextVar[Wait | None] = ContextVar("current_call", default=None)
-"""The request that this task answers, or the task that began it; None for reads and for what no request caused."""
+"""The request that this task, or the task that began it, answers; None for reads and in the background."""
 
 
 def about(key: str) -> None:
@@ -195,7 +196,7 @@ class SlowRead(NamedTuple):
 
 
 class Waits:
-    """Processes that waited, how long and what for. Times are seconds of `clock`; `identify` finds a thread's process."""
+    """Processes that waited, how long and why. Times are seconds of `clock`; `identify` finds a thread's process."""
 
     def __init__(self, clock: Callable[[], float], identify: Callable[[int], Identity]) -> None:
         self.clock = clock
@@ -237,7 +238,7 @@ class Waits:
             if not process.waiting and process is not others:
                 others.add(process)
                 del self._processes[key]
-                self._threads.clear()  # some may name it
+                self._threads.clear()  # threads of the process may be in it
                 break
 
     def begin(self, thread: int, object_id: ObjectId, offset: int) -> Wait:

@@ -40,7 +40,8 @@ def release(text: str | None = None) -> tuple[int, ...]:
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends. The caller checks that it has not yet."""
+    """Have the kernel kill this process when the thread that started it ends. The caller checks that it has not ended
+    yet."""
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -88,7 +89,7 @@ class Mount:
         return int(uid) if uid.isdigit() else None
 
     def same(self, other: Mount | None) -> bool:
-        """Whether `other`, read later, is this mount: same number and same description, because numbers are reused."""
+        """True if `other`, read later, is this mount: same number and same description, because numbers are reused."""
         return other is not None and replace(other, options=self.options) == self
 
     @property
@@ -190,14 +191,14 @@ def probe(path: Path, timeout_s: float = HANGS_AFTER_S) -> os.stat_result | OSEr
 
 
 def is_dead(answer: os.stat_result | OSError) -> bool:
-    """Whether the mount's daemon has ended ("Transport endpoint is not connected")."""
+    """True if the mount's daemon has ended ("Transport endpoint is not connected")."""
     return isinstance(answer, OSError) and answer.errno in (errno.ENOTCONN, errno.ECONNABORTED)
 
 
 # -- memory ----------------------------------------------------------------------------------------
 
 LIMIT_FILES = {
-    "cgroup2": ("memory.max", "memory.high"),  # beyond `high` the kernel throttles: as good as a limit
+    "cgroup2": ("memory.max", "memory.high"),  # beyond `high` the kernel throttles, so it counts as a limit
     "cgroup": ("memory.limit_in_bytes",),
 }
 
@@ -320,7 +321,7 @@ def resident_bytes() -> int:
 
 
 def has_capability(capability: int) -> bool:
-    """Whether this process has the capability; True if /proc cannot be read."""
+    """True if this process has the capability, or if /proc cannot be read."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         mask = next(int(line.split()[1], 16) for line in lines if line.startswith("CapEff:"))

@@ -1,7 +1,7 @@
 """A listening socket that survives a lack of descriptors.
 
 If a process has as many files open as it may, accept(2) fails, and the connection waits in the kernel. Then a reserve
-descriptor is closed for it, so that `cachefs status` gets an answer when something goes wrong.
+descriptor is closed and accept(2) repeated, so that `cachefs status` gets an answer even then.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FOR_NOW = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 """Temporary errors of accept(2)."""
 
 AGAIN_S = 0.1
-"""Wait before accept(2) is retried. Borrowed from `trio.serve_listeners`."""
+"""Seconds before accept(2) is retried. Borrowed from `trio.serve_listeners`."""
 
 
 class Listener(trio.abc.Listener[trio.SocketStream]):
@@ -56,7 +56,7 @@ class Listener(trio.abc.Listener[trio.SocketStream]):
 
     def _open_reserve(self) -> None:
         if self._reserve < 0:
-            with suppress(OSError):  # possible again once another descriptor is closed
+            with suppress(OSError):  # tried again at the next accept, when another descriptor may be closed
                 self._reserve = os.open("/dev/null", os.O_RDONLY)
 
     def _close_reserve(self) -> None:

@@ -29,10 +29,10 @@ MAX_FILE_BYTES, OLD_FILES = 10 << 20, 3
 HANDLER = "cachefs"
 
 REPEATED_EVERY_S = 60.0
-"""Between equal lines. Derived: a line a minute fills the 40 MiB of log files in months."""
+"""Seconds between equal lines. Derived: a line a minute fills the 40 MiB of log files in months."""
 
 REPEATS_REMEMBERED = 256
-"""Bound of the different lines that a `Repeats` knows. Derived: there are fewer pairs of operation and error."""
+"""Different lines that a `Repeats` remembers. Derived: there are fewer pairs of operation and error."""
 
 LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
@@ -54,7 +54,7 @@ class TextFormatter(logging.Formatter):
         return "\n".join(printable(line) for line in super().format(record).split("\n"))
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        # Names of objects may hold line breaks, which must not make a second line.
+        # Names of objects may contain line breaks, which must not begin another line.
         return printable(super().formatMessage(record))
 
 
@@ -109,7 +109,7 @@ class Repeats:
         self._seen: dict[Hashable, list[float]] = {}
 
     def admit(self, what: Hashable) -> int | None:
-        """How many equal lines were left out since the last one; None if this one is to be left out, too."""
+        """How many equal lines were left out since the last one; None if this one must be left out, too."""
         now = self._clock()
         seen = self._seen.get(what)
         if seen is None:
@@ -138,7 +138,7 @@ def setup(level: str, format: str, file: Path | None = None) -> None:
     handler.set_name(HANDLER)
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
-    logging.raiseExceptions = False  # or a full disk under the log would put tracebacks on stderr
+    logging.raiseExceptions = False  # otherwise a full disk under the log would put tracebacks on stderr
     set_level(level)
 
 
@@ -163,7 +163,7 @@ class _Queue(logging.handlers.QueueHandler):
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         record = copy.copy(record)
-        record.msg, record.args = record.getMessage(), None  # formatted before its arguments change
+        record.msg, record.args = record.getMessage(), None  # formatted now, because its arguments may change
         return record
 
 

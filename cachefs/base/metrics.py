@@ -69,7 +69,7 @@ FAMILIES = {
     ),
 }
 NOT_EXPORTED = {"misses"}
-"""Counters that are a family's sum."""
+"""Counters that are the sum of a family."""
 
 
 class Counter(NamedTuple):
@@ -213,10 +213,10 @@ class Metrics:
 
 
 def hit_ratios(counted: Mapping[str, int]) -> tuple[float | None, float | None]:
-    """(the share of all blocks that were cached, the same of blocks read through the daemon); None of no blocks.
+    """(share of all blocks that were cached, the same of blocks read through the daemon); None if there are no blocks.
 
-    The daemon does not see what the kernel reads of a passthrough file, or from its page cache. So an open of such a file
-    counts as a read of all blocks."""
+    The daemon does not see the kernel's reads of passthrough files and from its page cache. So an open of such a file counts
+    as a read of all its blocks."""
     hits = sum(counted.get(f"{tier}_hits", 0) for tier in ("ram", "ssd", "heap"))
     misses = counted.get("misses", 0)
     unseen = counted.get("passthrough_blocks", 0) + counted.get("page_cache_blocks", 0)

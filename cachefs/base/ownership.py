@@ -1,9 +1,9 @@
 """Files of cachefs on disks that other users can write to: directories of mode 0700, files of mode 0600, no links.
 
-Another user's directory may hold links, through which the daemon would write elsewhere, and its owner can replace the
-daemon's files. So it is refused, whatever its mode: root does not use a user's directory, nor a user root's. Entries in it
-under names of cachefs are refused, too, if they belong to another user, who may have been able to write there once. The
-directories above are not checked: they may be for all users, as /tmp is.
+Another user's directory may contain links, through which the daemon would write elsewhere, and its owner can replace the
+daemon's files. So it is refused, whatever its mode: root does not use a user's directory, nor a user root's. Entries with
+names of cachefs are refused, too, if they belong to another user, who may have been able to write there once. The parent
+directories are not checked: they may be open to all users, as /tmp is.
 """
 
 from __future__ import annotations

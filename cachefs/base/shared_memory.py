@@ -1,9 +1,8 @@
 """Memory that outlives this process, for the next daemon of the mount.
 
-It is a part of a memory file of another process, the mount's holder. It survives the end of this process, but not of the
-machine. It has four tables: rows of a database that are not committed yet (`RowLog`), records of dirty files
-(`FileRecords`), the ends of dirty files that are in memory (`Tails`), and the time of the last change in each directory
-(`Times`).
+It is a part of a memory file of another process, the mount's holder. It survives the end of this process, but not a reboot.
+It has four tables: rows of a database that are not committed yet (`RowLog`), records of dirty files (`FileRecords`), the
+ends of dirty files that are in memory (`Tails`), and the time of the last change in each directory (`Times`).
 
 A process may be killed between any two instructions. So each table writes the bytes first, and then one word that makes them
 valid: a torn write is never read. One thread at a time uses a table.
@@ -38,8 +37,8 @@ GIVE_BACK_BYTES = 64 << 10
 13 µs, which each commit of a few rows would pay."""
 
 MEMORY_KEPT = 2 << 20
-"""So much memory of the ends of files stays for the next ones. Derived: twenty files of 100 KB, as many as wait to be given
-to the cache together. To give the memory of one back and to have the kernel clear it again takes 0.1 ms."""
+"""Memory of freed tails that is not returned to the kernel, for the next ones. Derived: twenty files of 100 KB, as many as
+wait to be given to the cache together. Returning the memory of one and having the kernel clear it again takes 0.1 ms."""
 
 _HALF = struct.Struct("=QQ")
 """Head of a half of the row log: its number (the newer half has the larger one), and the number of valid bytes."""
@@ -52,7 +51,7 @@ which follows, and mtime_ns."""
 _MTIME_AT = 48
 
 _TAIL, _TAIL_STRIDE = struct.Struct("=Q32sQQ"), 64
-"""Head of a tail: whether it is in use, the file's name, the offset of the bytes in the file, and their number."""
+"""Head of a tail: 1 if it is in use, the file's name, the offset of the bytes in the file, and their number."""
 _LENGTH_AT = 48
 
 _WORD = struct.Struct("=Q")
@@ -95,7 +94,7 @@ def _give_back(memory: mmap.mmap, at: int, length: int) -> None:
 class RowLog:
     """Rows that are written and not committed. One half takes new rows while those of the other one are being committed. A
     group of rows that is appended is read as a whole or not at all. When a half is full, further rows are not stored: a kill
-    before their commit loses them, as without this log. Rows are stored again once all of those are committed."""
+    before their commit loses them, as without this log. Rows are stored again once all unstored ones are committed."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
@@ -156,7 +155,8 @@ class RowLog:
         other = 1 - self._active
         if self._full:
             # The commit has newer rows than these, which the next process would write over them.
-            self._empty(self._active)  # the newer half first: rows are never found without the older ones
+            # The newer half first, so that its rows are not found without the older ones.
+            self._empty(self._active)
             self._empty(other)
             self._length, self._missing = 0, False
             return
@@ -244,7 +244,7 @@ class FileRecords:
 
 
 class Tail:
-    """Bytes of a file from the offset `start` on, with methods of a bytearray."""
+    """The bytes of a file from the offset `start` on, with methods of a bytearray."""
 
     def __init__(self, tails: Tails, index: int, name: str, start: int, length: int) -> None:
         self.name, self.start = name, start
@@ -264,7 +264,8 @@ class Tail:
         return memoryview(self._memory)[self._at : self._at + self._length]
 
     def has_memory(self, length: int) -> None:
-        """The one before it has left so much."""
+        """Note that `length` bytes of its memory are in use already, left by an earlier tail, to be returned with its
+        own."""
         self._most = max(self._most, length)
 
     def _resize(self, length: int) -> None:
@@ -281,7 +282,7 @@ class Tail:
         self._resize(min(cut.start, self._length))
 
     def __setitem__(self, where: slice, data: bytes | bytearray | memoryview) -> None:
-        """`where` begins at its end or before, and may end behind that."""
+        """Overwrite bytes. `where` begins at the end of the tail or before, and may extend it."""
         self._memory[self._at + where.start : self._at + where.stop] = data
         if where.stop > self._length:
             self._resize(where.stop)
@@ -298,7 +299,7 @@ class Tails:
     def __init__(self, memory: mmap.mmap) -> None:
         self.memory = memory
         self.free = list(range(MOST_TAILS - 1, -1, -1))  # a stack: the pages of the last one are in memory
-        self._kept: dict[int, int] = {}  # bytes of memory that those have which are free
+        self._kept: dict[int, int] = {}  # index of a free tail → bytes of memory that it has kept
 
     def found(self) -> list[Tail]:
         """The tails that the previous process left. Called once, before any `make`. The caller releases each."""
@@ -324,7 +325,7 @@ class Tails:
         return tail
 
     def keeps(self, index: int, length: int) -> bool:
-        """Whether the memory of this one, which is about to be free, stays for the next one."""
+        """True if `length` bytes of memory of a tail that becomes free are kept for the next one, within `MEMORY_KEPT`."""
         if sum(self._kept.values()) + length > MEMORY_KEPT:
             return False
         self._kept[index] = length
@@ -338,7 +339,7 @@ class Times:
     def __init__(self, memory: memoryview | None = None) -> None:
         self._words = (memoryview(bytearray(_TIMES_BYTES)) if memory is None else memory).cast("Q")
         self._places: OrderedDict[int, int] = OrderedDict()
-        for place in range(MOST_TIMES):  # those of the previous daemon
+        for place in range(MOST_TIMES):  # read the times of the previous daemon
             if not (ino := self._words[2 * place]):
                 break
             self._places[ino] = place
@@ -353,7 +354,7 @@ class Times:
             place = self._places.popitem(last=False)[1]
         self._places[ino] = place = len(self._places) if place is None else place
         if self._words[2 * place] != ino:
-            self._words[2 * place + 1] = 0  # the process may be killed before or after the next line
+            self._words[2 * place + 1] = 0  # so that a kill around the next line leaves no wrong time
             self._words[2 * place] = ino
         self._words[2 * place + 1] = time_ns
 

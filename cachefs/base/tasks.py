@@ -2,7 +2,7 @@
 
 In trio an exception that leaves a task ends its whole nursery, and with it the daemon. That is right for the composition
 root's own services, and wrong for a task that serves one file: its callers get the failure by other means (an event, a
-reply, a result), and the other tasks go on. Such a task is started with `contained`.
+reply, a result), and other tasks must continue. Such a task is started with `contained`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import trio
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-"""Wait before an operation is repeated that the machine refused: starting a thread, committing rows. Guessed: the machine
-recovers in seconds at the soonest, and one attempt a second takes no processor time that shows."""
+"""Seconds before an operation that the machine refused is repeated: starting a thread, committing rows. Guessed: the machine
+takes seconds to recover, and one attempt a second takes hardly any processor time."""
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -70,7 +70,7 @@ async def in_thread(
     call: Callable[[], T], *, limiter: trio.CapacityLimiter | None = None, abandon_on_cancel: bool = False
 ) -> T:
     """Call `call` in a worker thread, with the context of this task; returns its result. OSError (EAGAIN) if no thread can
-    be started, as in a container that has all the processes it may have."""
+    be started, as in a container at its limit of processes."""
     return await in_worker(call, limiter=limiter, abandon_on_cancel=abandon_on_cancel)
 
 
@@ -134,7 +134,7 @@ async def in_thread_at_last(
 
 
 async def take(lock: trio.Lock) -> None:
-    """As `lock.acquire()`, but a free lock costs no checkpoint, in which other tasks would run first."""
+    """As `lock.acquire()`, but taking a free lock has no checkpoint, in which other tasks would run."""
     await trio.lowlevel.checkpoint_if_cancelled()
     try:
         lock.acquire_nowait()

@@ -1,7 +1,7 @@
 """Parsers and formatters of sizes, durations and modes.
 
-A parser returns the value, or raises `ValueError` whose text completes "'12X' is …": what the text is not, and what to
-write instead. The parser of a `format_…` function reads its text back exactly. The `about_…` functions are for people.
+A parser returns the value, or raises `ValueError` with a text that completes "'12X' is …" and says what to write instead.
+The parser of a `format_…` function reads its text back exactly. The `about_…` functions make rounded text for users.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ FOREVER = 365 * 86400.0
 """The longest time to live in seconds: a year. Finite, because the kernel takes seconds and not infinity."""
 
 LEAST_WITHOUT_UNIT = 1 << 20
-"""A capacity below this needs a unit. Programs and scripts, which count in bytes, give larger bare numbers."""
+"""A capacity below this needs a unit. Scripts that count in bytes give larger numbers."""
 
 _BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "P": 1 << 50}
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
@@ -32,7 +32,7 @@ class Size:
     percent: float | None = None
 
     def resolve(self, total_bytes: int) -> int:
-        """In bytes, where 100 % is `total_bytes`."""
+        """The size in bytes, where 100 % is `total_bytes`."""
         if self.bytes is not None:
             return self.bytes
         return int(total_bytes * (self.percent or 0.0) / 100)
@@ -109,7 +109,7 @@ def about_share(part: int, whole: int) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Escape what is not printable (`\x1b`): names may hold any character, and terminals interpret some of them."""
+    r"""Escape characters that are not printable (`\x1b`): names may contain any, and terminals interpret some of them."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -1,4 +1,4 @@
-"""The choice of the backend that serves a mount: native where a connection can be had from the kernel, else pyfuse3."""
+"""Choosing the backend that serves a mount: native if it gets a connection from the kernel, else pyfuse3."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from cachefs.fuse.protocol import Init
 from cachefs.fuse.records import Records
 
 LISTINGS_KEPT_SINCE = (6, 13)
-"""Kernels 6.9 to 6.12 return listings that they should have dropped. Borrowed from the kernel's history."""
+"""First kernel that is told to keep listings: 6.9 to 6.12 return listings that they should have dropped. Borrowed from the
+kernel's history."""
 
 STACKED = "it lies on stacked filesystems"
 
@@ -39,7 +40,8 @@ class Backend(Protocol):
         """Call `ready` when the kernel has connected, then answer it until the mount is gone or this is cancelled."""
 
     def pause(self) -> None:
-        """Have `serve` return once what it has read is answered: another daemon goes on. Only where there is a holder."""
+        """Have `serve` return once the requests that it has read are answered, because another daemon takes over. Only with
+        a holder."""
 
     def close(self, *, unmount: bool = True) -> None:
         """Unmount (lazily, if it is still mounted) and end the session; requests that wait fail with ENOTCONN. Without
@@ -49,19 +51,20 @@ class Backend(Protocol):
         """Register a backing file with the kernel. Raises OSError when the kernel refuses it."""
 
     def retire(self, backing: Backing) -> None:
-        """Release one that will not be opened again."""
+        """Unregister a backing file that will not be opened again."""
 
     def invalidate(self, inode: int, parent: int, name: bytes) -> None:
-        """Make the kernel drop what it keeps of `inode` (0: of none), and the name (b"": none). Blocking: from a worker
-        thread only."""
+        """Make the kernel drop its pages and attributes of `inode` (0: none), and the name (b"": none). Blocking: for worker
+        threads only."""
 
 
 class NotHere(Exception):
-    """The native backend cannot serve here. The text completes "pyfuse3, because …"."""
+    """The native backend cannot serve this mount. The text completes "pyfuse3, because …"."""
 
 
 class Chosen(NamedTuple):
-    """`why` is the reason for this backend; `refused` the reason why the kernel takes no files from a directory."""
+    """The chosen backend. `why` is the reason for it, `refused` the reason why the kernel accepts no files of a directory.
+    `passthrough`: it accepts those of some directory."""
 
     backend: Backend
     why: str
@@ -70,7 +73,7 @@ class Chosen(NamedTuple):
 
 
 class Connected(NamedTuple):
-    """`refused` as in `Chosen`."""
+    """A negotiated connection; `refused` as in `Chosen`."""
 
     device: Device
     agreed: Negotiated
@@ -88,9 +91,9 @@ def choose(
     held: Held | None = None,
     clear: Callable[[], None] = lambda: None,
 ) -> Chosen:
-    """The backend that `config.fuse` asks for, mounted. Files of the directories `places` may become backing files.
-    `writable`: `fs` has a writer. `held` is what a holder keeps for the next daemon. `clear` is called before the mountpoint
-    is used, when nothing else is left to do. Raises `MountError`."""
+    """Choose the backend that `config.fuse` asks for, and mount it. Files of the directories `places` may become backing
+    files. `writable`: `fs` has a writer. `held` is the state that a holder keeps for the next daemon. `clear` frees the
+    mountpoint; it is called last before the mountpoint is used. Raises `MountError`."""
     title = _plain(title)
     why = "as asked"
     if config.descriptor is not None and _serves_descriptor_natively(config):
@@ -136,7 +139,8 @@ def _deadline_s(config: Config) -> float:
 
 
 def _serves_descriptor_natively(config: Config) -> bool:
-    """Whether the native backend is to serve a passed descriptor. The kernel negotiates once, so it cannot be tried."""
+    """True if the native backend should serve a passed descriptor. It cannot be tried, because the kernel negotiates
+    once."""
     return config.fuse == "native" or (config.fuse == "auto" and (os.geteuid() == 0 or config.zero_open))
 
 
@@ -149,7 +153,7 @@ def _native(
     writable: bool,
     held: Held | None = None,
 ) -> Chosen:
-    """Raises `NotHere`, `MountError`."""
+    """Connect the native backend. Raises `NotHere`, `MountError`."""
     places = () if config.zero_open else places
     if held is not None and held.taking_over:
         device, agreed, refused = adopt(held, config.mountpoint, places, writable=writable)
@@ -184,9 +188,9 @@ def _native(
 
 
 def connect(name: str, allow_other: bool, places: Sequence[Path], *, writable: bool = False) -> Connected:
-    """A new, detached mount. Raises `NotHere`."""
-    # A backing file may itself lie on a stacked filesystem (overlayfs, as in a container without a volume). A mount that
-    # allows this counts as stacked twice, and no other filesystem can be stacked on it. So only if it is needed.
+    """Connect through a new, detached mount. Raises `NotHere`."""
+    # Backing files may lie on a stacked filesystem (overlayfs, in a container without a volume), which needs depth 2. No
+    # other filesystem can be stacked on a mount of depth 2, so depth 1 is tried first.
     for depth in (1, 2):
         try:
             device, agreed = Device.connect(
@@ -202,7 +206,7 @@ def connect(name: str, allow_other: bool, places: Sequence[Path], *, writable: b
 
 
 def connect_with_help(config: Config, name: str, places: Sequence[Path], *, writable: bool) -> Connected:
-    """A new mount at the mountpoint, for a user without rights. Raises `NotHere`."""
+    """Connect through a new mount at the mountpoint, for a user without rights. Raises `NotHere`."""
     try:
         device, agreed = Device.connect_with_help(
             config.mountpoint, name, allow_other=config.allow_other, writable=writable
@@ -213,9 +217,9 @@ def connect_with_help(config: Config, name: str, places: Sequence[Path], *, writ
 
 
 def take(fd: int, places: Sequence[Path], *, writable: bool = False) -> Connected:
-    """The same over a descriptor that another process has mounted. Raises `MountError`."""
+    """Connect through a descriptor that another process has mounted. Raises `MountError`."""
     try:
-        # A depth of two would allow a cache on overlayfs, but forbid to stack a filesystem on a mount that is not ours.
+        # Depth 2 would allow a cache on overlayfs, but prevent stacking a filesystem on the other process's mount.
         device, agreed = Device.take(fd, stack_depth=1, writable=writable)
     except OSError as exc:
         raise MountError(f"/dev/fd/{fd} cannot be served: {exc.strerror}") from exc
@@ -223,7 +227,7 @@ def take(fd: int, places: Sequence[Path], *, writable: bool = False) -> Connecte
 
 
 def adopt(held: Held, mountpoint: Path, places: Sequence[Path], *, writable: bool) -> Connected:
-    """The connection of a daemon that has died."""
+    """Take over the connection of a daemon that has ended."""
     number, minor, flags = held.agreed()
     device = Device.adopt(held.fd, mountpoint, number, writable=writable)
     agreed = Negotiated(minor, Init(flags))
@@ -231,8 +235,8 @@ def adopt(held: Held, mountpoint: Path, places: Sequence[Path], *, writable: boo
 
 
 def _try_passthrough(device: Device, agreed: Negotiated, places: Sequence[Path]) -> dict[Path, str]:
-    """Why the kernel takes no files of tiers' directories, for those where it takes none. Tried with the tier's file `tag`,
-    since a full disk takes no new file."""
+    """Try to register a file of each tier's directory: the reasons, by directory, for those of which the kernel accepts
+    none. The file is the tier's `tag`, because a full disk takes no new file."""
     if not agreed.passthrough:
         old = f"this kernel cannot read files by itself (Linux 6.9 can; FUSE 7.{agreed.minor})"
         return dict.fromkeys(places, old)
@@ -254,5 +258,5 @@ def _reason(exc: Exception) -> str:
 
 
 def _plain(name: str) -> str:
-    """A source's name with the characters that the mount table can show."""
+    """A source's name, with `_` for characters that the mount table cannot show."""
     return "".join(c if c.isascii() and c.isprintable() and c not in ",\\ " else "_" for c in name)

@@ -1,19 +1,19 @@
-"""The processes that call: what /proc says of them where the kernel's messages say too little.
+"""The calling processes: facts from /proc that the kernel's messages do not contain.
 
-Which close is the last one. The kernel sends FLUSH for each close(2), also when a shell closes a duplicate, and when a
+**Which close is the last one.** The kernel sends FLUSH for each close(2), also when a shell closes a duplicate, and when a
 forked child ends or calls exec. A checkpoint must not become visible half written because the training process started a
-subprocess. So the process that opened the file is examined: as long as it has a descriptor open for writing, a close was
+subprocess. So the process that opened the file is examined: as long as it has a descriptor open for writing, the close was
 not the last one. A descriptor is identified by its inode number and its mount, because another mount may have the same
 number.
 
-Errors go in one direction, towards an upload too many: a process that cannot be seen (it has ended, or lives in another PID
-namespace) counts as having no descriptor, a file that is open for writing more than once is uploaded at each close, and a
-process with more descriptors than are examined counts as having closed.
+Errors lead to an upload too many, never to one too few: a process that cannot be examined (it has ended, or is in another
+PID namespace) counts as having no descriptor, a file that is open for writing more than once is uploaded at each close, and
+a process with more descriptors than are examined counts as having closed.
 
-Which signal ends a process. The kernel reports every signal during a request (INTERRUPT), also those of a timer or a child
-that ended. Answering those with EINTR would turn a lookup into a failure: to a program that asks whether a file exists,
-EINTR means "no". So the pending signals are examined, and only fatal ones count. The exception is Ctrl-C: a program that
-handles it wants to be interrupted, too.
+**Which signal ends a process.** The kernel reports every signal during a request (INTERRUPT), also those of a timer or of a
+child that ended. Answering those with EINTR would make a lookup fail, and a program that checks whether a file exists would
+take that for "no". So the pending signals are examined, and only fatal ones count. The exception is Ctrl-C: a program that
+handles it expects to be interrupted, too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ DESCRIPTORS, LOOKING_S = 4096, 0.1
 machine."""
 
 AT_ONCE = 32
-"""With so few descriptors a process is examined without a thread. Measured: 3 to 10 µs for each, a thread takes 75 µs."""
+"""A process with at most so many descriptors is examined without a thread. Measured: 3 to 10 µs each, a thread takes 75
+µs."""
 
 _NOT_FILES = ("socket:", "pipe:", "anon_inode:", "/dev/", "/proc/", "/memfd:")
 _DESCRIPTOR_FIELD = re.compile(rb"^(flags|ino|mnt_id):\s*(\d+)$", re.MULTILINE)
@@ -66,11 +67,11 @@ _HARMLESS = _bits(
 
 class Writers:
     """The handles that are open for writing, and the processes that opened them. `device` returns the "major:minor" of the
-    mount; "" where that is not known, and then an inode number of any filesystem matches."""
+    mount. If it is not known (""), an inode number of any filesystem matches."""
 
     def __init__(self, device: Callable[[], str] = lambda: "") -> None:
         self._device = device
-        self._thread = trio.CapacityLimiter(1)  # more would take the interpreter from the loop
+        self._thread = trio.CapacityLimiter(1)  # more threads would compete with the loop for the interpreter
         self._opened: dict[int, tuple[int, int]] = {}  # handle → (inode, process)
         self._count: dict[int, int] = {}  # inode → handles
 
@@ -84,7 +85,7 @@ class Writers:
         self.resumed(fh, inode, _process_of(thread))
 
     def resumed(self, fh: int, inode: int, process: int) -> None:
-        """A handle of the daemon before, which has seen that this process opened it."""
+        """Add a handle of the previous daemon, with the process that it recorded."""
         self._opened[fh] = inode, process
         self._count[inode] = self._count.get(inode, 0) + 1
 
@@ -97,13 +98,13 @@ class Writers:
                 del self._count[inode]
 
     def process(self, fh: int) -> int:
-        """The process that opened the handle; 0 when it cannot be seen."""
+        """The process that opened the handle; 0 if it is not known."""
         return self._opened.get(fh, (0, 0))[1]
 
     async def last(self, fh: int) -> bool:
-        """Whether the descriptor of this handle that was just closed was the last one.
+        """True if the descriptor of this handle that was closed just now was the last one.
 
-        Where a process has many, a thread looks, so that the loop goes on. It may be cancelled."""
+        A process with many descriptors is examined in a thread. This may be cancelled."""
         if self._certain(fh):
             return True
         inode, process = self._opened[fh]
@@ -118,7 +119,7 @@ class Writers:
         return self._certain(fh) or not has
 
     def _certain(self, fh: int) -> bool:
-        """Whether a close counts as the last one without a look at the process."""
+        """True if a close counts as the last one without examining the process."""
         if fh not in self._opened:
             return True
         inode, process = self._opened[fh]
@@ -126,7 +127,7 @@ class Writers:
 
 
 def _process_of(thread: int) -> int:
-    """The process that a thread belongs to (it may outlive the thread); 0 when it cannot be seen."""
+    """The process of a thread, which may outlive the thread; 0 if it cannot be seen."""
     try:
         found = _TGID.search(_read(f"/proc/{thread}/status"))
     except OSError:
@@ -135,7 +136,7 @@ def _process_of(thread: int) -> int:
 
 
 def _count_descriptors(process: int) -> int:
-    """How many descriptors a process has open; 0 where that cannot be seen (before Linux 6.2)."""
+    """How many descriptors a process has open; 0 if that cannot be seen (before Linux 6.2)."""
     try:
         return os.stat(f"/proc/{process}/fd").st_size
     except OSError:
@@ -143,8 +144,8 @@ def _count_descriptors(process: int) -> int:
 
 
 def _has_open(process: int, inode: int, device: str) -> bool:
-    """Whether a process has a descriptor open for writing to an inode, among those that are examined. Never touches the
-    mount itself. Blocking."""
+    """True if one of the examined descriptors of a process is open for writing to an inode. Sends no request to the mount.
+    Blocking."""
     if not process:
         return False
     place = f"/proc/{process}"
@@ -172,8 +173,9 @@ def _has_open(process: int, inode: int, device: str) -> bool:
 
 
 def _device_of(process: int, mount: bytes) -> str:
-    """The "major:minor" of a mount that a process has a descriptor in; "" when it cannot be seen. A mount has the same
-    number in all processes, so one that its process does not see (behind chroot) is looked for in this one."""
+    """The "major:minor" of the mount with the id `mount`, in which a process has a descriptor; "" if it is not found. Ids
+    are the same in all processes, so a mount that the process does not see (after chroot) is looked up in this one's
+    table."""
     for viewer in (process, "self"):
         try:
             with open(f"/proc/{viewer}/mountinfo", "rb") as table:
@@ -187,7 +189,8 @@ def _device_of(process: int, mount: bytes) -> str:
 
 
 def _read(path: str) -> bytes:
-    """A small file of /proc. Measured: 8 µs; through a file object, 20. Each open descriptor of a process costs one."""
+    """Read a small file of /proc. Measured: 8 µs; through a file object, 20. One is read for each descriptor of a
+    process."""
     fd = os.open(path, os.O_RDONLY)
     try:
         return os.read(fd, 4096)
@@ -199,7 +202,7 @@ def _read(path: str) -> bytes:
 
 
 def is_ending(thread: int) -> bool:
-    """Whether a thread has ended or a pending signal ends it. False when it cannot be seen (another PID namespace)."""
+    """True if a thread has ended or a pending signal ends it. False if it cannot be seen (another PID namespace)."""
     if thread <= 0:
         return False
     try:
@@ -212,7 +215,7 @@ def is_ending(thread: int) -> bool:
 
 
 def has_fatal_signal(status: str) -> bool:
-    """The same from the text of ``/proc/…/status``."""
+    """True if a pending signal ends the thread, from the text of its ``/proc/…/status``."""
     found = {name: int(mask, 16) for name, mask in _SIGNAL_FIELD.findall(status)}
     pending = (found.get("SigPnd", 0) | found.get("ShdPnd", 0)) & ~found.get("SigBlk", 0)
     deadly = pending & ~(found.get("SigIgn", 0) | found.get("SigCgt", 0) | _HARMLESS)

@@ -1,9 +1,9 @@
-"""A FUSE connection as it is seen from outside of the protocol: found by a descriptor, tuned, ended.
+"""A FUSE connection outside of the protocol: finding it by a descriptor, mounting, tuning and ending it.
 
-A descriptor that another process has mounted is written /dev/fd/N in place of the mountpoint. That process opens /dev/fuse,
+A descriptor that another process has mounted is given as /dev/fd/N in place of the mountpoint. That process opens /dev/fuse,
 mounts it, and starts the daemon with the descriptor, so the daemon needs no rights. The daemon serves the mount and ends
 the connection when it stops; the other process unmounts it. Until the daemon has answered the kernel's first request, each
-access to the mount blocks, so nothing here touches it before that.
+access to the mount blocks, so no code here accesses the mount before that.
 
 Read-ahead and the number of requests in flight can only be raised by root, in /sys: libfuse cannot. Measured: reads of 1 MiB
 instead of 128 KiB make sequential reading two to three times faster.
@@ -25,10 +25,11 @@ from cachefs.base.errors import MountError
 from cachefs.base.linux import Mount, libc, mount_at, mounts
 
 READ_AHEAD_KB = 1024
-"""Derived: FUSE's largest request is 256 pages."""
+"""Read-ahead of the mount. Derived: FUSE's largest request is 256 pages."""
 
 MAX_BACKGROUND, CONGESTION = 128, 96
-"""Read-aheads in flight; above the second the kernel begins no more. Guessed, and three quarters as in the kernel."""
+"""Largest number of read-aheads in flight, and the number above which the kernel calls the mount congested and begins no
+more. Guessed; three quarters of it as in the kernel."""
 
 FORCE, DETACH = 1, 2  # flags of umount2(2)
 
@@ -53,8 +54,8 @@ def descriptor(path: Path) -> int | None:
 
 
 def check(fd: int) -> None:
-    """Raise `MountError` unless `fd` is mounted and not served yet. No child inherits it afterwards, because the connection
-    ends with its last copy."""
+    """Raise `MountError` unless `fd` is mounted and not served yet. Children do not inherit it from now on, because the
+    connection ends with the last copy of the descriptor."""
     shown = f"/dev/fd/{fd}"
     try:
         found = os.fstat(fd)
@@ -75,7 +76,7 @@ def check(fd: int) -> None:
 
 
 def device_of(fd: int) -> str:
-    """The "major:minor" of its mount; "" where the kernel does not report it (6.18 does) or nothing is mounted."""
+    """The "major:minor" of a descriptor's mount; "" if the kernel does not report it (6.18 does) or nothing is mounted."""
     try:
         match = _CONNECTION.search(Path(f"/proc/self/fdinfo/{fd}").read_text())
     except OSError:
@@ -84,7 +85,7 @@ def device_of(fd: int) -> str:
 
 
 def mount_of(fd: int) -> Mount | None:
-    """Where it is mounted, as far as this process sees it. Of several places, the first that shows the whole filesystem."""
+    """The mount of a descriptor that this process sees, or None. Of several, the first that shows the whole filesystem."""
     device = device_of(fd)
     found = [mount for mount in mounts() if mount.device == device]
     return next((mount for mount in found if mount.root == "/"), None)
@@ -132,7 +133,7 @@ def fusermount(*arguments: str, passing: socket.socket | None = None) -> None:
 
 
 def mount_with_help(mountpoint: Path, options: Sequence[str]) -> int:
-    """Mount at once, visibly. Returns a descriptor of /dev/fuse. Raises `MountError`."""
+    """Mount through fusermount3, visibly. Returns a descriptor of /dev/fuse. Raises `MountError`."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.settimeout(MOUNTING_S)
@@ -151,15 +152,16 @@ def mount_with_help(mountpoint: Path, options: Sequence[str]) -> int:
 
 
 def abort(device: str) -> None:
-    """End the connection "major:minor"; requests that wait fail. Only while it lives: numbers are given again."""
+    """End the connection "major:minor"; waiting requests fail. Only for a living connection, because numbers are reused."""
     try:
         (_CONNECTIONS / device.partition(":")[2] / "abort").write_text("1\n")
     except OSError:
-        pass  # it has ended
+        pass  # the connection has ended
 
 
 def end(mountpoint: Path, device: str) -> None:
-    """End the connection "major:minor", and unmount it if it is still mounted there. Only root may do both in one step."""
+    """End the connection "major:minor"; if it is still mounted at `mountpoint`, by unmounting it, which for root ends it,
+    too."""
     mount = mount_at(mountpoint)
     if mount is None or mount.device != device:
         abort(device)
@@ -178,8 +180,8 @@ def unmount(mountpoint: Path, flags: int) -> None:
 
 
 def tune(mountpoint: Path, max_background: int = 0) -> list[str]:
-    """Raise what can be raised. Returns one line for each setting, for the log and `status`; for one that could not be
-    raised, the line has the reason and the cost. `max_background` is what the backend has negotiated (0: nothing)."""
+    """Raise the kernel's limits of a mount. Returns a line for each setting, for the log and `status`; if one could not be
+    raised, its line has the reason and the cost. `max_background` is what the backend has negotiated (0: nothing)."""
     mount = mount_at(mountpoint)
     if mount is None:
         lines = ["kernel tuning: where it is mounted is not seen from here; read_ahead_kb was not raised"]
@@ -207,7 +209,7 @@ def tune(mountpoint: Path, max_background: int = 0) -> list[str]:
 
 
 def _write(path: Path, value: int) -> str | None:
-    """The reason why it cannot be written, if any."""
+    """Write a number to a file. Returns the reason if that fails."""
     try:
         path.write_text(f"{value}\n")
     except OSError as exc:

@@ -1,7 +1,8 @@
 """Exception → errno and log level: one total table.
 
-Absences are DEBUG, what a user can cause is INFO, and what an operator should see is WARNING. An exception that is not in
-the table is a bug of cachefs: the request fails with EIO, the log has the traceback, and the daemon goes on.
+Missing names are logged as DEBUG, errors that a user can cause as INFO, and those that an operator should see as WARNING. An
+exception that is not in the table is a bug of cachefs: the request fails with EIO, the log gets the traceback, and the
+daemon goes on.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from cachefs.fs import NoAttribute
 log = logging.getLogger(__name__)
 
 OURS = b"user.cachefs."
-"""Names of extended attributes of this filesystem begin so."""
+"""Prefix of the names of this filesystem's extended attributes."""
 
 TABLE: dict[type[BaseException], tuple[int, int]] = {
     errors.NotFound: (errno.ENOENT, logging.DEBUG),
@@ -57,7 +58,7 @@ TABLE: dict[type[BaseException], tuple[int, int]] = {
 
 
 def errno_of(exc: BaseException) -> tuple[int, int]:
-    """(errno, log level) for an exception, by its nearest class in the table."""
+    """(errno, log level) of an exception, by its nearest class in the table."""
     for kind in type(exc).__mro__:
         if kind in TABLE:
             return TABLE[kind]
@@ -65,7 +66,7 @@ def errno_of(exc: BaseException) -> tuple[int, int]:
 
 
 def tell(operation: str, exc: Exception, metrics: Metrics, deadline_s: float, repeats: Repeats) -> int:
-    """The errno that answers a failed operation. The failure is counted and logged, each kind of failure once a minute."""
+    """Count and log a failed operation, each kind of failure once a minute. Returns the errno that answers it."""
     number, level = errno_of(exc)
     left_out: int | None = 0
     if level > logging.DEBUG:
@@ -84,11 +85,11 @@ def tell(operation: str, exc: Exception, metrics: Metrics, deadline_s: float, re
 
 
 def is_expected(exc: BaseException) -> bool:
-    """Whether the exception is in the table. The log has a traceback of others."""
+    """True if the exception is in the table. Others are logged with a traceback."""
     return any(kind in TABLE for kind in type(exc).__mro__)
 
 
 def errno_of_foreign(name: bytes) -> int:
-    """The errno for an extended attribute that is not ours. ls reads two attributes of each name, but none any more after
-    an EOPNOTSUPP."""
+    """The errno for an extended attribute of another program. ls reads two attributes of each file, but none after it got
+    EOPNOTSUPP."""
     return errno.ENODATA if name.startswith(b"user.") else errno.EOPNOTSUPP

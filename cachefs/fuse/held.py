@@ -1,11 +1,12 @@
-"""What outlives the daemon where a holder keeps its connection (`cachefs.fuse.holder`), and how a daemon takes it over.
+"""The state that outlives a daemon whose connection a holder keeps (`cachefs.fuse.holder`), and how the next daemon takes it
+over.
 
-The holder's memory file has five parts: what the holder says of deaths, what the daemon has agreed with the kernel, what the
-daemon that stands by says of itself, the table of open files, and what is being written (`cachefs.base.shared_memory`). The
-table has a record of fixed length for each handle that the kernel has, written before the reply to its OPEN and cleared
-before the reply to its RELEASE. A record names the request (`unique`) that it answers. If the kernel repeats that request,
-it never got the reply, and does not have the handle. Before the records, the table has the backing ids that are registered.
-Readers of a directory need no record: the kernel sends inode and position with each request.
+The holder's memory file has five parts: the holder's counts of deaths, the parameters negotiated with the kernel, the
+standby daemon's version, the table of open files, and the files that are being written (`cachefs.base.shared_memory`). The
+table has a record of fixed length for each handle of the kernel. It is written before the reply to OPEN and cleared before
+the reply to RELEASE. A record has the `unique` of the OPEN that it answers. If the kernel repeats that request, it did not
+get the reply, and does not have the handle. Before the records, the table has the registered backing ids. Open directories
+need no record, because the kernel sends inode and position with each request.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FORMAT = 3
-"""Of all that a daemon leaves here for the next one."""
+"""Version of the format of everything that a daemon leaves in the memory file for the next one."""
 
 _CONNECTION_AT, _CONNECTION = 24, struct.Struct("=IIQd32s")
-"""format, minor, flags, longest pause, device number"""
+"""format, minor version of the protocol, its flags, longest pause in seconds, device number"""
 
 _IDENTITY_AT, _IDENTITY_BYTES = KILLED_AT + 8, 16
-"""What the mount is of: a digest, zeros before there is a mount."""
+"""Digest of the mount's identity (see `stand_by`); zeros before there is a mount."""
 
 _TABLE_AT = 2 * mmap.PAGESIZE
 
@@ -61,7 +62,8 @@ RESENDS_SINCE = (6, 9)
 TOO_OLD = "this kernel cannot repeat requests (Linux 6.9 can)"
 
 LOOK_S = 0.05
-"""How often is looked for what no event tells: what another process writes here, whether a process has another signal."""
+"""Period of polling for changes without an event: what another process writes to the memory file, further signals of a
+process."""
 
 MOST_HANDLES = 65_536
 """Places for records, 2 KiB of address space each; only those that were ever used take memory. Handles without a place
@@ -69,27 +71,27 @@ answer ESTALE after the daemon died. As many backing ids are known, 4 bytes each
 connection ends. A bound of address space: 128 MiB."""
 
 KEPT_PLACES = 4096
-"""So many places are used before one is used for another file: a file that is opened again finds its description there.
-As many as there are files that the kernel holds without users (`IDLE_BACKINGS`), whose opens cost least: 8 MiB."""
+"""Number of places that are used before one is used for another file, so that a file that is opened again finds its
+description there. As many as idle backing files (`IDLE_BACKINGS`), whose opens are the cheapest: 8 MiB."""
 
 DESCRIPTION_BYTES = 2048
 _USED = struct.Struct("=QQ")
-"""At the beginning: how many places, and how many backing ids, there is room for so far."""
+"""At the beginning: how many places for records, and how many for backing ids, were used so far."""
 _FILE = struct.Struct("=QQqIIHHH")
-"""A description: ino, size, mtime_ns, backing id, process, use, volume, bytes of the text. The text: the key, a zero, and
-the etag."""
-_BACKING = struct.Struct("=I")  # 0: none
+"""A description: ino, size, mtime_ns, backing id, process, use, volume, bytes of the text that follows: the key, a zero byte
+and the etag."""
+_BACKING = struct.Struct("=I")  # a backing id, 0: none
 _HANDLES_AT = mmap.PAGESIZE * -(-(_USED.size + MOST_HANDLES * _BACKING.size) // mmap.PAGESIZE)
-"""Two words for each place, unique and fh (0: no record), side by side: an open changes these alone."""
+"""Two words for each place: unique and fh (0: no record). They lie together, because most opens change only these."""
 _FILES_AT = _HANDLES_AT + MOST_HANDLES * 16
 _LENGTH = _FILES_AT + MOST_HANDLES * DESCRIPTION_BYTES
 
 _SHARED_AT = mmap.PAGESIZE * -(-(_TABLE_AT + _LENGTH) // mmap.PAGESIZE)
-"""What files that are being written need (`SharedMemory`)."""
+"""Where the state of files that are being written lies (`SharedMemory`)."""
 
 
 def why_not(config: Config) -> str:
-    """Why no mount with this configuration can outlive its daemon here; "" if one may."""
+    """The reason why a mount with this configuration cannot outlive its daemon here; "" if it can."""
     if not config.restart:
         return "it was made with --no-restart"
     if config.descriptor is not None:
@@ -106,7 +108,7 @@ def why_not(config: Config) -> str:
 
 
 class Agreed(NamedTuple):
-    """What a connection was negotiated to: the mount's device number, the protocol's minor version, and flags."""
+    """The negotiated parameters of a connection: the mount's device number, the protocol's minor version, and flags."""
 
     number: str
     minor: int
@@ -114,18 +116,19 @@ class Agreed(NamedTuple):
 
 
 class Held:
-    """One for each daemon that a holder has started."""
+    """The holder's memory file and socket, as seen by a daemon that the holder has started."""
 
     def __init__(self, state_fd: int, socket_fd: int) -> None:
         for passed in (state_fd, socket_fd):
             os.set_inheritable(passed, False)
-        self.fd = -1  # the connection of the daemon before
-        self.open: list[tuple[int, HandleRecord]] = []  # its handles, and where in the table they are
-        self.holds = False  # whether the connection outlives this daemon
+        self.fd = -1  # the previous daemon's connection
+        # The previous daemon's handles, with their places in the table.
+        self.open: list[tuple[int, HandleRecord]] = []
+        self.holds = False  # True if the connection outlives this daemon
         self.restarts, self._died_at, self.handed_over = 0, 0.0, 0
-        self.killed = False  # the daemon before, by SIGKILL
+        self.killed = False  # True if the previous daemon ended by SIGKILL
         self._identity = bytes(_IDENTITY_BYTES)
-        self.pause_s = 0.0  # before this daemon went on
+        self.pause_s = 0.0  # from the previous daemon's end until this one answered
         self._holder = os.getppid()
         self._socket = socket.socket(fileno=socket_fd)
         if os.fstat(state_fd).st_size < _TABLE_AT:
@@ -135,19 +138,20 @@ class Held:
 
     @classmethod
     def from_environment(cls, environ: MutableMapping[str, str] = os.environ) -> Held | None:
-        """None without a holder. No child inherits anything of it."""
+        """Open what the holder passed; None without a holder. Children inherit neither the variable nor the descriptors."""
         text = environ.pop(DESCRIPTORS, "")
         if text and "NOTIFY_SOCKET" in environ:
-            end_with_parent()  # a service manager starts another holder, whose daemon goes on with the same connection
+            # The service manager starts another holder, whose daemon takes over the same connection.
+            end_with_parent()
         try:
             state_fd, socket_fd = map(int, text.split(","))
             return cls(state_fd, socket_fd)
-        except (ValueError, OSError):  # none, or a variable that was left in the environment
+        except (ValueError, OSError):  # no variable, or one that is no longer true
             return None
 
     def stand_by(self, version: str, identity: str) -> None:
-        """Say that this process could go on, if it understands what is here, and if the mount is of the same `identity`;
-        otherwise it ends."""
+        """Announce this process as the standby daemon. Ends the process if it does not know the format of the state, or if
+        the mount has another `identity`."""
         self._identity = hashlib.blake2b(identity.encode(), digest_size=_IDENTITY_BYTES).digest()
         before = self._state[_IDENTITY_AT : _IDENTITY_AT + _IDENTITY_BYTES]
         (found,) = struct.unpack_from("=I", self._state, _CONNECTION_AT)
@@ -156,17 +160,17 @@ class Held:
                 "the configuration has other sources, another cache directory or block size than the mount: no daemon goes "
                 "on with it until they are as before"
             )
-            os._exit(1)  # without a word: the daemon that asks for this one goes on itself
+            os._exit(1)  # without an announcement, so that the daemon that asked for this one goes on itself
         STANDBY.pack_into(self._state, STANDBY_AT, 0, FORMAT, version.encode()[:40])
-        struct.pack_into("=I", self._state, STANDBY_AT, os.getpid())  # last: a reader waits for it
+        struct.pack_into("=I", self._state, STANDBY_AT, os.getpid())  # last, because `renewed` waits for it
         if found not in (0, FORMAT):
             log.error("this version cannot go on with a mount of state %d: it knows %d", found, FORMAT)
             os._exit(1)
 
     def wait(self) -> None:
-        """Return when this daemon is to begin. Ends the process if the holder has ended instead."""
-        told, fds, _, _ = socket.recv_fds(self._socket, 16, 1)
-        if not told:
+        """Wait until this daemon is to begin, and read the state that it takes over. Ends the process if the holder ends."""
+        message, fds, _, _ = socket.recv_fds(self._socket, 16, 1)
+        if not message:
             os._exit(0)
         for fd in fds:
             os.set_inheritable(fd, False)
@@ -180,7 +184,7 @@ class Held:
 
     @property
     def taking_over(self) -> bool:
-        """Whether this daemon goes on with the connection of another one."""
+        """True if this daemon takes over the connection of another one."""
         return self.fd >= 0
 
     @property
@@ -191,7 +195,7 @@ class Held:
     # -- the connection ----------------------------------------------------------------------------
 
     def hold(self, fd: int, mountpoint: Path, number: str, minor: int, flags: int) -> None:
-        """From now on the connection `fd`, made by this daemon, outlives it."""
+        """Pass the connection `fd`, which this daemon has made, to the holder: it outlives this daemon from now on."""
         path = os.fsencode(mountpoint)
         if len(path) >= MOUNTPOINT_BYTES:
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(mountpoint))
@@ -202,12 +206,12 @@ class Held:
         self.holds = True
 
     def agreed(self) -> Agreed:
-        """What the daemon that negotiated has written down."""
+        """The parameters that `hold` recorded, in this daemon or an earlier one."""
         _, minor, flags, _, number = _CONNECTION.unpack_from(self._state, _CONNECTION_AT)
         return Agreed(number.rstrip(b"\0").decode(), minor, flags)
 
     def status(self) -> dict[str, int | float]:
-        """For `cachefs status`."""
+        """Counts and pauses for `cachefs status`."""
         return {
             "pid": self.holder,
             "restarts": self.restarts,
@@ -216,11 +220,11 @@ class Held:
             "longest_pause_s": self.longest_pause_s,
         }
 
-    # -- the daemon that stands by -------------------------------------------------------------------
+    # -- the standby daemon --------------------------------------------------------------------------
 
     async def renewed(self, within_s: float) -> str:
-        """Have another daemon stand by, as it is installed now; its version. Raises `MountError` if it cannot go on, or does
-        not say within `within_s` that it could."""
+        """Have the holder load another standby daemon, of the installed version; returns that version. Raises `MountError`
+        if it cannot take over, or has not announced itself within `within_s` seconds."""
         if not self.holder:
             raise MountError("the process that would start another daemon has died: umount, and mount again")
         before = STANDBY.unpack_from(self._state, STANDBY_AT)[0]
@@ -247,12 +251,12 @@ class Held:
 
     @property
     def longest_pause_s(self) -> float:
-        """From a death until the next daemon answered."""
+        """The longest time from a daemon's end until the next one answered, in seconds."""
         pause: float = _CONNECTION.unpack_from(self._state, _CONNECTION_AT)[3]
         return pause
 
     def answering(self) -> None:
-        """This daemon, which has taken over, has begun to answer."""
+        """Record the pause, now that this daemon, which has taken over, begins to answer."""
         found, minor, flags, longest, number = _CONNECTION.unpack_from(self._state, _CONNECTION_AT)
         self.pause_s = pause = time.monotonic() - self._died_at
         log.info("the kernel is answered again after %.2f s", pause)
@@ -267,8 +271,8 @@ def _text(version: bytes) -> str:
 
 
 class HandleRecord(NamedTuple):
-    """`volume` is the index of the mount's volume that the object is in. `backing_id` is 0 without passthrough. `use` is
-    `READS`, `READS_WRITTEN` or `WRITES`; `process` has opened it to write (0: unknown)."""
+    """An open file of the previous daemon. `volume` is the index of the mount's volume that the object is in. `backing_id`
+    is 0 without passthrough. `use` is `READS`, `READS_WRITTEN` or `WRITES`. `process` opened it for writing (0: unknown)."""
 
     fh: int
     unique: int
@@ -284,7 +288,7 @@ class HandleRecord(NamedTuple):
 
 
 READS, READS_WRITTEN, WRITES = range(3)
-"""A handle was opened to read a version of the origin, to read what is being written, or to write."""
+"""A handle reads a version of the origin, reads a file that is being written, or writes."""
 
 
 def described(
@@ -298,7 +302,7 @@ def described(
     key: str,
     etag: str,
 ) -> bytes:
-    """What a record tells of an open file; b"" if its name is too long for one. See `HandleRecord`."""
+    """The description of an open file for a record, with the fields of `HandleRecord`; b"" if its name is too long."""
     text = f"{key}\0{etag}".encode("utf-8", "surrogatepass")
     if _FILE.size + len(text) > DESCRIPTION_BYTES:
         log.debug("no record of the open file %s: its name is too long", key)
@@ -307,7 +311,8 @@ def described(
 
 
 class HandleTable:
-    """The table at `offset` (a multiple of the page size) of the file `fd`, which it makes long enough."""
+    """The table of open files and backing ids, at `offset` (a multiple of the page size) of the file `fd`. It extends the
+    file if it is too short."""
 
     def __init__(self, fd: int, offset: int) -> None:
         if os.fstat(fd).st_size < offset + _LENGTH:
@@ -315,18 +320,19 @@ class HandleTable:
         self._memory = mmap.mmap(fd, _LENGTH, offset=offset)
         self._words = memoryview(self._memory)[_HANDLES_AT:_FILES_AT].cast("Q")
         used, self._backings_used = _USED.unpack_from(self._memory)
-        # By place: the description that is there, and whether the place waits in `_free`. Place 0 has no record that is ever
-        # read: what has no other place may be written there.
+        # By place: its description, and whether it is in `_free`. Place 0 is never read: records without a place are
+        # written there.
         self._descriptions: list[bytes | None] = [None] * max(used, 1)
         self._waits: list[bool] = [True] * max(used, 1)
-        self._free: deque[int] = deque()  # the one that was left first comes first; some are in use again
+        self._free: deque[int] = deque()  # in the order in which they became free; some are in use again
         self._backing_slots: dict[int, int] = {}
         self._backing_free: list[int] = []
 
-    # -- what the daemon before has left -------------------------------------------------------------
+    # -- records of the previous daemon --------------------------------------------------------------
 
     def records(self) -> Iterator[tuple[int, HandleRecord]]:
-        """Those of the daemon before, and their places. Each stays until it is dropped. Once, before anything is added."""
+        """(place, record) of the previous daemon's handles. Each stays until it is dropped. To be called once, before
+        `add`."""
         memory, words = self._memory, self._words
         for place in range(1, len(self._waits)):
             unique, fh = words[2 * place : 2 * place + 2]
@@ -344,7 +350,7 @@ class HandleTable:
             )
 
     def backing_ids(self) -> set[int]:
-        """Those that the daemon before had registered. Once, before any is added."""
+        """The backing ids that the previous daemon had registered. To be called once, before `registered`."""
         found: set[int] = set()
         for at in range(_USED.size, _USED.size + self._backings_used * _BACKING.size, _BACKING.size):
             (number,) = _BACKING.unpack_from(self._memory, at)
@@ -358,20 +364,21 @@ class HandleTable:
     # -- handles -----------------------------------------------------------------------------------
 
     def add(self, fh: int, unique: int, description: bytes) -> int:
-        """A record, before the reply with this handle is sent: its place, 0 if there is none. `description` is what
-        `described` returned."""
+        """Write the record of a handle, before the reply with the handle is sent. Returns its place, 0 if there is no free
+        one. `description` is what `described` returned."""
         place = self._place() if description else 0
         if place:
             at = _FILES_AT + place * DESCRIPTION_BYTES
             self._memory[at : at + len(description)] = description
             self._descriptions[place] = description
         self._words[2 * place] = unique
-        self._words[2 * place + 1] = fh  # last: the process may be killed at any instruction
+        # Last, because the process may be killed between any two instructions.
+        self._words[2 * place + 1] = fh
         return place
 
     def add_again(self, fh: int, unique: int, description: bytes, place: int) -> bool:
-        """`add` at the place of an earlier record of the file, which was dropped. False if its description is not there any
-        more. Most opens wait for this."""
+        """`add` at the place of an earlier, dropped record of the same file. False if another description is there by now.
+        It is short, because most opens call it."""
         if self._descriptions[place] is not description:
             return False
         self._words[2 * place] = unique
@@ -379,7 +386,7 @@ class HandleTable:
         return True
 
     def _place(self) -> int:
-        """A place without a record; 0 if all have one."""
+        """A free place; 0 if there is none."""
         if len(self._waits) <= KEPT_PLACES and (place := self._new_place()):
             return place
         while self._free:
@@ -390,7 +397,7 @@ class HandleTable:
         return self._new_place()
 
     def _new_place(self) -> int:
-        """One that was never used; 0 if there is none."""
+        """A place that was never used; 0 if there is none."""
         place = len(self._waits)
         if place >= MOST_HANDLES:
             return 0
@@ -400,7 +407,7 @@ class HandleTable:
         return place
 
     def drop(self, place: int) -> None:
-        """The kernel does not have the handle of this record any more, or never had it."""
+        """Clear a record whose handle the kernel does not have, or no longer. The place becomes free."""
         self._words[2 * place + 1] = 0
         if not self._waits[place]:
             self._waits[place] = True

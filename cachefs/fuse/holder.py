@@ -1,24 +1,24 @@
 """The holder: a small process that keeps a mount's connection to the kernel, and starts its daemon again when it dies.
 
-It runs in an interpreter of its own (`python -I -S -c LAUNCH …/fuse DIRECTORY COMMAND…`), without anything of cachefs, so
-that it stays small and does next to nothing that can fail. Daemons are its children. Each gets two descriptors
-(`DESCRIPTORS`): a memory file for what has to outlive it, whose first bytes are `DEATHS`; and a socket. On this a daemon
-waits until it is to begin, is given the descriptor of /dev/fuse if another one had it before, and otherwise passes its own
-once the kernel has agreed to repeat requests. From then on another daemon stands by: it has loaded all that it needs, and
-waits. When the daemon asks for it (`RENEW`), another one, as it is installed now, takes the place of the one that stands by;
-when the daemon ends with `HANDED_OVER`, that one goes on.
+It runs in an interpreter of its own (`python -I -S -c LAUNCH …/fuse DIRECTORY COMMAND…`) and imports nothing of cachefs, so
+that it is small and hardly anything in it can fail. Daemons are its children. Each gets two descriptors (`DESCRIPTORS`): a
+memory file for the state that has to outlive it, whose first bytes are `DEATHS`; and a socket. A daemon waits on the socket
+until it is to begin. It is given the descriptor of /dev/fuse there if a previous daemon has passed one; otherwise it passes
+its own once the kernel has agreed to repeat requests. From then on another daemon, the *standby*, has loaded all modules
+and waits. When the daemon sends `RENEW`, another one, of the installed version, replaces the standby. When the daemon ends
+with `HANDED_OVER`, or dies, the standby takes over.
 
-Without /dev/fuse there is nothing to hold: then it ends as the daemon did. It also ends when the daemon ended as it was
-asked to, when the mount is gone, and when the daemon dies too often; the dead mount stays then, as without a holder.
+Without /dev/fuse the holder has nothing to hold, and ends when the daemon ends. It also ends when the daemon has stopped as
+asked, when the mount is gone, and when daemons die too often; then the dead mount stays, as without a holder.
 
 Under systemd a copy of /dev/fuse and of the memory file lies in the unit's file descriptor store. A holder that is killed
-leaves them there, and systemd starts another one, which finds them and goes on. A holder that ends by itself takes them out:
-while a copy is left, programs would wait for a daemon that never comes.
+leaves them there; systemd starts another one, which finds them and goes on. A holder that ends by itself removes them,
+because with a copy left, programs would wait for a daemon that does not come.
 """
 
 from __future__ import annotations
 
-import _socket  # without what `socket` adds: half a megabyte
+import _socket  # not `socket`, which takes half a megabyte more
 import fcntl
 import os
 import select
@@ -30,25 +30,25 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 LAUNCH = "import sys; sys.path.append(sys.argv.pop(1)); import holder; holder.main()"
-"""What the interpreter runs, with the directory of this file as first argument: what is imported is compiled already, and
-compiling takes a megabyte."""
+"""The code that the interpreter runs, with the directory of this file as first argument. An import uses the compiled file;
+compiling would take a megabyte."""
 
 DESCRIPTORS = "CACHEFS_HOLDER"
-"""The variable with the two descriptors."""
+"""Name of the environment variable with the two descriptors."""
 
 DEATHS = struct.Struct("=QdQ")
-"""At the beginning of the memory file: how often another daemon has gone on, when the last one ended (CLOCK_MONOTONIC,
+"""At the beginning of the memory file: how often another daemon has taken over, when the last one ended (CLOCK_MONOTONIC,
 seconds), and how many of them had handed the mount over."""
 
 RENEW = signal.SIGUSR1
-"""A daemon sends this signal to have another one loaded in place of the one that stands by."""
+"""A daemon sends this signal to have the standby replaced by another one."""
 
 HANDED_OVER = 79
-"""The exit code of a daemon after which the one that stands by is to go on. None of sysexits.h."""
+"""The exit code of a daemon that hands its mount over to the standby. sysexits.h does not use it."""
 
 STANDBY_AT, STANDBY = 80, struct.Struct("=II40s")
-"""Where in the memory file the daemon that stands by says what it is: its process id, the number of the state that it
-understands (0: it has ended without a word), its version."""
+"""Where in the memory file the standby announces itself: its process id, the format of the state that it knows (0: it ended
+without an announcement), its version."""
 
 MOUNTPOINT_AT, MOUNTPOINT_BYTES = 128, 4096
 """Where in the memory file the daemon writes its mountpoint, ended by a zero byte."""
@@ -58,45 +58,45 @@ LIVES_AT, LIVES = MOUNTPOINT_AT + MOUNTPOINT_BYTES, struct.Struct("=Qd")
 (CLOCK_MONOTONIC, seconds)."""
 
 KILLED_AT, KILLED = LIVES_AT + LIVES.size, struct.Struct("=?")
-"""Where in the memory file the holder says whether the last daemon ended by SIGKILL, so by no failure of its own."""
+"""Where in the memory file the holder notes whether the last daemon ended by SIGKILL, so not by a failure of its own."""
 
 _STORED_FUSE, _STORED_MEMORY = "cachefs-fuse", "cachefs-memory"
-"""What the descriptors are called in the service manager's store."""
+"""Names of the descriptors in the service manager's store."""
 
 LONG_S, MOST_SHORT = 10.0, 10
-"""So many daemons, one after the other, that each lived for less than the first are a crash loop. Guessed."""
+"""So many daemons in a row (the second) that each lived for fewer seconds than the first are a crash loop. Guessed."""
 
 STAND_BY_S = 2.0
-"""How long a daemon has the machine to itself before the next one is loaded. Guessed: it opens its cache then."""
+"""How long a daemon runs before the standby is loaded, so that it opens its cache undisturbed. Guessed."""
 
 LONGEST_WAIT_S = 60.0
-"""How long at most after one that cannot start another is loaded: the wait doubles each time. Guessed: a broken installation
-stays broken until a person mends it."""
+"""Longest wait before another standby is loaded after one that could not start; the wait doubles each time. Guessed: a
+broken installation stays broken until a person repairs it."""
 
 _FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT}
 _WAITED_FOR = _FORWARDED | {signal.SIGCHLD, signal.SIGIO, RENEW}
 _FIRST_STORED = 3
 """SD_LISTEN_FDS_START."""
 _FROM_TERMINAL = 0x80
-"""SI_KERNEL: a terminal has sent it to the daemon, too."""
+"""SI_KERNEL: the terminal has sent the signal, and has sent it to the daemon, too."""
 
 
 class Holder:
     def __init__(self, directory: str, command: list[str]) -> None:
         self._directory = directory
         self._command = command
-        os.environ.pop("WATCHDOG_PID", None)  # it names this process, and the daemon is meant
+        os.environ.pop("WATCHDOG_PID", None)  # it names this process, but the daemon answers the watchdog
         self._fuse, self._state = _found() or (-1, os.memfd_create("cachefs-held", 0))
         self._usual = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
         self._child = 0
         self._socket: _socket.socket
         self._standby: tuple[int, _socket.socket] | None = None
-        self._wait_s, self._load_at = STAND_BY_S, 0.0  # for the one that stands by
+        self._wait_s, self._load_at = STAND_BY_S, 0.0  # when the next standby may be loaded
         self._stopping = self._aborting = False
 
     def run(self) -> int:
-        """Returns the exit code of the last daemon."""
-        # The holder before was killed, and its daemon with it.
+        """Run daemons until the mount ends. Returns the exit code of the last one."""
+        # If a connection was found, the previous holder was killed, and its daemon with it.
         if self._fuse >= 0 and not self._count("with the process that started it"):
             return self._end(1)
         self._child, self._socket = self._load()
@@ -107,7 +107,7 @@ class Holder:
             if self._fuse < 0 or code == 0 or _has_ended(self._fuse):
                 return self._end(code)
             if self._aborting:
-                return code  # a service manager starts another holder; without one the mount is dead
+                return code  # the service manager starts another holder; without a manager the mount is dead
             if self._stopping:
                 return self._take_away(code)
             killed = code == 128 + signal.SIGKILL
@@ -118,14 +118,14 @@ class Holder:
             (self._child, self._socket), self._standby = self._standby or self._load(), None
 
     def _begin(self) -> None:
-        """Have the child go on, or mount."""
+        """Tell the child to begin: to take the connection over, or to mount."""
         short = LIVES.unpack(self._read(LIVES_AT, LIVES.size))[0]
         os.pwrite(self._state, LIVES.pack(short, time.monotonic()), LIVES_AT)
         with suppress(OSError):  # it has died
             _send(self._socket, b"begin", [self._fuse] if self._fuse >= 0 else [])
 
     def _count(self, how: str, *, killed: bool = False) -> bool:
-        """A daemon has died ("": it has handed over). False: no other is started."""
+        """Count a daemon that has ended; `how` is "" if it has handed over. False if no other is to be started."""
         died = time.monotonic()
         short, began = LIVES.unpack(self._read(LIVES_AT, LIVES.size))
         short = short + 1 if died - began < LONG_S and how else 0
@@ -147,17 +147,18 @@ class Holder:
         return os.pread(self._state, size, at).ljust(size, b"\0")
 
     def _end(self, code: int) -> int:
-        """This mount is not gone on with."""
+        """Remove the stored descriptors, because no other holder is to take this mount over. Returns `code`."""
         _forget_stored()
         return code
 
     # -- the daemon --------------------------------------------------------------------------------
 
     def _load(self) -> tuple[int, _socket.socket]:
-        """A daemon that waits, and the socket on which it does."""
+        """Start a daemon that waits. Returns its process id, and the socket on which it waits."""
         ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
         fcntl.fcntl(ours, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(ours, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)  # SIGIO: the connection is passed
+        # SIGIO tells that the daemon passes its connection.
+        fcntl.fcntl(ours, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
         os.environ[DESCRIPTORS] = f"{self._state},{theirs.fileno()}"
         pid = os.fork()
         if not pid:
@@ -170,46 +171,47 @@ class Holder:
             finally:
                 os._exit(127)
         theirs.close()
-        os.chdir("/")  # a process that stays keeps no directory busy
+        os.chdir("/")  # so that the holder keeps no directory busy
         ready = os.environ.pop("CACHEFS_READY_FD", "")
         if ready.isdigit():
             os.close(int(ready))  # only the daemon says whether it is ready, and only once
         return pid, ours
 
     def _wait(self) -> int:
-        """Pass signals on until the daemon has ended. Returns its exit code; 128 and more for a signal."""
+        """Forward signals until the daemon has ended. Returns its exit code; 128 and the number for a signal."""
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == self._child:
                 code = os.waitstatus_to_exitcode(status)
                 self._child = 0
                 return code if code >= 0 else 128 - code
-            if pid:  # as process 1 of a container it gets the orphans of others
+            if pid:  # the standby; or an orphan, if the holder is process 1 of a container
                 self._forget(pid, status)
             elif (found := signal.sigtimedwait(_WAITED_FOR, STAND_BY_S)) is not None:
                 self._heed(found)
             elif self._aborting:
-                # It had time to say where it hangs; a stopped process says nothing.
+                # SIGABRT has left it time to log where it hangs. A stopped process does not react to it.
                 os.kill(self._child, signal.SIGKILL)
             elif self._standby is None and not self._stopping and time.monotonic() >= self._load_at:
                 self._stand_by()
 
     def _stand_by(self) -> None:
-        """Load another daemon, if there is a connection to go on with."""
+        """Load a standby, if there is a connection for it to take over."""
         self._take()
         if self._fuse >= 0:
             self._standby = self._load()
 
     def _forget(self, pid: int, status: int) -> None:
-        """A child has ended; if it was the one that stands by, another is loaded soon, or later if it ended by itself."""
+        """Handle the end of a child that is not the daemon. If it was the standby, another is loaded; after an exit of its
+        own, not before `_wait_s`."""
         if self._standby is not None and self._standby[0] == pid:
             self._standby[1].close()
             self._standby = None
             if os.WIFEXITED(status):
                 self._load_at = time.monotonic() + self._wait_s
                 self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)
-            said, _, _ = STANDBY.unpack(os.pread(self._state, STANDBY.size, STANDBY_AT))
-            if said != pid:
+            announced, _, _ = STANDBY.unpack(os.pread(self._state, STANDBY.size, STANDBY_AT))
+            if announced != pid:
                 os.pwrite(self._state, STANDBY.pack(pid, 0, b""), STANDBY_AT)
 
     def _heed(self, found: signal.struct_siginfo) -> None:
@@ -224,11 +226,11 @@ class Holder:
                 self._stand_by()
             return
         if found.si_signo in (signal.SIGABRT, signal.SIGQUIT):
-            self._aborting = True  # a service manager ends what hangs, and starts it again by itself
+            self._aborting = True  # the service manager ends a hanging service so, and starts it again
         if found.si_signo != signal.SIGHUP:
             self._stopping = True
         elif self._standby is not None:
-            os.kill(self._standby[0], signal.SIGKILL)  # it has read the configuration as it was
+            os.kill(self._standby[0], signal.SIGKILL)  # it has read the old configuration
         if self._child and found.si_code != _FROM_TERMINAL:
             os.kill(self._child, found.si_signo)
 
@@ -250,10 +252,10 @@ class Holder:
                 os.set_inheritable(fd, False)
                 self._fuse = fd
                 _store(_STORED_MEMORY, self._state)
-                _store(_STORED_FUSE, fd)  # last: alone the other one is of no use, and is thrown away
+                _store(_STORED_FUSE, fd)  # last: the memory file alone is discarded by the next holder
 
     def _take_away(self, code: int) -> int:
-        """Unmount what a daemon that was asked to stop has left, by dying of it."""
+        """Unmount the mount that a daemon has left, because it died while it stopped. Returns `code`."""
         self._end(code)
         os.close(self._fuse)
         path = os.pread(self._state, MOUNTPOINT_BYTES, MOUNTPOINT_AT).partition(b"\0")[0]
@@ -272,7 +274,7 @@ class Holder:
 
 
 def stored() -> dict[str, int]:
-    """What a service manager has kept of a holder before, if it means this process: descriptors by name."""
+    """The descriptors, by name, that the service manager has kept of a previous holder and passes to this process."""
     if os.environ.get("LISTEN_PID") != str(os.getpid()):
         return {}
     names = enumerate(os.environ.get("LISTEN_FDNAMES", "").split(":"), _FIRST_STORED)
@@ -280,7 +282,7 @@ def stored() -> dict[str, int]:
 
 
 def _found() -> tuple[int, int] | None:
-    """/dev/fuse and the memory file of a holder that was killed; None if there is nothing to go on with."""
+    """(/dev/fuse, memory file) of a holder that was killed; None if there is no living connection."""
     found = stored()
     for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"):
         os.environ.pop(name, None)
@@ -296,14 +298,14 @@ def _found() -> tuple[int, int] | None:
 
 
 def _has_ended(fuse: int) -> bool:
-    """Whether the kernel has ended the connection: its mount is gone."""
-    asked = select.poll()
-    asked.register(fuse, 0)
-    return bool(asked.poll(0))
+    """True if the kernel has ended the connection, so that its mount is gone."""
+    poller = select.poll()
+    poller.register(fuse, 0)
+    return bool(poller.poll(0))
 
 
 def _store(name: str, fd: int) -> None:
-    # FDPOLL=0: systemd would wait for the end of the connection, and the kernel wakes it for each request then.
+    # FDPOLL=0: otherwise systemd polls the descriptor, and the kernel wakes it for each request.
     _notify(f"FDSTORE=1\nFDPOLL=0\nFDNAME={name}", fd)
 
 
@@ -313,7 +315,7 @@ def _forget_stored() -> None:
 
 
 def _notify(message: str, *fds: int) -> None:
-    """Tell the service manager, if there is one: sd_notify(3)."""
+    """Send a message to the service manager, if there is one: sd_notify(3)."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return

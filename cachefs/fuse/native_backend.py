@@ -1,12 +1,12 @@
-"""The native backend: the kernel's protocol, without libfuse. It can hand the kernel backing files (passthrough).
+"""The native backend: it speaks the kernel's protocol without libfuse, and can register backing files (passthrough).
 
-The loop reads one request after the other. A handler unpacks it, calls `Operations`, and packs the answer; an answer
-that is not known yet is found in a task, and the loop goes on. While requests come closely, the loop looks for the next
-one instead of sleeping, and gives the other tasks a turn in between.
+The loop reads one request after the other. A handler unpacks it, calls `Operations`, and packs the answer. An answer that
+is not known yet is found in a task, and the loop goes on. While requests follow each other closely, the loop polls for the
+next one instead of sleeping, and lets other tasks run in between.
 
 `Device` is /dev/fuse: it makes a connection, and reads and writes its messages. A mount is made detached (fsopen,
-fsmount), negotiated, and tried for passthrough. Only then is it attached to the tree, so a kernel that lacks something
-is found out before any process sees a mount.
+fsmount), negotiated, and tried for passthrough. It is attached to the tree only after that, so that the lack of a kernel
+feature is known before any process sees the mount.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ log = logging.getLogger(__name__)
 # -- /dev/fuse -------------------------------------------------------------------------------------
 
 REQUEST_BYTES = 128 << 10
-"""Longest request of a mount that cannot be written: an extended attribute of 64 KiB and its name. Derived."""
+"""Buffer size for the requests of a read-only mount. Derived: the longest is an extended attribute of 64 KiB and its
+name."""
 
 MAX_WRITE = 1 << 20
 """Largest write: as large as a read (`MAX_PAGES`)."""
@@ -78,7 +79,7 @@ MOST_KEPT = 8
 8 MiB."""
 
 MAX_PAGES = 256
-"""Largest read: 1 MiB, what `fs.fuse.max_pages_limit` allows by default. Measured: more is not faster."""
+"""Largest read, in pages: 1 MiB, the default of `fs.fuse.max_pages_limit`. Measured: more is not faster."""
 
 WANTED = (
     Init.ASYNC_READ
@@ -95,7 +96,8 @@ WANTED = (
 
 WANTED_TO_WRITE = WANTED | Init.ATOMIC_O_TRUNC | Init.HANDLE_KILLPRIV_V2
 """Without HANDLE_KILLPRIV_V2 the kernel reads an extended attribute (security.capability) before each write. With it, the
-filesystem has to clear set-uid and set-gid bits itself: the kernel says at which requests (`Operations.write`, `clear`)."""
+filesystem has to clear set-uid and set-gid bits itself, at the requests that the kernel marks (`clear` of
+`Operations.write`)."""
 
 # System call numbers, the same on all architectures but Alpha.
 _FSOPEN, _FSCONFIG, _FSMOUNT, _MOVE_MOUNT = 430, 431, 432, 429
@@ -104,23 +106,24 @@ _CLOEXEC, _RDONLY, _NOSUID, _NODEV = 1, 1, 2, 4
 _FROM_FD, _AT_FDCWD = 4, -100
 
 _READ_AGAIN = (errno.EINTR, errno.ENOENT, errno.ENOMEM)
-"""The request was interrupted before it was read, or the kernel had no memory for it and has failed it already."""
+"""Errors of a read after which the next request is read: the request was interrupted before, or the kernel had no memory for
+it and has failed it."""
 
 
 class Negotiated(NamedTuple):
-    """What both sides can do. `minor` is the protocol version's."""
+    """The protocol's minor version and the capabilities that both sides have."""
 
     minor: int
     flags: Init
 
     @property
     def passthrough(self) -> bool:
-        """Whether the kernel can read backing files by itself."""
+        """True if the kernel can read backing files by itself."""
         return bool(self.flags & Init.PASSTHROUGH)
 
 
 def negotiate(request: bytes, stack_depth: int, *, writable: bool = False) -> tuple[bytes, Negotiated | None]:
-    """The answer to INIT, and what was agreed; None if the kernel has to send INIT again in version 7. `stack_depth` is the
+    """(reply to INIT, what was negotiated); None if the kernel has to send INIT again in version 7. `stack_depth` is the
     number of stacked filesystems that a backing file may lie on. Raises `MountError` for a kernel that is too old."""
     try:
         _, opcode, unique, *_ = protocol.IN_HEADER.unpack_from(request)
@@ -159,7 +162,7 @@ def negotiate(request: bytes, stack_depth: int, *, writable: bool = False) -> tu
 
 
 class Device:
-    """One connection. `fd` is a descriptor of /dev/fuse; tests use a sequential packet socket."""
+    """One connection to the kernel. `fd` is a descriptor of /dev/fuse; tests use a sequential packet socket."""
 
     def __init__(self, fd: int, *, writable: bool = False) -> None:
         self.fd = fd
@@ -167,7 +170,7 @@ class Device:
         self._request_bytes = REQUEST_BYTES + (MAX_WRITE if writable else 0)
         self._incoming = select.poll()
         self._incoming.register(fd, select.POLLIN)
-        self.kept = 0  # buffers of requests that are not finished
+        self.kept = 0  # number of buffers kept by unfinished requests
         self._spare: list[bytearray] = []  # buffers to use again
         self._use(bytearray(self._request_bytes))
         self._mount = -1
@@ -196,7 +199,7 @@ class Device:
     def connect_with_help(
         cls, mountpoint: Path, name: str, *, allow_other: bool, writable: bool = False
     ) -> tuple[Device, Negotiated]:
-        """The same for a user without rights, with the help of fusermount3: the mount is visible at once."""
+        """Mount with fusermount3, for a user without rights, and negotiate. The mount is visible at once."""
         options = [f"fsname={name}", "subtype=cachefs", "default_permissions"]
         options += ["allow_other"] * allow_other + ["ro"] * (not writable)
         fd = connection.mount_with_help(mountpoint, options)
@@ -206,7 +209,7 @@ class Device:
     def take(
         cls, fd: int, *, stack_depth: int, writable: bool = False, mountpoint: Path | None = None
     ) -> tuple[Device, Negotiated]:
-        """The same over a descriptor that is mounted: by another process, which will unmount it, or at `mountpoint`."""
+        """Negotiate over a mounted descriptor: mounted by another process, which will unmount it, or at `mountpoint`."""
         device = cls(fd, writable=writable)
         if mountpoint is None:
             device.number = connection.device_of(fd)
@@ -221,7 +224,7 @@ class Device:
 
     @classmethod
     def adopt(cls, fd: int, mountpoint: Path, number: str, *, writable: bool = False) -> Device:
-        """The connection of a daemon that has died: it is mounted and negotiated."""
+        """Take over the connection of an ended daemon, which is mounted and negotiated."""
         device = cls(fd, writable=writable)
         device.number, device.held = number, True
         device._attached = mountpoint
@@ -252,10 +255,10 @@ class Device:
             os.close(context)
 
     def _shake_hands(self, stack_depth: int) -> Negotiated:
-        asked = select.poll()
-        asked.register(self.fd, select.POLLIN)
+        poller = select.poll()
+        poller.register(self.fd, select.POLLIN)
         while True:
-            if not asked.poll(MOUNTING_S * 1e3):
+            if not poller.poll(MOUNTING_S * 1e3):
                 raise MountError("the kernel did not begin to speak")
             request = self.read()
             if request is None:
@@ -270,7 +273,7 @@ class Device:
     def attach(self, mountpoint: Path) -> None:
         """Make the mount visible at `mountpoint`."""
         _call(_MOVE_MOUNT, self._mount, b"", _AT_FDCWD, os.fsencode(mountpoint), _FROM_FD)
-        os.close(self._mount)  # it would keep the mount busy
+        os.close(self._mount)  # an open descriptor would keep the mount busy
         self._mount = -1
         self._is_at(mountpoint)
 
@@ -280,8 +283,8 @@ class Device:
         self.number = mount.device if mount is not None else ""
 
     def close(self, *, unmount: bool = True) -> None:
-        """Unmount if attached, even while in use, and end the connection; requests that wait fail with ECONNABORTED. Without
-        `unmount` the dead mount stays where it is; if another process holds the connection, it is not dead."""
+        """Unmount if attached, even while in use, and end the connection; waiting requests fail with ECONNABORTED. Without
+        `unmount` the mount stays: dead, or alive if another process holds the connection."""
         if self._notifier is not None:
             self._notifier.close()
         if self.held and not unmount:
@@ -293,12 +296,12 @@ class Device:
             mount = mount_at(mountpoint)
             ours = mount is not None and mount.device == self.number
             if self._ended():
-                # Another mount may have this number by now. A dead one is ours: it was aborted.
+                # Another mount may have this number by now. A dead mount is ours, whose connection has ended.
                 if ours and _is_dead(mountpoint):
                     connection.unmount(mountpoint, DETACH)
             elif ours or not self.number:
-                # By force: a notification may be waiting for a lock whose holder waits for an answer, and closing a
-                # descriptor that a thread is writing to does not end the connection.
+                # By force, because closing does not end the connection while a thread writes to the descriptor: its
+                # notification may wait for a lock whose holder waits for an answer.
                 connection.unmount(mountpoint, FORCE | DETACH)
             else:
                 connection.abort(self.number)  # unmounted lazily, and still in use
@@ -312,15 +315,15 @@ class Device:
                 os.close(fd)
 
     def _ended(self) -> bool:
-        """Whether the kernel has ended the connection, whether or not `read` has returned None."""
-        asked = select.poll()
-        asked.register(self.fd, 0)
-        return self._gone or bool(asked.poll(0))
+        """True if the kernel has ended the connection, even if `read` has not returned None yet."""
+        poller = select.poll()
+        poller.register(self.fd, 0)
+        return self._gone or bool(poller.poll(0))
 
     # -- messages ----------------------------------------------------------------------------------
 
     def read(self) -> memoryview | None:
-        """The next request, valid until the next call. Empty when none waits, None when the mount is gone."""
+        """The next request, valid until the next call; empty if none waits, None if the mount is gone."""
         while True:
             try:
                 return self._view[: os.readv(self.fd, self._buffers)]
@@ -334,12 +337,12 @@ class Device:
                     raise
 
     def wait(self) -> bool:
-        """Sleep until a request has come. False after a millisecond without one: all of this thread waits meanwhile."""
+        """Block this thread until a request has come. False after a millisecond without one."""
         return bool(self._incoming.poll(1))
 
     def keep(self) -> bytearray:
-        """Keep the last request valid until the returned buffer is given back. Cheaper than a copy, because buffers are used
-        again and their pages are mapped already."""
+        """Keep the last request valid until the returned buffer is given back. Cheaper than a copy, because buffers are
+        reused and their pages are mapped already."""
         kept = self._buffer
         self.kept += 1
         self._use(self._spare.pop() if self._spare else bytearray(self._request_bytes))
@@ -355,7 +358,7 @@ class Device:
         self._buffers = [buffer]
 
     def write(self, head: bytes, body: Buffer = b"") -> bool:
-        """Send a reply. False when the request was given up, or the mount is gone."""
+        """Send a reply. False if the kernel has given the request up, or the mount is gone."""
         try:
             if body:
                 os.writev(self.fd, (head, body))
@@ -368,7 +371,8 @@ class Device:
         return True
 
     def notify(self, code: int, body: bytes) -> None:
-        """Send a notification. The kernel may wait for readers of the inode meanwhile: from a worker thread only."""
+        """Send a notification. For worker threads only, because the kernel may make the sender wait for readers of the
+        inode."""
         message = protocol.OUT_HEADER.pack(protocol.OUT_HEADER.size + len(body), code, 0) + body
         if self._notifier is None:
             self.write(message)
@@ -376,14 +380,14 @@ class Device:
             self._notifier.send(message)
 
     def notify_beside(self) -> None:
-        """From now on another process sends notifications, so that no thread of this one waits in the kernel."""
+        """Have another process send notifications from now on, so that no thread of this one waits in the kernel."""
         self._notifier = Notifier(self.fd)
 
     # -- backing files -----------------------------------------------------------------------------
 
     def register(self, fd: int) -> int:
-        """Register a backing file. Returns its backing id (from 1 up), which holds the file until `unregister`. Raises
-        OSError when the kernel refuses it."""
+        """Register a backing file. Returns its backing id (1 or more); the kernel holds the file until `unregister`. Raises
+        OSError if the kernel refuses it."""
         number: int = fcntl.ioctl(
             self.fd, protocol.BACKING_OPEN, bytearray(protocol.BACKING_MAP.pack(fd, 0, 0)), True
         )
@@ -400,7 +404,7 @@ class Device:
 
 def _is_dead(mountpoint: Path) -> bool:
     try:
-        os.statvfs(mountpoint)  # the kernel never answers STATFS from a cache
+        os.statvfs(mountpoint)  # the kernel does not answer STATFS from a cache
     except OSError as exc:
         return exc.errno in (errno.ENOTCONN, errno.ECONNABORTED)
     return False
@@ -421,34 +425,34 @@ def _call(number: int, *arguments: int | bytes | None) -> int:
 T = TypeVar("T")
 
 Handler = Callable[[int, int, int, memoryview], None]
-"""(unique, inode, thread, arguments): the arguments are valid until it returns."""
+"""Called with (unique, inode, thread, arguments). The arguments are valid until it returns."""
 
 AT_ONCE = 16
-"""Requests that are answered without a look at the clock. Derived: a tenth of `SLICE_S`, at 6 µs each."""
+"""Requests that are answered without reading the clock. Derived: a tenth of `SLICE_S`, at 6 µs each."""
 
 SEVERAL = 64
-"""For so many opens after two that different threads asked for, several readers are assumed: the loop sleeps then instead of
-looking. Measured on a busy machine, with 8 readers: half the processor time a message, twice as many files a second."""
+"""Opens for which several readers are assumed after two successive opens of different threads. Then the loop sleeps instead
+of polling. Measured on a busy machine, with 8 readers: half the processor time a message, twice as many files a second."""
 
 CLOSE_S, LOOK_AGAIN_S = 100e-6, 60e-6
-"""While requests come closer than the first, how long to look for the next one before sleeping. Measured: waking a thread
-that sleeps on another processor takes 20 to 40 µs, as much as all the rest of a small file's open."""
+"""If the time between requests is less than the first, the loop polls for the next one for the second before it sleeps.
+Measured: waking a thread that sleeps on another processor takes 20 to 40 µs, as long as the rest of a small file's open."""
 
 SLICE_S = 1e-3
-"""How long the other tasks wait at most while requests come in a stream. Guessed: shorter than any round trip they wait
+"""Longest time that other tasks wait while requests come in a stream. Guessed: shorter than the round trips that they wait
 for."""
 
 FINISH_S = 2.0
-"""How long requests that wait may take before the mount is handed over: all programs wait meanwhile. Guessed: names are
-changed and small files are sent in that time. What takes longer is repeated."""
+"""How long a hand-over of the mount, during which all programs wait, waits for running requests. Guessed: changes of names
+and uploads of small files end in that time. The kernel repeats longer ones to the next daemon."""
 
 COPIED = 64 << 10
-"""Writes up to this are copied out of the request's buffer, larger ones keep the buffer. Measured: 1 µs for this one, 24 to
-100 µs for 1 MiB."""
+"""Writes up to this size are copied out of the request's buffer, larger ones keep the buffer. Measured: a copy of this size
+takes 1 µs, of 1 MiB 24 to 100 µs."""
 
 NEW_S = 0.05
-"""For so many seconds the kernel may keep the attributes of a new file. Otherwise it sends a GETATTR before open(2) returns.
-All changes meanwhile come through the same kernel. Guessed: as long as the rest of open(2) may take."""
+"""How long the kernel may keep the attributes of a new file. With 0 it would send a GETATTR before open(2) returns. All
+changes in that time come through the same kernel. Guessed: as long as the rest of open(2) may take."""
 
 _HEADER = protocol.IN_HEADER.size
 _unpack_header, _pack_header = protocol.IN_HEADER_USED.unpack_from, protocol.OUT_HEADER.pack
@@ -462,15 +466,16 @@ _NO_REPLY = (Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT)
 
 
 class NativeBackend:
-    """`zero_open` has the kernel open files without a request, only where no object ever changes. `keep_listings` lets it
-    keep what it has read of a directory, while that is fresh. `writable` is how the connection was made. With
-    `direct_writers`, a handle that is opened for writing reads and writes through the daemon even when its file is in
-    passthrough. `records` is what the next daemon goes on from, where there is a holder."""
+    """Serves one `FileSystem` over one `Device`. With `zero_open` the kernel opens files without a request, which is correct
+    only if no object ever changes. With `keep_listings` it keeps what it has read of a directory, while that is fresh.
+    `writable` is how the connection was made. With `direct_writers`, a handle that is opened for writing reads and writes
+    through the daemon even if its file is in passthrough. `records` are the records for the next daemon, if there is a
+    holder."""
 
     name = "native"
     max_background = MAX_BACKGROUND
     direct = True
-    """Whether files that are known are opened from the table. All answers are the same without: a test compares them."""
+    """True if known files are opened from the table. A test compares that all answers are the same without it."""
 
     def __init__(
         self,
@@ -497,15 +502,16 @@ class NativeBackend:
         self._records = records
         self._keep_listings = keep_listings
         self._writer_flags = int(Flags.DIRECT_IO) if direct_writers else 0
-        self._uid = self._gid = 0  # of the request that is being handled
+        self._uid = self._gid = 0  # the caller of the request that is being handled
         self._reading = trio.CancelScope()
         self._waiting: dict[int, Waiting[Any]] = {}  # by unique
-        self._signalled: set[int] = set()  # those of them that had a signal and went on
-        # With one processor, looking for the next request would keep its sender from running.
+        # Unique of waiting requests whose process got a signal that did not end it.
+        self._signalled: set[int] = set()
+        # With one processor, polling for the next request would keep its sender from running.
         self._eager = len(os.sched_getaffinity(0)) > 1
         self._opener = 0  # the thread of the last open
         self._several = 0  # above 0 while several threads open files
-        self._gap_s = 1.0  # average time between an answer and the next request, lately
+        self._gap_s = 1.0  # moving average of the time between an answer and the next request
         self._answered_at = 0.0
         self._handlers: dict[int, Handler] = {
             Op.LOOKUP: self._lookup,
@@ -549,7 +555,7 @@ class NativeBackend:
     # -- the backend ---------------------------------------------------------------------------------
 
     def mount(self, mountpoint: Path, name: str, *, allow_other: bool) -> None:
-        """Attach the mount, which the device has made already; unless it is taken over, and is there."""
+        """Attach the mount that the device has made, unless it was taken over and is attached already."""
         if not self._device.held:
             self._device.attach(mountpoint)
             if self._records is not None:
@@ -577,8 +583,8 @@ class NativeBackend:
             self._nursery.cancel_scope.cancel()
 
     def pause(self) -> None:
-        """Read no more requests; `serve` returns once those that were read are answered, or after `FINISH_S`. The kernel
-        repeats what was not answered to the next daemon."""
+        """Read no more requests. `serve` returns once those that were read are answered, or after `FINISH_S`. The kernel
+        repeats the unanswered ones to the next daemon."""
         self._reading.cancel()
 
     def close(self, *, unmount: bool = True) -> None:
@@ -609,8 +615,8 @@ class NativeBackend:
     # -- the loop ------------------------------------------------------------------------------------
 
     def _serve_burst(self) -> bool | None:
-        """Answer the requests that have come. True if more are expected at once (the other tasks have a turn first), None
-        when the mount is gone."""
+        """Answer the requests that have come. True if more are expected at once, after other tasks have run; None if the
+        mount is gone."""
         clock, read, handle = time.perf_counter, self._device.read, self.handle
         turn_ends = clock() + SLICE_S
         while True:
@@ -638,7 +644,7 @@ class NativeBackend:
                 return True
 
     def handle(self, request: memoryview) -> None:
-        """Answer one request, now or in a task. Never raises, whatever the bytes are."""
+        """Answer one request, now or in a task. Never raises, even for malformed bytes."""
         try:
             length, opcode, unique, inode, self._uid, self._gid, thread = _unpack_header(request)
         except struct.error:
@@ -657,21 +663,21 @@ class NativeBackend:
             self._fail(unique, opcode, exc)
 
     def _answer(self, unique: int, found: T | Pending[T], reply: Callable[[int, T], object]) -> None:
-        """Reply with what was found, now or when the work has found it."""
+        """Reply with `found`: now, or when its work is done."""
         if isinstance(found, Pending):
             self._begin(unique, found, reply)
         else:
             reply(unique, found)
 
     def _begin(self, unique: int, pending: Pending[T], reply: Callable[[int, T], object]) -> None:
-        """Raises `Refused`."""
+        """Start a task that does the work and replies. Raises `Refused`."""
         waiting = Waiting(pending, self.operations)
         self._waiting[unique] = waiting
         contained(self._nursery, "a request", self._finish, unique, waiting, reply)
 
     async def _finish(self, unique: int, waiting: Waiting[T], reply: Callable[[int, T], object]) -> None:
         try:
-            # No checkpoint between answer and reply: a handle is either reported to the kernel or released.
+            # There is no checkpoint between answer and reply, so a handle is either reported to the kernel or released.
             reply(unique, await waiting.answer())
         except Exception as exc:
             if waiting.interrupted and waiting.request.rule is Rule.WHOLE:
@@ -699,7 +705,7 @@ class NativeBackend:
     # -- signals -----------------------------------------------------------------------------------
 
     def _interrupt(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
-        """The calling process of a request has a signal. The kernel reports it after the request itself, so a request that
+        """Handle a signal for the calling process of a request. The kernel reports it after the request, so a request that
         is not waiting has been answered."""
         self._metrics.fuse_other += 1
         (interrupted,) = protocol.INTERRUPT_IN.unpack_from(body)
@@ -709,14 +715,14 @@ class NativeBackend:
             self._signalled.add(interrupted)
 
     async def _watch_signals(self) -> None:
-        """Runs as long as requests wait whose process had a signal and was not ended by it. The kernel reports only the
-        first signal, and a later one may end the process."""
+        """Poll for further signals, as long as requests wait whose process got a signal that did not end it: the kernel
+        reports only the first signal, and a later one may end the process."""
         while self._signalled:
             await trio.sleep(LOOK_S)
             self._signalled = {u for u in self._signalled if u in self._waiting and not self._give_up(u)}
 
     def _give_up(self, unique: int) -> bool:
-        """Interrupt the request if a signal ends its process. Returns whether it is interrupted."""
+        """Interrupt the request if a signal ends its process. True if it is interrupted."""
         waiting = self._waiting[unique]
         if not waiting.interrupted and callers.is_ending(waiting.thread) and waiting.interrupt():
             self._done(unique, errno.EINTR)
@@ -781,7 +787,7 @@ class NativeBackend:
                 self._drop(fh)
 
     def _drop(self, fh: int) -> None:
-        """The kernel has not taken this handle."""
+        """Release a handle that the kernel has not taken."""
         if self._records is not None:
             self._records.released(fh)
         self.operations.drop(fh)
@@ -848,7 +854,7 @@ class NativeBackend:
         self._value(size, unique, b"".join(name + b"\0" for name in self.operations.listxattr()))
 
     def _value(self, size: int, unique: int, value: bytes) -> None:
-        """Reply with what fits into `size` bytes; with its length if that is 0."""
+        """Reply with the value, with its length if `size` is 0, or with ERANGE if it does not fit into `size` bytes."""
         if not size:
             self._send(protocol.XATTR_SIZE_REPLY, unique, len(value), 0)
         elif len(value) > size:
@@ -867,12 +873,12 @@ class NativeBackend:
     # -- files -------------------------------------------------------------------------------------
 
     def _open_unasked(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
-        """After this answer the kernel sends no OPEN and no RELEASE any more."""
+        """Answer ENOSYS: the kernel then sends no more OPEN and RELEASE."""
         self._metrics.fuse_open += 1
         self._done(unique, errno.ENOSYS)
 
     def _open_known(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
-        """An OPEN that is answered from the table of known files (`OpenFiles`), or goes the general way."""
+        """Answer an OPEN from the table of known files (`OpenFiles`), or as `_open` does if the file is not known."""
         if thread == self._opener:
             self._several -= 1
         else:
@@ -905,7 +911,7 @@ class NativeBackend:
         repeated = bool(unique & RESENT) and self._records is not None
         if repeated and not flags & WRITING:
             self._asked_again(unique)
-        # The kernel says it of opens that empty the file; what is written in passthrough comes without a word.
+        # The kernel marks opens that empty the file. Writes in passthrough are not seen here, so opens for writing count.
         clear = bool(more & protocol.OPEN_KILL_SUIDGID or (flags & WRITING and self._uid))
         opened = self.operations.open(thread, inode, flags, clear)
         if repeated and flags & WRITING and isinstance(opened, Pending):
@@ -919,7 +925,7 @@ class NativeBackend:
         flags, mode, *_ = protocol.CREATE_IN.unpack_from(body)
         name = name_of(body[protocol.CREATE_IN.size :])
         if unique & RESENT:
-            flags &= ~os.O_EXCL  # the file may be there because of it
+            flags &= ~os.O_EXCL  # the previous daemon may have created the file for this request
         pending = self.operations.create(thread, inode, name, flags, mode, self._uid, self._gid)
         if unique & RESENT and self._records is not None:
             pending = self._in_place_of(unique, pending)
@@ -930,7 +936,7 @@ class NativeBackend:
         self.operations.writers.released(self._records.asked_again(unique))
 
     def _in_place_of(self, unique: int, pending: Pending[T]) -> Pending[T]:
-        """An OPEN that the kernel repeats, after which the handle that an earlier daemon has made for it goes."""
+        """An OPEN that the kernel repeats; after its work, the handle that the previous daemon made for it is released."""
 
         async def work() -> T:
             try:
@@ -970,7 +976,7 @@ class NativeBackend:
             return
         work = partial(self._then_give_back, buffer, pending.work)
         self._begin(unique, replace(pending, work=work), self._written)
-        self._device.keep()  # not before: the write may have been refused
+        self._device.keep()  # not earlier, because `_begin` may refuse the write
 
     async def _then_give_back(self, buffer: bytearray, work: Callable[[], Awaitable[int]]) -> int:
         try:
@@ -996,11 +1002,12 @@ class NativeBackend:
     def _release(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
         (fh,) = _unpack_handle(body)
         if self._records is not None:
-            self._records.released(fh)  # before the reply: a record that stays would never be removed
+            # Before the reply, after which a killed daemon would leave the record for ever.
+            self._records.released(fh)
         try:
             self._write(
                 _pack_header(_REPLY, 0, unique)
-            )  # first: the calling process need not wait for the rest
+            )  # before the rest, so that the calling process does not wait for it
         finally:
             if self._close_known(fh):
                 self._metrics.fuse_release += 1
@@ -1030,7 +1037,7 @@ class NativeBackend:
         least = (protocol.DIRENT if pack is dirent else protocol.DIRENTPLUS).size + 8
         pending = self.operations.readdir(thread, dh, offset, size // least + 1)
         if pack is dirent:
-            # Names alone: a program that asks for the attributes of each would send a request for each.
+            # A listing without attributes is not kept: a program that needs them would send a request for each name.
             self._fs.listing_lost(dh)
         self._begin(unique, pending, partial(self._listed, pack, size))
 
@@ -1100,13 +1107,13 @@ class NativeBackend:
     # -- the rest ----------------------------------------------------------------------------------
 
     def _forget(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
-        """Nothing is stored for each inode that the kernel knows, and there is no reply."""
+        """Do nothing: no state is kept for the inodes that the kernel knows, and there is no reply."""
 
     def _nothing(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
         self._metrics.fuse_other += 1
         self._done(unique)
 
     def _ioctl(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
-        """Python sends one for each file that it opens, to find out whether it is a terminal."""
+        """Answer ENOTTY. Python sends an ioctl for each file that it opens, to check whether it is a terminal."""
         self._metrics.fuse_other += 1
         self._done(unique, errno.ENOTTY)

@@ -1,8 +1,8 @@
-"""Notifications for the kernel: the inodes and names that it has to drop from its caches.
+"""Notices: the inodes and names that the kernel has to drop from its caches.
 
 A thread sends them, because the kernel may block the sender. They are an ordered set: when ten processes refresh one
-directory, the kernel is told of each name once. A refresh waits until the kernel has taken them (`told`), so that the next
-lookup is a fresh one.
+directory, each name is sent once. A refresh waits until the kernel has taken its notices (`told`), so that the next lookup
+is a fresh one.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from cachefs.base.tasks import in_thread_at_last
 log = logging.getLogger(__name__)
 
 Notice = tuple[int, int, bytes]
-"""(inode, parent, name): drop the pages and attributes of this inode (0: of none), and this name (b"": none)."""
+"""(inode, parent, name): drop the pages and attributes of this inode (0: none), and this name in `parent` (b"": none)."""
 
 MOST_WAITING = 65_536
-"""Notices that wait, about 250 bytes each. Beyond it the oldest is dropped, and the kernel's own TTL has to do. A refresh
-waits after each thousand, so only changes that listings find can be so many. A bound of memory: 16 MB."""
+"""Notices that wait, about 250 bytes each. Beyond it the oldest is dropped, and the kernel keeps that name for its TTL. A
+refresh waits after each thousand, so only changes that listings find can be so many. A bound of memory: 16 MB."""
 
 AT_ONCE = 64
-"""Notices that a thread sends before it returns: 5 ms. Measured: 75 µs each."""
+"""Notices that a thread sends before it returns, in 5 ms. Measured: 75 µs each."""
 
 
 class Notices:
-    """`invalidate` sends one notice. It blocks, and is called in worker threads."""
+    """The queue of notices. `invalidate` sends one; it blocks, and is called in worker threads."""
 
     def __init__(self, invalidate: Callable[[int, int, bytes], None]) -> None:
         self._invalidate = invalidate
         self._waiting: dict[Notice, None] = {}
         self._came = trio.Event()
         self._refreshing = trio.lowlevel.ParkingLot()
-        self._taken = self._finished = 0  # notices, since the beginning
+        self._taken = self._finished = 0  # numbers of notices taken from the queue, and sent, since the start
         self._idle = trio.Event()
         self._idle.set()
         self._dropped = False
 
     def tell(self, inode: int, parent: int, name: bytes) -> None:
-        """Have it sent soon. Never waits."""
+        """Queue a notice. Never waits."""
         self._waiting[inode, parent, name] = None
         if len(self._waiting) > MOST_WAITING:
             del self._waiting[next(iter(self._waiting))]
@@ -57,16 +57,16 @@ class Notices:
         self._came.set()
 
     async def told(self) -> None:
-        """Wait until the kernel has taken all that `tell` was given so far, unless it hangs: a request may hold a lock in
-        the kernel while it waits for the origin."""
-        came = self._taken + len(self._waiting)  # they are sent in order
+        """Wait until the kernel has taken all notices so far, at most `HANGS_AFTER_S`: a request may hold a lock in the
+        kernel while it waits for the origin."""
+        came = self._taken + len(self._waiting)  # notices are sent in order
         with trio.move_on_after(HANGS_AFTER_S):
             while self._finished < came:
                 await self._refreshing.park()
         await trio.lowlevel.checkpoint()
 
     async def run(self) -> None:
-        """Send notices until cancelled. A thread may then still be sending; `quiet` waits for it."""
+        """Send notices until cancelled. A thread may still be sending then; `quiet` waits for it."""
         token = trio.lowlevel.current_trio_token()
         while True:
             await self._came.wait()
@@ -89,7 +89,7 @@ class Notices:
                 await in_thread_at_last(send, abandon_on_cancel=True)
             finally:
                 if not begun:
-                    batch.clear()  # a thread that begins now sends nothing
+                    batch.clear()  # so that a thread that begins later sends nothing
                     idle.set()
             self._finished += count
             self._refreshing.unpark_all()

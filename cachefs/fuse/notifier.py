@@ -1,12 +1,12 @@
 """A small process that sends notifications to the kernel, for a daemon whose mount outlives it.
 
-When a page is to be dropped, the kernel waits for the reader that has locked it, and that reader may wait for the daemon. A
-daemon that is alive answers it. But a thread that waits there cannot be killed: a dead daemon could not end, its locks would
-stay, and the next daemon, for which the reader waits, could not begin. So another process waits in its place. It has the
-connection and a socket, and nothing else of the daemon; it ends with the daemon, or as soon as it can.
+To drop a page, the kernel makes the sender wait for the reader that has locked the page, and that reader may wait for the
+daemon. A living daemon answers it. But a thread that waits in the kernel cannot be killed: a killed daemon could not end,
+would keep its locks, and the next daemon, for which the reader waits, could not begin. So this process waits instead. It has
+only the connection and a socket of the daemon. It ends with the daemon, or as soon as the kernel lets it.
 
-It runs as a script of its own (`python -I -S notifier.py FUSE SOCKET`), without anything of cachefs. Each message on the
-socket is a notification; the answer is an errno, 0 for none.
+It runs as a script of its own (`python -I -S notifier.py FUSE SOCKET`) and imports nothing of cachefs. Each message on the
+socket is a notification; the answer is an errno, 0 for success.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ import sys
 from contextlib import suppress
 
 LONGEST = 1 << 16
-"""Of a notification, in bytes. Derived: a name has 255 at most."""
+"""Longest notification, in bytes. Derived: a name has 255 at most."""
 
 _ANSWER_BYTES = 4
 
 
 class Notifier:
-    """For one thread. The process begins with the first notification, and again if it has died."""
+    """Sends notifications through the process, for one thread. Starts it with the first one, and again if it has died."""
 
     def __init__(self, fuse_fd: int) -> None:
         self._fuse_fd = fuse_fd
         self._socket: socket.socket | None = None
 
     def send(self, message: bytes) -> None:
-        """Blocks until the kernel has taken it. Raises the kernel's OSError, or why the process cannot be started."""
+        """Send a notification, and block until the kernel has taken it. Raises the kernel's OSError, or that of starting the
+        process."""
         number = self._sent(message)
         if number is None:
             number = self._sent(message)
@@ -41,7 +42,7 @@ class Notifier:
             raise OSError(number, os.strerror(number))
 
     def _sent(self, message: bytes) -> int | None:
-        """The kernel's errno, 0 for none; None if the process has died."""
+        """The kernel's errno, 0 for success; None if the process has died."""
         if self._socket is None:
             self._socket = self._start()
         try:
@@ -71,14 +72,14 @@ class Notifier:
         return ours
 
     def close(self) -> None:
-        """The process ends, unless the kernel has it wait. Does not wait for that."""
+        """Have the process end, once it is not waiting in the kernel. Does not wait for its end."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
 
 def serve(fuse_fd: int, channel: socket.socket) -> None:
-    """Until the daemon has closed its end, or died, with an answer unread or not yet sent."""
+    """Send notifications to the kernel until the daemon has closed its end of the channel, or died."""
     with suppress(ConnectionError):
         while message := channel.recv(LONGEST):
             number = 0

@@ -1,8 +1,8 @@
-"""What each request of the kernel does, over `FileSystem`: one method a request, the same for both backends.
+"""The kernel's requests, implemented over `FileSystem`: one method for each, used by both backends.
 
-A method returns the answer where it is known at once, and otherwise a `Pending`: the work that finds it. A backend unpacks
-a request, calls the method, and packs the answer. `Operations.begin` applies the rules of a request that waits (memory,
-deadline, ledger), and `Operations.errno_of` maps every exception.
+A method returns the answer if it is known at once, else a `Pending` with the work that finds it. A backend unpacks a
+request, calls the method, and packs the answer. `Waiting` applies the rules of a request that waits (memory, deadline,
+ledger), and `Operations.errno_of` maps every exception.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ Shown = tuple[Attributes, float]
 """Attributes, and for how many seconds the kernel may keep them."""
 
 Looked = tuple[Attributes | None, float]
-"""The same for a name. None means that there is no such name, and the kernel may keep that as long."""
+"""The same for a looked-up name; the attributes are None if there is no such name, which the kernel may keep as long."""
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_TRUNC
 """Flags of an open that may change the file."""
 
 CHANGING = WRITING | os.O_CREAT | os.O_APPEND
-"""And those that say so of a file that it does not change."""
+"""Flags of an open that is not just for reading."""
 
 SHARE = 4
-"""Requests that wait may hold this part of the memory that the process may have. Borrowed from the RAM tier's default."""
+"""Waiting requests may hold one part of so many of the process's memory limit. Borrowed from the RAM tier's default."""
 
 REQUEST_BYTES = 16 << 10
-"""What a request that waits takes beside its data. Measured: 9 to 14 KiB for the task, its scope and its closures."""
+"""Memory of a waiting request besides its data. Measured: 9 to 14 KiB for the task, its scope and its closures."""
 
 FIRST_PAGE, SMALLEST_PAGE, LARGEST_PAGE = 32, 8, 1024
-"""Directory entries that are asked of the filesystem at a time. The kernel's buffer takes about 25 (4 KiB, READDIRPLUS) to
-1,000 (128 KiB); the page follows what the last buffer took."""
+"""Directory entries that are requested from the filesystem at a time: first, least and most. The kernel's buffer takes about
+25 (4 KiB, READDIRPLUS) to 1,000 (128 KiB); the number follows what the last buffer took."""
 
 
 class Errno(Exception):
-    """The answer is this errno. It is no failure: it is neither logged nor counted as one."""
+    """An errno as a regular answer: it is neither logged nor counted as a failure."""
 
     def __init__(self, number: int) -> None:
         super().__init__(os.strerror(number))
@@ -65,25 +65,25 @@ class Errno(Exception):
 
 
 class Refused(MemoryError):
-    """There is no memory for one more request that waits."""
+    """There is no memory for another waiting request."""
 
 
 # -- requests that wait ----------------------------------------------------------------------------
 
 
 class Rule(Enum):
-    """What ends the work of a request before it is done. A signal ends the wait of a WHOLE one, too, but not its work; what
-    bounds that are the deadlines of its requests to the origin."""
+    """What may end the work of a request early. For a WHOLE request a signal ends the wait of the calling process, but not
+    the work, which is bounded by the deadlines of its requests to the origin."""
 
     TIMED = auto()  # the deadline, or a signal that ends the calling process
-    PATIENT = auto()  # such a signal
+    PATIENT = auto()  # only a signal that ends the calling process
     WHOLE = auto()  # nothing
 
 
 class Request(NamedTuple):
-    """A kind of request. `on` is what the ledger says it waits for (None: it is a read, which the reader enters), and
-    `shown` its name there. A request is admitted `always` if it must work without memory: stat(2), and the requests that
-    report whether a file was uploaded."""
+    """A kind of request. `on` is the reason for its wait in the ledger (None for reads, which the reader enters there),
+    `shown` its name there. `always`: it is admitted without memory, too, like stat(2) and the requests that report whether a
+    file was uploaded."""
 
     name: str
     on: str | None = NAMES
@@ -106,8 +106,8 @@ FSYNC = Request("fsync", WRITES, Rule.PATIENT, always=True)
 
 @dataclass(slots=True)
 class Pending(Generic[T]):
-    """The answer is not known yet: `work` finds it. `thread` made the request (0: unknown). `data_bytes` is what `work`
-    holds."""
+    """An answer that is not known yet: `work` finds it. `thread` made the request (0: unknown). `data_bytes` is the memory
+    that `work` holds."""
 
     request: Request
     thread: int
@@ -116,25 +116,25 @@ class Pending(Generic[T]):
 
 
 class Admission:
-    """Bounds the memory of requests that wait; `held_bytes` is what they hold now.
+    """Bounds the memory of waiting requests; `held_bytes` is what they hold now.
 
-    Requests are always read from the kernel, so that writes of one program that wait for an upload do not hold up the
-    requests of others. Beyond the bound, a request that would have to wait is answered with ENOMEM instead."""
+    The backend never stops reading requests, so that writes of one program that wait for an upload do not delay other
+    programs. Beyond the bound, a request that would have to wait is answered with ENOMEM instead."""
 
     def __init__(self) -> None:
         self.limit_bytes = memory_limit() // SHARE
         self.held_bytes = 0
 
     def take(self, count: int, *, always: bool) -> None:
-        """Raises `Refused`, unless `always`."""
+        """Count `count` bytes as held. Raises `Refused` beyond the bound, unless `always`."""
         if not always and self.held_bytes + count > self.limit_bytes:
             raise Refused(f"requests that wait hold {self.held_bytes >> 20} MiB already")
         self.held_bytes += count
 
 
 class Waiting(Generic[T]):
-    """A request under way: its memory is accounted for, and the ledger knows it. `answer` has to be awaited once. Raises
-    `Refused` if it may not wait."""
+    """A waiting request: its memory is counted, and it is in the ledger. `answer` has to be awaited once. Raises `Refused`
+    if there is no memory for it."""
 
     __slots__ = ("_admission", "_call", "_held_bytes", "_scope", "_work", "interrupted", "request", "thread")
 
@@ -157,8 +157,8 @@ class Waiting(Generic[T]):
                 self._scope.deadline = trio.current_time() + operations.deadline_s
 
     async def answer(self) -> T:
-        """Carry the work out. Raises what it raises, `TooSlowError`, or `Errno` (EINTR). Once the work is done there is no
-        checkpoint any more, so a handle that was opened is always returned."""
+        """Do the work. Raises what it raises, `TooSlowError`, or `Errno` (EINTR). There is no checkpoint after the work, so
+        a handle that was opened is always returned."""
         token = current_call.set(self._call)
         try:
             if self._scope is None:
@@ -172,7 +172,7 @@ class Waiting(Generic[T]):
             self._admission.held_bytes -= self._held_bytes
 
     def interrupt(self) -> bool:
-        """A signal ends the calling process. Stop the work, unless it has to be carried out; return whether it goes on."""
+        """Stop the work, unless it is WHOLE, because a signal ends the calling process. True if the work goes on."""
         self.interrupted = True
         self._leave_ledger()
         if self._scope is not None:
@@ -188,8 +188,8 @@ class Waiting(Generic[T]):
 
 
 class Operations:
-    """`deadline_s` bounds every wait that is `Rule.TIMED`. `device` returns the "major:minor" of the mount, "" where it is
-    not known."""
+    """The requests of one mount. `deadline_s` bounds every wait that is `Rule.TIMED`. `device` returns the "major:minor" of
+    the mount, "" if it is not known."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class Operations:
         self._page = FIRST_PAGE
 
     def errno_of(self, request: str, exc: Exception) -> int:
-        """The errno that answers a request which raised this. Total. Failures are logged and counted."""
+        """The errno that answers a request which raised `exc`, of any type. Failures are logged and counted."""
         if isinstance(exc, Errno):
             return exc.number
         return tell(request, exc, self.metrics, self.deadline_s, self._repeats)
@@ -251,7 +251,7 @@ class Operations:
         return Pending(GETXATTR, thread, partial(self._fs.getxattr, inode, name, uid))
 
     def listxattr(self) -> list[bytes]:
-        """The attributes of ours are not listed: a copy would take them along."""
+        """An empty list: our attributes are not listed, because copying programs would copy them."""
         self.metrics.fuse_other += 1
         return []
 
@@ -266,13 +266,13 @@ class Operations:
         return self._fs.opendir(inode)
 
     def readdir(self, thread: int, dh: int, offset: int, most: int = 0) -> Pending[list[Entry]]:
-        """At least as many entries as the buffer takes, if there are. `most` is how many it takes; a backend that does not
-        know (0) is given a few more than the last buffer took, and says how many this one took (`listed`)."""
+        """At least as many entries as the kernel's buffer takes, if there are. `most` is how many it takes. A backend that
+        does not know (0) gets a few more than the last buffer took, and tells how many this one took (`listed`)."""
         self.metrics.fuse_readdir += 1
         return Pending(READDIR, thread, partial(self._fs.readdir, dh, offset, most or self._page + 4))
 
     def listed(self, count: int, fitted: int) -> None:
-        """Of `count` entries the kernel's buffer took `fitted`."""
+        """Note that the kernel's buffer took `fitted` of `count` entries."""
         full = fitted < count
         self._page = max(SMALLEST_PAGE, fitted) if full else min(LARGEST_PAGE, self._page + 16)
 
@@ -282,7 +282,7 @@ class Operations:
     # -- files -------------------------------------------------------------------------------------
 
     def open(self, thread: int, inode: int, flags: int, clear: bool = False) -> Opened | Pending[Opened]:
-        """`clear`: set-uid and set-gid bits go if the file is emptied, or written in passthrough."""
+        """Open a file. `clear`: set-uid and set-gid bits are cleared if the file is emptied, or written in passthrough."""
         self.metrics.fuse_open += 1
         if flags & WRITING and self._writable:
             return Pending(OPEN_TO_WRITE, thread, partial(self._open_to_write, thread, inode, flags, clear))
@@ -299,7 +299,7 @@ class Operations:
         return opened
 
     async def _known(self, thread: int, work: Callable[[], Awaitable[T]]) -> T:
-        """The answer about a file that the kernel has looked up. It walks the path again where that is another by now."""
+        """Do the work on a file that the kernel has looked up. After `ObjectChanged` the kernel walks the path again."""
         try:
             return await work()
         except ObjectChanged:
@@ -307,7 +307,7 @@ class Operations:
             raise
 
     async def _walked_to(self, thread: int, work: Callable[[], Awaitable[T]]) -> T:
-        """The same where this was what the kernel walked for, and no question on its way."""
+        """`_known` for the request that the kernel has walked the path for: it ends a second walk."""
         answer = await self._known(thread, work)
         if self.walks.threads:
             self.walks.end(thread)
@@ -329,7 +329,7 @@ class Operations:
         return data
 
     def read_unopened(self, thread: int, inode: int, offset: int, size: int) -> Buffer | Pending[Buffer]:
-        """The same for a file that the kernel did not open (`--zero-open`)."""
+        """`read` for a file that the kernel has not opened (`--zero-open`)."""
         self.metrics.fuse_read += 1
         data = self.unopened.read_now(inode, offset, size)
         if data is None:
@@ -350,7 +350,7 @@ class Operations:
         self.drop(fh)
 
     def drop(self, fh: int) -> None:
-        """Release a handle that the kernel never heard of."""
+        """Release a handle that the kernel does not have."""
         if self._writable:
             self.writers.released(fh)
         self._fs.release(fh)
@@ -358,7 +358,7 @@ class Operations:
     # -- changes -----------------------------------------------------------------------------------
 
     def _changing(self) -> None:
-        """Raise `Errno` (EROFS) on a mount that cannot be written."""
+        """Raise `Errno` (EROFS) on a read-only mount."""
         if not self._writable:
             self.metrics.fuse_other += 1
             raise Errno(errno.EROFS)
@@ -412,7 +412,8 @@ class Operations:
         return self._in_turn(RENAME, thread, work, parent, new_parent)
 
     def made_again(self, pending: Pending[Shown], parent: int, name: bytes) -> Pending[Shown]:
-        """MKDIR or MKNOD, repeated by the kernel: a daemon that has died may have made the name, and that is the answer."""
+        """MKDIR or MKNOD that the kernel repeats: if the previous daemon has made the name, its attributes are the
+        answer."""
 
         async def work() -> Shown:
             try:
@@ -423,8 +424,8 @@ class Operations:
         return replace(pending, work=work)
 
     def gone_again(self, pending: Pending[None], left: tuple[int, bytes] | None = None) -> Pending[None]:
-        """UNLINK, RMDIR or RENAME, repeated by the kernel: a daemon that has died may have removed the name. `left` is the
-        parent and the name that is there after that (None: there is none)."""
+        """UNLINK, RMDIR or RENAME that the kernel repeats: if the previous daemon has removed the name, that is success.
+        `left` is the (parent, name) that must exist afterwards (None: none)."""
 
         async def work() -> None:
             try:
@@ -436,7 +437,7 @@ class Operations:
         return replace(pending, work=work)
 
     async def _found(self, parent: int, name: bytes) -> Shown:
-        """Raises `NotFound`."""
+        """Look a name up. Raises `NotFound`."""
         attributes, ttl = await self._fs.lookup(parent, name)
         if attributes is None:
             raise NotFound("the name is not there")
@@ -456,7 +457,8 @@ class Operations:
         fh: int | None,
         clear: bool,
     ) -> Pending[Shown]:
-        """Set what is not None. Of `mode` the permission bits count. `clear`: set-uid and set-gid bits go."""
+        """Set the attributes that are not None. Only the permission bits of `mode` count. `clear`: clear set-uid and set-gid
+        bits."""
         self._changing()
         self.metrics.fuse_change += 1
         mode = None if mode is None else stat.S_IMODE(mode)
@@ -468,8 +470,8 @@ class Operations:
     def write(
         self, thread: int, fh: int, offset: int, data: Buffer, held_bytes: int, clear: bool
     ) -> int | Pending[int]:
-        """The number of bytes written. `held_bytes` is the size of the buffer that `data` lies in. `clear`: set-uid and
-        set-gid bits go."""
+        """Write to a file; the answer is the number of bytes written. `held_bytes` is the size of the buffer that `data`
+        lies in. `clear`: clear set-uid and set-gid bits."""
         self._changing()
         self.metrics.fuse_write += 1
         size = self._fs.write_now(fh, offset, data)
@@ -492,9 +494,9 @@ class Operations:
         return Pending(FALLOCATE, thread, partial(self._fs.fallocate, fh, mode, offset, length))
 
     def flush(self, thread: int, fh: int) -> Pending[None]:
-        """A descriptor is closed. Only the last one has the file uploaded."""
+        """Handle the close of a descriptor. The last one of a handle has the file uploaded."""
         if not self._writable:
-            # Answered once, this stops the kernel from sending FLUSH at all; a read-only mount has nothing to report.
+            # After ENOSYS the kernel sends no more FLUSH for the mount. A read-only mount has no upload errors to report.
             raise Errno(errno.ENOSYS)
         self.metrics.fuse_flush += 1
         return Pending(FLUSH, thread, partial(self._flush, fh))
@@ -504,7 +506,7 @@ class Operations:
             await self._fs.flush(fh)
 
     def fsync(self, thread: int, fh: int) -> Pending[None] | None:
-        """None on a mount that cannot be written: there is nothing to do."""
+        """Upload a file. None on a read-only mount, where there is nothing to do."""
         if not self._writable:
             self.metrics.fuse_other += 1
             return None
@@ -512,13 +514,13 @@ class Operations:
         return Pending(FSYNC, thread, partial(self._fs.fsync, fh))
 
     def link(self) -> None:
-        """Links of either kind: there are none."""
+        """Refuse hard and symbolic links (EPERM)."""
         self._changing()
         self.metrics.fuse_other += 1
         raise Errno(errno.EPERM)
 
     def setxattr(self, name: bytes) -> None:
-        """Accept an attribute of ours and drop it: a copy from another mount may carry some. Removing one is the same."""
+        """Ignore an attribute of ours, because a copy from another mount may carry some. Used for removing one, too."""
         self._changing()
         self.metrics.fuse_other += 1
         if not name.startswith(OURS):
@@ -529,9 +531,10 @@ class Operations:
     def _in_turn(
         self, request: Request, thread: int, work: Callable[[], Awaitable[T]], *directories: int
     ) -> Pending[T]:
-        """`work` changes names in these directories. The kernel sends such changes of a directory one after the other, but
-        takes one that was interrupted for done while it is still carried out here. So they wait for each other here, too."""
-        # Always in this order, so no two wait for each other.
+        """A `Pending` that does `work`, which changes names in these directories, when no other such change is running. The
+        kernel sends the changes of a directory one by one, but sends the next after an interrupted one whose work goes
+        on."""
+        # Locks are always taken in this order, so that no two requests wait for each other.
         return Pending(request, thread, partial(self._take_turn, work, sorted(set(directories))))
 
     async def _take_turn(self, work: Callable[[], Awaitable[T]], directories: Sequence[int]) -> T:

@@ -1,4 +1,4 @@
-"""The FUSE wire protocol as tables, and what the filesystem answers packed accordingly.
+"""The FUSE wire protocol as tables, and the packing of the filesystem's answers.
 
 Source: include/uapi/linux/fuse.h, protocol 7.31 to 7.45. Integers are in the machine's byte order. A request is an
 `IN_HEADER` and its arguments, a reply an `OUT_HEADER` and its body; a reply of fixed length has one structure for both.
@@ -13,10 +13,10 @@ from struct import Struct
 from cachefs.fs import Attributes, Entry
 
 MAJOR, MINOR = 7, 45
-"""The version spoken here. A kernel with an older one is answered in that version, down to `OLDEST`."""
+"""The protocol version of this module. A kernel with an older one is answered in that version, down to `OLDEST`."""
 
 OLDEST = 31
-"""Linux 5.4: all structures below have had their present length since then."""
+"""Oldest supported minor version: Linux 5.4, since when all structures below have had their present length."""
 
 IN_HEADER = Struct("=IIQQIIIHH")  # len, opcode, unique, nodeid, uid, gid, pid, extensions, padding
 IN_HEADER_USED = Struct("=IIQQIII4x")  # without extensions and padding
@@ -66,7 +66,7 @@ class Op(IntEnum):
 
 
 class Init(IntFlag):
-    """Capabilities. The upper half travels in a separate word (`flags2`), announced by INIT_EXT."""
+    """Capabilities. The upper half is sent in a separate word (`flags2`), announced by INIT_EXT."""
 
     ASYNC_READ = 1 << 0
     ATOMIC_O_TRUNC = 1 << 3
@@ -99,10 +99,10 @@ class Setattr(IntFlag):
 
 
 OPEN_KILL_SUIDGID = 1 << 0
-"""Of `open_flags` of an open or a create."""
+"""A bit of `open_flags` of an open or a create: clear set-uid and set-gid bits."""
 
 WRITE_KILL_SUIDGID = 1 << 2
-"""Of `write_flags`: the writing process may not keep set-uid and set-gid bits."""
+"""A bit of `write_flags`: clear set-uid and set-gid bits."""
 
 
 class Opened(IntFlag):
@@ -167,7 +167,8 @@ DIRENTPLUS = Struct("=" + ENTRY + "QQII")
 NOTIFY_INVAL_INODE, NOTIFY_INVAL_ENTRY = 2, 3
 
 NOTIFY_RESEND, NOTIFY_INC_EPOCH = 7, 8
-"""Send again what was read and not answered (Linux 6.9), with `RESENT` set in `unique`; look up each name again (6.16)."""
+"""RESEND: send all unanswered requests again (Linux 6.9), with `RESENT` set in `unique`. INC_EPOCH: look up each name again
+(6.16)."""
 
 RESENT = 1 << 63
 
@@ -226,8 +227,8 @@ def duration(seconds: float) -> tuple[int, int]:
 
 
 def entry(attributes: Attributes, ttl: float, least: float = 0.0) -> tuple[int, ...]:
-    """The fields of `ENTRY`. The kernel may keep the name for `ttl` seconds; the attributes as long, and at least for
-    `least` seconds."""
+    """The fields of `ENTRY`. The kernel may keep the name for `ttl` seconds, and the attributes for `ttl` or `least`
+    seconds, whichever is longer."""
     seconds, nanoseconds = divmod(int(ttl * 1e9), 10**9)
     if ttl >= least:
         return (attributes.ino, 0, seconds, seconds, nanoseconds, nanoseconds, *attr(attributes))
@@ -250,7 +251,7 @@ def dirent(shown: Entry) -> bytes:
 
 
 def direntplus(shown: Entry) -> bytes:
-    # As `entry` and `attr` have it, in one step: a listing packs millions.
+    # The fields of `entry` and `attr` in one step, because a listing packs millions of entries.
     attributes, name = shown.attributes, shown.name
     ino, size, mode = attributes.ino, attributes.size, attributes.mode
     ttl, ttl_ns = divmod(int(shown.ttl * 1e9), 1_000_000_000)
@@ -293,12 +294,12 @@ def direntplus(shown: Entry) -> bytes:
 
 
 def signed(number: int) -> int:
-    """The signed value of 64 bits."""
+    """The signed value of an unsigned 64-bit number."""
     return number - (1 << 64) if number >> 63 else number
 
 
 def name_of(body: memoryview) -> bytes:
-    """The name that arguments end with. Raises `Malformed`."""
+    """The name at the end of a request's arguments. Raises `Malformed`."""
     name, nul, _ = bytes(body).partition(b"\0")
     if not nul or not name:
         raise Malformed("a name without an end")
@@ -306,7 +307,7 @@ def name_of(body: memoryview) -> bytes:
 
 
 def names_of(body: memoryview) -> tuple[bytes, bytes]:
-    """Both names of a rename, the old and the new one. Raises `Malformed`."""
+    """(old name, new name) of a rename. Raises `Malformed`."""
     old, _, rest = bytes(body).partition(b"\0")
     new, nul, _ = rest.partition(b"\0")
     if not old or not new or not nul:

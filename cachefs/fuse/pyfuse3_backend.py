@@ -1,8 +1,8 @@
 """The pyfuse3 backend: libfuse speaks the kernel's protocol. It runs everywhere, also for plain users, without passthrough.
 
-A handler calls `Operations` and turns the answer into pyfuse3's structures. An answer that is known at once never awaits, so
-neither a deadline nor the scheduler costs it anything. libfuse does not pass on interrupts, so a process that waits for a
-close waits until the upload has succeeded or failed.
+A handler calls `Operations` and turns the answer into pyfuse3's structures. An answer that is known at once is returned
+without an await, so it needs neither a deadline nor the scheduler. libfuse does not forward interrupts, so a process that
+waits in close(2) waits until the upload has succeeded or failed.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
 MOST_TASKS = 1 << 20
-"""pyfuse3 gives each request a task, and reads the next one only if it may start one more. `Admission` is to be the bound,
-so this one is out of reach. Derived: with 16 KiB each, more than a quarter of any machine's memory."""
+"""Bound of pyfuse3's tasks, one for each request; with so many it reads no further request. It is out of reach, so that
+`Admission` is the bound. Derived: with 16 KiB each, more than a quarter of any machine's memory."""
 
 READ_S = 0.25
-"""How long a read of the kernel's requests may block. Guessed: no program notices such a pause, nor the machine four signals
-a second."""
+"""How long a read of the kernel's requests may block. Guessed: programs do not notice such a pause, and four signals a
+second cost next to nothing."""
 
 
 class Pyfuse3Backend(pyfuse3.Operations):
@@ -56,7 +56,7 @@ class Pyfuse3Backend(pyfuse3.Operations):
         self._metrics = metrics
         self._writable = writable
         self._ready: Callable[[], None] = lambda: None
-        self._mountpoint: Path | None = None  # set if this backend has to unmount it
+        self._mountpoint: Path | None = None  # set if this backend has to unmount
         self._device = ""  # "major:minor" of the connection, as long as it lives
         self._listing: dict[int, int] = {}  # open directories: the thread that opened each
 
@@ -86,8 +86,8 @@ class Pyfuse3Backend(pyfuse3.Operations):
 
     async def serve(self, ready: Callable[[], None]) -> None:
         self._ready = ready
-        # pyfuse3 waits for a request and then reads it, and its read blocks if the process was killed in between: then the
-        # whole daemon waits for another request. A signal ends the read.
+        # pyfuse3 polls for a request and then reads it. If the calling process is killed in between, the read blocks, and
+        # the whole daemon waits for another request. The timer's signal ends the read.
         signal.signal(signal.SIGALRM, lambda *_: None)
         signal.setitimer(signal.ITIMER_REAL, READ_S, READ_S)
         try:
@@ -104,8 +104,8 @@ class Pyfuse3Backend(pyfuse3.Operations):
 
     def close(self, *, unmount: bool = True) -> None:
         if self._device:
-            # As in Device.close: without this, a notification under way can keep the rest from ending. libfuse does not
-            # unmount a connection that was aborted before.
+            # By force, as in Device.close: a running notification could block the rest. And libfuse does not unmount a
+            # connection that was aborted before.
             if self._mountpoint is not None and unmount:
                 end(self._mountpoint, self._device)
             else:
@@ -133,8 +133,8 @@ class Pyfuse3Backend(pyfuse3.Operations):
     async def _answer(
         self, reply: Callable[[T], R], operation: Callable[[*Ts], T | Pending[T]], *arguments: *Ts
     ) -> R:
-        """What `reply` makes of the operation's answer. Every failure is a FUSEError: pyfuse3 lets any other exception end
-        the daemon."""
+        """Call the operation and return `reply` of its answer. Every failure becomes a FUSEError, because pyfuse3 lets any
+        other exception end the daemon."""
         try:
             found = operation(*arguments)
             if isinstance(found, Pending):
@@ -164,14 +164,14 @@ class Pyfuse3Backend(pyfuse3.Operations):
                 gid=attr.st_gid if fields.update_gid else None,
                 atime_ns=attr.st_atime_ns if fields.update_atime else None,
                 mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
-                clear=False,  # the kernel sends a mode without the bits
+                clear=False,  # here the kernel clears the bits itself, by a mode without them
                 fh=fh,
             )
 
         return await self._answer(_entry, setattr)
 
     async def forget(self, inode_list: Any) -> None:
-        return  # nothing is stored for each inode that the kernel knows
+        return  # no state is kept for the inodes that the kernel knows
 
     async def statfs(self, ctx: Any) -> pyfuse3.StatvfsData:
         return await self._answer(_statvfs, self.operations.statfs)
@@ -218,7 +218,7 @@ class Pyfuse3Backend(pyfuse3.Operations):
         try:
             self.operations.releasedir(fh)
         except Exception:
-            log.exception("releasedir")  # the kernel ignores the answer to a release
+            log.exception("releasedir")  # not raised, because the kernel ignores the answer to a release
 
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
         return
@@ -226,7 +226,7 @@ class Pyfuse3Backend(pyfuse3.Operations):
     # -- files -------------------------------------------------------------------------------------
 
     async def open(self, inode: int, flags: int, ctx: Any) -> pyfuse3.FileInfo:
-        # Of an open that empties the file the kernel says nothing of set-uid bits, and we do not see the capability.
+        # The kernel does not mark opens that empty a file, and capabilities are unknown here. So root alone keeps the bits.
         clear = bool(ctx.uid) and bool(flags & os.O_TRUNC)
         return await self._answer(_file, self.operations.open, ctx.pid, inode, flags, clear)
 
@@ -246,7 +246,7 @@ class Pyfuse3Backend(pyfuse3.Operations):
     async def flush(self, fh: int) -> None:
         writers = self.operations.writers
         if self._writable and fh not in writers:
-            # pyfuse3 cannot tell the kernel that closes of readers need no FLUSH.
+            # A close of a reader: pyfuse3 cannot tell the kernel that these need no FLUSH.
             self._metrics.fuse_other += 1
             return
         await self._answer(_done, self.operations.flush, writers.process(fh), fh)

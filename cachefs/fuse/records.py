@@ -1,4 +1,4 @@
-"""Records of what is open, and how the next daemon goes on from them (`cachefs.fuse.held`)."""
+"""Records of a mount's open files, and how the next daemon restores them (`cachefs.fuse.held`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Records:
-    """The open files of one mount that a holder keeps. `origins` are those of the mount's volumes."""
+    """The records of a mount whose connection a holder keeps. `origins` are those of the mount's volumes, in order."""
 
     def __init__(self, fs: FileSystem, held: Held, origins: Sequence[Origin]) -> None:
         self._fs = fs
@@ -32,11 +32,12 @@ class Records:
         self._volumes = {origin: number for number, origin in enumerate(origins)}
         self._handles = fs.handles
         self.reopened, self._drop = held.table.add_again, held.table.drop
-        self._unanswered: dict[int, int] = {}  # unique of its OPEN → handle of the daemon before
-        self._failing: dict[int, int] = {}  # handle that is not restored → its record, which stays as long
+        # Unique of an OPEN → handle that the previous daemon made for it.
+        self._unanswered: dict[int, int] = {}
+        self._failing: dict[int, int] = {}  # handle that could not be restored → place of its record
 
     def hold(self, device: Device, agreed: Negotiated, mountpoint: Path) -> None:
-        """From now on the connection outlives this daemon, if the kernel can repeat requests."""
+        """Pass the connection to the holder, so that it outlives this daemon, if the kernel can repeat requests."""
         if agreed.flags & Init.HAS_RESEND:
             flags = int(agreed.flags)
             self._held.hold(device.fd, mountpoint, device.number, agreed.minor, flags)
@@ -44,7 +45,8 @@ class Records:
             device.notify_beside()
 
     def take_over(self, device: Device, writers: Writers) -> None:
-        """Go on with the handles of the daemon before, and have the kernel repeat what it did not answer."""
+        """Restore the previous daemon's handles, release its other backing ids, and have the kernel repeat unanswered
+        requests."""
         self._fs.follow(self._held.restarts)
         used = set()
         count = 0
@@ -76,13 +78,13 @@ class Records:
         for code in (protocol.NOTIFY_INC_EPOCH, protocol.NOTIFY_RESEND):
             try:
                 device.notify(code, b"")
-            except OSError as exc:  # before Linux 6.16 it does not know the first
+            except OSError as exc:  # kernels before Linux 6.16 do not know NOTIFY_INC_EPOCH
                 log.debug("notification %d: %s", code, exc)
         device.notify_beside()
 
     @property
     def follows(self) -> bool:
-        """Whether this daemon goes on where another one died."""
+        """True if this daemon takes over another one's connection."""
         return self._held.taking_over
 
     def answering(self) -> None:
@@ -91,7 +93,7 @@ class Records:
     # -- handles -----------------------------------------------------------------------------------
 
     def opened(self, fh: int, unique: int, backing_id: int, process: int = 0) -> None:
-        """Before the reply."""
+        """Write the record of a handle. To be called before the reply to its OPEN."""
         handle = self._handles[fh]
         if not handle.description or handle.node is not None:
             obj = handle.object
@@ -109,9 +111,9 @@ class Records:
         handle.record = self._table.add(fh, unique, handle.description)
 
     def asked_again(self, unique: int) -> int:
-        """The kernel repeats an OPEN: it never heard of the handle that the daemon before had made for it. Of one that
-        writes, this is called once there is another handle: the last close of a file would bring it to the origin. Returns
-        the handle that is gone, 0 if there was none."""
+        """Release the handle that the previous daemon made for an OPEN that the kernel repeats: its reply did not arrive.
+        For an OPEN for writing, to be called when there is another handle, because the last close would upload the file.
+        Returns the released handle, 0 if there was none."""
         fh = self._unanswered.pop(unique & ~RESENT, None)
         if fh is not None:
             self.released(fh)
@@ -119,7 +121,7 @@ class Records:
         return fh or 0
 
     def released(self, fh: int) -> None:
-        """Before the reply to RELEASE, or when the kernel has not taken the handle."""
+        """Clear a handle's record. To be called before the reply to RELEASE, or when the kernel has not taken the handle."""
         handle = self._handles.get(fh)
         self._drop(self._failing.pop(fh, 0) if handle is None else handle.record)
 

@@ -1,11 +1,12 @@
-"""Paths that the kernel walks once more, because the file that it had looked up had lost its name before the open or stat.
+"""Second path walks: the kernel looks names up again if a file was replaced between its lookup and its open or stat.
 
-After ESTALE the kernel asks for each name again, once. Where a name is replaced often, the second open might come too late,
-too, and the program would be told ESTALE. So what the second walk finds is held open until the program's open is answered:
-an open file can be opened and looked at, whatever becomes of its name. A daemon that continues another one does not know
-which threads that one has told, so at first it takes each walk for a second one.
+After ESTALE the kernel looks up each name of the path again, once. If a name is replaced often, the second open might be
+too late, too, and the program would get ESTALE. So the file that the second walk finds is held open until the program's
+open is answered: an open file can be opened and examined even if its name is replaced. A daemon that takes over does not
+know which threads the one before has answered so, and at first takes each walk for a second one.
 
-No clock ends a walk: a lookup waits for the origin, and the kernel waits while others change names in the same directory.
+A walk has no deadline, because a lookup waits for the origin, and the kernel waits while other processes change names in the
+same directory.
 """
 
 from __future__ import annotations
@@ -20,17 +21,16 @@ from cachefs.base.tasks import run_contained
 from cachefs.fs import Attributes, FileSystem
 
 WALKS = 256
-"""Threads that walk again at a time. Of more, the one that was told first is forgotten. A bound of the files that
-are held open for them."""
+"""Threads whose second walks are remembered; with more, the oldest is forgotten. A bound of the files held open for them."""
 
 ASKED = 8
-"""How often names of files are looked up in one walk. Derived: the kernel asks for the last name twice, and again if
-another process looks it up at the same time; a name that is replaced before it can be opened is looked up again. This ends
-the walks of threads that open nothing (stat)."""
+"""Lookups of file names in one walk. Derived: the kernel looks the last name up twice, and again if another process looks it
+up at the same time; a name that is replaced before it can be opened is looked up again. The bound ends the walks of threads
+that open nothing (stat)."""
 
 HELD_S = 10.0
-"""How long a file is held open at most, if no open comes. Guessed: the kernel sends it within a millisecond, or when it may
-change the directory. A file that is held keeps its place on the disk."""
+"""How long a file is held open if the kernel sends no OPEN. Guessed: the kernel sends it within a millisecond, or when it
+may change the directory. A file that is held keeps its disk space."""
 
 
 TOLD_BEFORE_S = 1.0
@@ -39,7 +39,7 @@ daemon starts with all that waited meanwhile."""
 
 
 class _Walk:
-    """`left` names may still be asked for. What was found is held open until it is `over`."""
+    """A second walk: `left` lookups may follow, and the files found are held open until it is `over`."""
 
     def __init__(self) -> None:
         self.left = ASKED
@@ -47,20 +47,21 @@ class _Walk:
 
 
 class WalksAgain:
-    """Threads that were told `ObjectChanged` of a file that they had looked up. 0 is all that have no number here."""
+    """The second walks, by thread. A thread got `ObjectChanged` for a file that it had looked up. Thread 0 stands for all
+    whose number is not known here."""
 
     def __init__(self, fs: FileSystem) -> None:
         self._fs = fs
-        self.threads: dict[int, _Walk] = {}  # the one that was told last comes last
+        self.threads: dict[int, _Walk] = {}  # the latest comes last
         self.unsure = False
         self._unsure_until = -math.inf
 
     def took_over(self) -> None:
-        """The daemon before this one has told threads, too."""
+        """Take each walk for a second one for `TOLD_BEFORE_S`: the daemon before may have answered its thread with ESTALE."""
         self.unsure, self._unsure_until = True, trio.current_time() + TOLD_BEFORE_S
 
     def begin(self, thread: int) -> None:
-        """It walks again."""
+        """Begin a second walk of the thread, which is about to get ESTALE."""
         self.end(thread)
         self.threads.pop(thread, None)
         if len(self.threads) == WALKS:
@@ -68,7 +69,7 @@ class WalksAgain:
         self.threads[thread] = _Walk()
 
     def again(self, thread: int) -> bool:
-        """Whether this is its second walk."""
+        """True if the thread is on its second walk."""
         walk = self.threads.get(thread)
         self.unsure = self.unsure and trio.current_time() < self._unsure_until
         if self.unsure and walk is None:
@@ -77,15 +78,15 @@ class WalksAgain:
         return walk is not None and walk.left > 0
 
     def end(self, thread: int) -> None:
-        """It has opened or changed what it walked to."""
+        """End the thread's walk: it has opened or changed the file."""
         if not thread:
-            return  # it may be another thread's walk
+            return  # the walk of 0 may be another thread's
         walk = self.threads.pop(thread, None)
         if walk is not None:
             walk.over.set()
 
     async def lookup(self, thread: int, parent: int, name: bytes) -> tuple[Attributes | None, float]:
-        """Look up a name, and hold the file that it shows open."""
+        """Look up a name on a second walk, and hold the file that it names open."""
         walk = self.threads.get(thread)
         while True:
             found = await self._fs.lookup(parent, name)
@@ -102,7 +103,7 @@ class WalksAgain:
                     continue
                 return found
             except CachefsError:
-                return found  # the kernel's own open is told
+                return found  # the program's own open meets the error
             trio.lowlevel.spawn_system_task(run_contained, "holding a file open", self._hold, fh, walk)
             return found
 

@@ -1,4 +1,4 @@
-"""Files that the kernel reads without opening them (`--zero-open`): handles by inode, opened at the first read."""
+"""Files that the kernel reads without OPEN requests (`--zero-open`): handles by inode, opened at the first read."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from cachefs.fs import FileSystem
 from cachefs.fs.reader import Buffer
 
 MOST_HANDLES = 1024
-"""Handles kept; beyond it the one that was read longest ago is released. Guessed."""
+"""Handles kept; beyond it the least recently read one is released. Guessed."""
 
 
 class _Handle:
-    """`readers` is how many reads wait for bytes of it. Once it is `ended`, the last of them releases it."""
+    """A handle, and the number of reads (`readers`) that wait for its bytes. If it has `ended`, the last of them releases
+    it."""
 
     __slots__ = ("ended", "fh", "readers")
 
@@ -26,11 +27,11 @@ class _Handle:
 
 class UnopenedFiles:
     def __init__(self, fs: FileSystem) -> None:
-        self.handles: OrderedDict[int, _Handle] = OrderedDict()  # by inode, the one read last at the end
+        self.handles: OrderedDict[int, _Handle] = OrderedDict()  # by inode, the most recently read last
         self._fs = fs
 
     def read_now(self, inode: int, offset: int, size: int) -> Buffer | None:
-        """Bytes, clipped to the object; None when `read` has to be awaited."""
+        """The bytes, clipped to the object; None if `read` has to be awaited."""
         handle = self.handles.get(inode)
         if handle is None:
             return None
@@ -64,7 +65,7 @@ class UnopenedFiles:
                 self._fs.release(handle.fh)
 
     def _end(self, inode: int, handle: _Handle, why: CachefsError | None = None) -> None:
-        """The next read opens the file again, in its then current version."""
+        """Forget a handle, so that the next read opens the file's current version."""
         if self.handles.get(inode) is handle:
             del self.handles[inode]
         if handle.ended:
@@ -73,4 +74,5 @@ class UnopenedFiles:
         if not handle.readers:
             self._fs.release(handle.fh)
         if isinstance(why, ObjectChanged):
-            self._fs.on_invalidate(inode, 0, b"")  # the kernel sends no OPEN that would drop its pages
+            # Without an OPEN the kernel would keep the old version's pages.
+            self._fs.on_invalidate(inode, 0, b"")

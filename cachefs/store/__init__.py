@@ -1,15 +1,15 @@
 """This node's blocks.
 
-Idea: tiers are directories (RAM is tmpfs, SSD is a disk), one sparse file per object version and tier, and an LMDB
-index that says which blocks lie there and what they hash to. Blocks are kept and evicted per *extent* of sixteen, least
-recently used first; RAM spills down, SSD drops.
+Idea: tiers are directories (RAM is tmpfs, SSD is a disk). A tier has one sparse file per object version, and an LMDB
+index records which blocks lie there and their checksums. Blocks are kept and evicted per *extent* of sixteen, least
+recently used first. RAM spills evicted extents to SSD, SSD drops them.
 
-Invariants: a block that the index lists and whose checksum matches is served, anything else is a miss; `used_bytes`
-never passes a tier's limit, because room is reserved before bytes come; copies with pins are neither moved nor dropped;
-a file that was opened in passthrough is never changed, only unlinked.
-A crash may lose the last second of bookkeeping, never make a wrong byte readable.
+Invariants: only a block that the index lists and whose checksum matches is served, anything else is a miss; `used_bytes`
+never passes a tier's limit, because space is reserved before bytes are written; copies with pins are neither moved nor
+dropped; a file that was opened in passthrough is never changed, only unlinked.
+A crash may lose the last second of bookkeeping, but never makes a wrong byte readable.
 
-Callers: `fetch` (reading, filling, passthrough), `upload` (files that were written here), `daemon` (opening, closing,
+Callers: `fetch` (reading, cache writes, passthrough), `upload` (files written on this node), `daemon` (opening, closing,
 status).
 """
 

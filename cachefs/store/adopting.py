@@ -1,13 +1,13 @@
-"""Adopted files: a whole file that was written on the SSD tier's disk becomes the cached version, as it is.
+"""Adopted files: a whole file that was written on the SSD tier's disk becomes the cache file of its version.
 
-Nothing is copied: its blocks are hashed, room is accounted for, and a thread renames the file to the version's place, where
-nothing else puts one meanwhile; then its rows exist. Its writer may still have it open and read from it, so it is immutable,
-as after an open in passthrough: no block of it is ever punched out. It goes whole, and its readers keep what they have open.
+Nothing is copied: the blocks are hashed, space is reserved, and a thread renames the file to the path of the version's cache
+file; no other task creates one there meanwhile. Then the rows are made. A program may still have the file open and read it,
+so it is immutable, as after an open in passthrough: it is never punched, only unlinked as a whole.
 
-It is as young as a copy used now, but this is no use: it belongs to no dataset until it is read. Otherwise a checkpoint
-beside a dataset would be protected for an epoch, as if this epoch had yet to read it.
+The copies are as young as ones used now, but adopting is no use: they belong to no dataset until they are read. Otherwise a
+checkpoint beside a dataset would be protected for an epoch, as a file that this epoch should still read.
 
-A crash before the index has heard of it leaves a file without rows, which the scrub removes.
+A crash before the rows are in the index leaves a file without rows, which the scrub removes.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from cachefs.store.tier import READ_THREADS, SSD, Tier, allocated, checksums
 log = logging.getLogger(__name__)
 
 NO_DATASET = 0
-"""The dataset of copies that were not read yet. Datasets are hashes, and one of four billion is this."""
+"""The dataset of copies that were not read yet. Datasets are 32-bit hashes, so one of four billion has this number, too."""
 
 HASHED_NOW = 256 << 10
-"""A file up to this size is hashed without a thread if the kernel has its pages. Measured: 57 µs, 19 for
-100 KB; a thread takes 50 to 100 more."""
+"""Largest file that is hashed without a thread if its pages are in memory. Measured: 57 µs, 19 for 100 KB; a thread takes
+50 to 100 µs more."""
 
 ZEROS = bytes(1 << 20)
 
 
 @dataclass(eq=False, slots=True)
 class _File:
-    """What becomes the cache file of a version: `hashed` gives its checksums, `place` puts it where it belongs, in a thread.
-    The disk has `here` bytes of it already."""
+    """Content that becomes the cache file of a version. `hashed` returns its checksums, or None if it has changed. `place`
+    moves or writes it to the path of the cache file, in a thread. `here` bytes of it lie on the disk already."""
 
     obj: CachedObject
     hashed: Callable[[], Awaitable[list[int] | None]]
@@ -61,7 +61,7 @@ class _File:
 
 
 class Adopting:
-    """Into the SSD tier, if there is one."""
+    """Adopts files and contents into the SSD tier, if there is one."""
 
     def __init__(self, space: Space) -> None:
         self._catalog = space.catalog
@@ -75,10 +75,10 @@ class Adopting:
     # -- adopting ----------------------------------------------------------------------------------
 
     async def adopt(self, object_id: ObjectId, path: Path) -> bool:
-        """The whole content of the version is the file at `path`, on the SSD tier's file system, and no process writes it
-        any more: it becomes the version's cache file, verified. Its readers may go on reading. False if it still is at
-        `path`, the caller's to remove: there is no such tier, no room, the version is (being) cached, or it is no such
-        file."""
+        """Make the file at `path`, which is the version's whole content, its cache file, verified. It must lie on the SSD
+        tier's file system, and no process may write it any more; its readers may go on. False if the file is still at
+        `path`, for the caller to remove: there is no such tier, no space, the version is (being) cached, or the file does
+        not fit the version."""
         tier = self._tier
         if tier is None or not tier.writable():
             return False
@@ -93,8 +93,8 @@ class Adopting:
                 return False
 
     async def adopt_bytes(self, versions: Sequence[tuple[ObjectId, bytes]]) -> list[bool]:
-        """The same for whole contents of small versions that lie in memory: one thread makes the cache files of all of
-        them. For each, whether it is kept."""
+        """`adopt` for whole contents of small versions in memory. One thread writes all their cache files. Returns for each
+        version whether it is cached now."""
         tier, files = self._tier, dict[ObjectId, _File]()
         if tier is None or not tier.writable() or not tier.takes_files:
             return [False] * len(versions)
@@ -128,7 +128,7 @@ class Adopting:
         if status.st_dev != os.stat(tier.path).st_dev:
             return False
         if not size:
-            await tier.disk.run(partial(os.unlink, path), _nothing_left)  # there is nothing to keep
+            await tier.disk.run(partial(os.unlink, path), _nothing_left)  # an empty version has no blocks
             return True
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
 
@@ -147,8 +147,8 @@ class Adopting:
             os.close(fd)
 
     async def _become(self, files: Sequence[_File], tier: Tier) -> list[bool]:
-        """Make room for versions, have a thread place their files, and write their rows. Those are left out for which there
-        is no room, or which have no checksums, and those whose file is not placed."""
+        """Reserve space for versions, have a thread place their files, and make their rows. A version is left out if there
+        is no space for it, if it has no checksums, or if its file is not placed. Returns which were adopted."""
         reserved, ready = list[_File](), list[_File]()
         try:
             for file in files:
@@ -159,23 +159,27 @@ class Adopting:
                 file.checksums = await file.hashed()
                 if file.checksums is not None and not self._in_the_way(file.obj, tier):
                     ready += [file] if await self._cleared(file.obj, tier) else []
-            ready = [file for file in ready if self._is_free(file.obj, tier)]  # still
+            # Checked again, after the awaits above.
+            ready = [file for file in ready if self._is_free(file.obj, tier)]
             placed = await self._placed([file.obj for file in ready], tier, [file.place for file in ready])
         finally:
             for file in reserved:
-                tier.freed(file.need)  # or taken again, as the copies it makes: nothing comes between
+                # `_put` below reserves it again for the copies, without an await between.
+                tier.freed(file.need)
         taken = {file for file, done in zip(ready, placed, strict=True) if done is True}
         for file in ready:
             if file in taken and file.checksums is not None:
                 self._put(file.obj, tier, file.checksums)
             self._free_place(file.obj, tier)
         for file, done in zip(ready, placed, strict=True):
-            if isinstance(done, OSError):  # behind the others: a full disk takes no more than it has now
+            # After the rows of the others are made, because a full disk lowers the limit to what is used by then.
+            if isinstance(done, OSError):
                 self._failed(file.obj, tier, done)
         return [file in taken for file in files]
 
     def _in_the_way(self, obj: CachedObject, tier: Tier) -> bool:
-        """True if the tier has all of the version already, parts of it are in use there, or blocks of it arrive anywhere."""
+        """True if the tier has all of the version, verified, if copies there are in use, or if any tier's are being
+        written."""
         copies = self._catalog.copies(obj, tier.number)
         if tier.number in obj.leaving or any(copy.pins for copy in copies):
             return True
@@ -185,10 +189,12 @@ class Adopting:
         return 0 < verified == block_count(obj.id.size, self._block_size)
 
     async def _cleared(self, obj: CachedObject, tier: Tier) -> bool:
-        """Drop the blocks that the tier has, and wait until their file has gone: it has the name of the new one."""
+        """Drop the blocks that the tier has, and wait until their file is removed, because the new one gets its path. True
+        if the path is free then."""
         digest = obj.id.digest
         for copy in self._catalog.copies(obj, tier.number):
-            if obj.copies.get((tier.number, copy.extent)) is copy:  # else it went with another one
+            # A copy that is gone was dropped with another one.
+            if obj.copies.get((tier.number, copy.extent)) is copy:
                 self._space.drop(obj, copy, copy.bitmap)
         while tier.disposal.pending(digest):
             await trio.to_thread.run_sync(tier.disposal.settle, digest, abandon_on_cancel=True)
@@ -200,9 +206,9 @@ class Adopting:
     async def _placed(
         self, objs: Sequence[CachedObject], tier: Tier, places: Sequence[Callable[[], bool]]
     ) -> list[bool | OSError]:
-        """What each of `places` returns or raises, in a thread: whether the version's file is in its place now. Nothing else
-        puts one there until the caller says `_free_place`. OSError where the disk is down; what it still does when it was
-        given up is undone."""
+        """Call each of `places` in a thread; returns what they return or raise. True: the version's file is in its place. No
+        other task creates one there until the caller calls `_free_place`. Raises OSError if the disk is down; files that
+        the thread places after that are removed."""
         if not objs:
             return []
         ended, given_up, placed = False, False, list[bool | OSError]()
@@ -236,8 +242,9 @@ class Adopting:
         obj.release()
 
     def _put(self, obj: CachedObject, tier: Tier, checksums: list[int]) -> None:
-        """Write rows for all of a file that is in its place; the tier has none of its blocks. Copies in RAM stay: they are
-        equal, and cost nothing to drop. Measured: 16 µs a row, so a file of 16 GiB stops the trio thread for 16 ms."""
+        """Make the rows of a file that is in its place; the tier must have no copies of the version. Copies in RAM stay:
+        they are equal, and can be dropped at once. Measured: 16 µs a row, so a file of 16 GiB stops the trio thread for 16
+        ms."""
         obj.immutable.add(tier.number)
         for first in range(0, len(checksums), BLOCKS_PER_EXTENT):
             found = checksums[first : first + BLOCKS_PER_EXTENT]
@@ -248,24 +255,25 @@ class Adopting:
             self._space.reserve(copy, bits)
             self._space.commit(copy, bits, bits)
             self._eviction.touch(copy)
-            copy.used = 0  # its first reader is a use, however soon it comes
+            copy.used = 0  # so that its first read is a separate use, however soon
         tier.worked()
         self._metrics.admitted_blocks += len(checksums)
         self._metrics.adopted_versions += 1
 
     async def recast(self, old: ObjectId, new: ObjectId) -> bool:
-        """The origin's object `old` is now `new`, byte for byte: the same file goes on under the new name, if all of it lies
-        here, verified and immutable, and `old` is forgotten. False if not: then `new` is fetched when it is read."""
+        """Make the cache file of `old` that of `new`, because the origin's object has the same bytes under a new name or
+        version. `old` is dropped. False unless all of `old` lies on SSD, verified and immutable; then `new` is fetched when
+        it is read."""
         tier, size = self._tier, new.size
         if tier is None or not tier.writable() or not size or old.size != size:
             return False
-        was, obj = self._catalog.object(old), self._catalog.object(new)
-        if self._copies_of_all(was, tier) is None or self._in_the_way(obj, tier):
+        old_obj, obj = self._catalog.object(old), self._catalog.object(new)
+        if self._copies_of_all(old_obj, tier) is None or self._in_the_way(obj, tier):
             return False
         if self._catalog.copies(obj, tier.number) or tier.disposal.pending(new.digest):
             return False
         need = allocated(size)
-        with was.held(), obj.held():
+        with old_obj.held(), obj.held():
             try:
                 (linked,) = await self._placed([obj], tier, [partial(tier.link, old.digest, new.digest)])
                 if isinstance(linked, OSError):
@@ -274,31 +282,33 @@ class Adopting:
             except OSError as exc:
                 log.debug("cannot keep %s under its new name: %s", new.key, exc)
                 return False
-            copies = self._copies_of_all(was, tier)  # by now
+            copies = self._copies_of_all(old_obj, tier)  # asked again, after the await above
             if copies is not None:
                 checksums = [c for copy in copies for c in copy.checksums[: copy.bitmap.bit_count()]]
                 for copy in copies:
-                    if copy.bitmap:  # else it went with the first: the file goes whole
-                        self._space.drop(was, copy, copy.bitmap)
+                    # An empty copy was dropped with the first, because an immutable file is dropped as a whole.
+                    if copy.bitmap:
+                        self._space.drop(old_obj, copy, copy.bitmap)
                 if self._space.evict_for(tier, need, ANY, here=need):
                     self._put(obj, tier, checksums)
                     self._free_place(obj, tier)
-                    if was.backing is not None and was.backing.tier is tier:  # it has users
-                        was.backing.recast(obj)
+                    # A backing file without users was retired by `drop`.
+                    if old_obj.backing is not None and old_obj.backing.tier is tier:
+                        old_obj.backing.recast(obj)
                     return True
             tier.unlink(new.digest)
             self._free_place(obj, tier)
         return False
 
     def _copies_of_all(self, obj: CachedObject, tier: Tier) -> list[Copy] | None:
-        """The copies of a version in their order, if they are all of it, verified, in a file that is immutable."""
+        """The copies of a version in order, if they are all of it, verified, in an immutable file; else None."""
         copies = sorted(self._catalog.copies(obj, tier.number), key=lambda copy: copy.extent)
         verified = sum((copy.verified & copy.bitmap).bit_count() for copy in copies)
         whole = verified == block_count(obj.id.size, self._block_size)
         return copies if whole and tier.immutable(obj.id.digest) else None
 
     async def _fill_holes(self, fd: int, size: int) -> None:
-        """A hole counts nothing on the disk, and to the scrub it is a block that is gone: so zeros are written there."""
+        """Write zeros into a file's holes: a hole takes no disk space, and the scrub would take it for a lost block."""
         at = 0
         step = BLOCKS_PER_EXTENT * self._block_size
         while at < size and (at := os.lseek(fd, at, os.SEEK_HOLE)) < size:
@@ -307,13 +317,14 @@ class Adopting:
             at = stop
 
     async def _checksums(self, fd: int, size: int) -> list[int]:
-        """xxh3_64 of all blocks, an extent at a time: between them it can be cancelled, and other tasks run."""
+        """xxh3_64 of all blocks. One call of a thread hashes one extent, so that this can be cancelled between."""
         blocks = [
             (b * self._block_size, block_length(b, size, self._block_size))
             for b in range(block_count(size, self._block_size))
         ]
         if size <= HASHED_NOW:
-            with suppress(OSError):  # then it waits for the disk, or fails again
+            # Not all pages are in memory: a thread reads them below, and meets any other error again.
+            with suppress(OSError):
                 return checksums(fd, blocks, os.RWF_NOWAIT)
         found: list[int] = []
         while len(found) < len(blocks):
@@ -321,15 +332,15 @@ class Adopting:
             found += await trio.to_thread.run_sync(checksums, fd, some, limiter=self._threads)
         return found
 
-    # -- room for what is being written ------------------------------------------------------------
+    # -- space for files that are being written ----------------------------------------------------
 
     async def evict_to_hold(self, wanted: int) -> bool:
-        """Evict until the SSD tier's disk has `wanted` bytes more than is kept free, for files that are being written there.
-        False if nothing more can go. The room is not reserved."""
+        """Evict until the SSD tier's disk has `wanted` bytes more than are kept free, for files that are being written
+        there. False if nothing more can be evicted. The space is not reserved."""
         tier = self._tier
         if tier is None:
             return False
-        # Counted, not looked at again: some file systems free what was unlinked a little later.
+        # Counted, not read from the disk again: some file systems free unlinked bytes a little later.
         goal = tier.used_bytes - (wanted - tier.spare_bytes())
         victims = 0
         while tier.used_bytes > goal:
@@ -349,7 +360,7 @@ def _nothing_left(_: object) -> None:
 
 
 def _each(calls: Sequence[Callable[[], bool]]) -> list[bool | OSError]:
-    """What each returns, or raises, in a worker thread."""
+    """Call each in a worker thread; returns what they return or raise."""
     found: list[bool | OSError] = []
     for call in calls:
         try:

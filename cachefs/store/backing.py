@@ -1,15 +1,15 @@
-"""Passthrough: whole files that the kernel reads and maps by itself. The daemon sees nothing of that.
+"""Passthrough: cache files that the kernel reads and maps by itself, without requests to the daemon.
 
-A version is opened in passthrough from one tier, when all its blocks lie there and each was verified. From the first such
-open its file is immutable (`tier.IMMUTABLE`): a process may keep a mapping of it long after it closed the file, and
-longer than the daemon lives. `space.py` never changes such a file, it only unlinks it.
+A version is opened in passthrough from one tier, if all its blocks lie there and are verified. Its first such open makes
+its file immutable (`tier.IMMUTABLE`), because a process may keep a mapping after it has closed the file, and for longer
+than the daemon lives. `space.py` never changes such a file, it only unlinks it.
 
-Programs that have a file open see what a program on this node writes into it. So on a mount that can be written, the
-file of a version that is about to be changed leaves the cache first (`take_out`): it is the staging file from then on, and
-its readers have it already. A file in memory cannot become one.
+Programs that have a file open must see what a program on this node writes into it. So on a writable mount, a file that
+is about to be changed leaves the cache first (`take_out`) and becomes the staging file, which its readers have open
+already. A file of the RAM tier cannot become a staging file.
 
 While a backing file has users, all copies of the version on its tier are pinned. Without users it is *idle*: it pins nothing
-and stays registered with the kernel, so that the next open costs no system call; it is retired before its file goes.
+and stays registered with the kernel, so that the next open needs no system call. It is retired before its file is removed.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from cachefs.store.tier import Tier, allocated
 log = logging.getLogger(__name__)
 
 IDLE_BACKINGS = 4096
-"""Files without users that the kernel still holds, each an inode kept in its memory. A bound of memory."""
+"""Idle backing files that stay registered. Each keeps an inode in the kernel's memory. A bound of memory."""
 
 TO_PREPARE = 256
-"""Versions waiting to be gathered and verified; a longer queue would be of files opened minutes ago. A bound."""
+"""Versions that wait to be gathered and verified. A longer queue would hold files that were opened minutes ago. A bound."""
 
 
 class BackingFile:
-    """A file on its way to the kernel. `id` is the kernel's name for it, 0 until it has one; `fd` is -1 from then on.
-    `blocks` is how many the cache has of it."""
+    """A file to register with the kernel. `id` is its backing id, 0 until it is registered; `fd` is -1 after that. `blocks`
+    is how many of its blocks are cached."""
 
     __slots__ = ("blocks", "fd", "id")
 
@@ -48,12 +48,12 @@ class BackingFile:
         self.id = self.blocks = 0
 
     def registered(self, backing_id: int) -> None:
-        """The kernel holds the file by itself now."""
+        """Note the backing id, and close the descriptor: the kernel has its own reference to the file now."""
         self.id = backing_id
         self.close()
 
     def reuse(self) -> bool:
-        """See `cachefs.fs.reader.Backing`."""
+        """Always False. See `cachefs.fs.reader.Backing`."""
         return False
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class BackingFile:
 
 
 class Backing(BackingFile):
-    """A whole, verified, immutable file of the cache. `users` counts the opens that share it."""
+    """A whole, verified, immutable file of the cache. `users` counts the opens that share it, `copies` are its extents."""
 
     __slots__ = ("_idle", "_metrics", "_passthrough", "copies", "object", "reused", "tier", "users")
 
@@ -78,10 +78,10 @@ class Backing(BackingFile):
         self.copies = copies
         self.blocks = sum(copy.bitmap.bit_count() for copy in copies)
         self.users = 0
-        self.reused = False  # opened by `reuse`, whose use is noted when it is released
+        self.reused = False  # opened by `reuse`: `release` notes the use
 
     def reuse(self) -> bool:
-        """`Passthrough.open` for one that was opened before, if it is idle, in as few steps as that takes."""
+        """Open an idle backing file again, as `Passthrough.open` does, with less work. False if it is not idle."""
         if self.tier.disk.down or not self._idle.pop(self, False):
             return False
         self.users = 1
@@ -96,12 +96,12 @@ class Backing(BackingFile):
         self._passthrough.recast(self, obj)
 
     def retire(self) -> None:
-        """The kernel and the cache forget it. Without users only."""
+        """Unregister it from the kernel and the cache. It must have no users."""
         self._passthrough.retire(self)
 
 
 class Settled:
-    """A version that is whole on one tier, and that no passthrough can serve from there."""
+    """A version that is whole on one tier whose files are not opened in passthrough: the daemon reads it."""
 
     __slots__ = ("_catalog", "_copies", "_object", "blocks")
 
@@ -112,7 +112,7 @@ class Settled:
         self.blocks = sum(copy.bitmap.bit_count() for copy in copies)
 
     def reuse(self) -> bool:
-        """Whether that is still so."""
+        """True if the version is still whole there, and in memory."""
         for copy, bits in self._copies:
             if copy.bitmap != bits:
                 return False
@@ -120,8 +120,8 @@ class Settled:
 
 
 class Passthrough:
-    """Which files the kernel has, and making versions ready for it. `tiers` is empty when there is no passthrough.
-    `verify` checks what is not verified of a copy. `on_retired` is told of a file that the kernel may forget."""
+    """The backing files, and the task that makes versions ready for passthrough. `tiers` is empty if there is none. `verify`
+    checks the unverified blocks of a copy. `on_retired` unregisters a backing file from the kernel."""
 
     def __init__(
         self,
@@ -138,15 +138,15 @@ class Passthrough:
         self._verify = verify
         self._metrics = space.metrics
         self.on_retired: Callable[[Backing], None] = lambda backing: None
-        self._idle: OrderedDict[Backing, bool] = OrderedDict()  # True of each
+        self._idle: OrderedDict[Backing, bool] = OrderedDict()  # each value is True; the oldest come first
         self._queue: OrderedDict[bytes, ObjectId] = OrderedDict()
         self._wake = trio.Event()
         self._closed = False
 
     @property
     def possible(self) -> bool:
-        """False if the kernel takes no tier's files."""
-        for tier in self._tiers:  # noqa: SIM110 - a plain loop: each cold file comes here three times
+        """False if the kernel accepts no tier's files."""
+        for tier in self._tiers:  # noqa: SIM110 - any() is slower, and each cold file calls this three times
             if tier.passthrough:
                 return True
         return False
@@ -154,8 +154,8 @@ class Passthrough:
     # -- opening -----------------------------------------------------------------------------------
 
     def open(self, obj: CachedObject, *, on_disk: bool = False) -> Backing | None:
-        """The version's file, if it is whole and verified on one tier (`on_disk`: on that which `take_out` serves). The
-        caller gives it to `release`."""
+        """The version's backing file with one more user, if the version is whole and verified on one tier; else None. With
+        `on_disk` only the disk's tier counts, whose files `take_out` can take. The caller must `release` it."""
         backing = obj.backing or self._make(obj, on_disk)
         if backing is None or backing.tier.disk.down or (on_disk and not backing.tier.blocking):
             return None
@@ -170,20 +170,21 @@ class Passthrough:
         return backing
 
     def reopen(self, backing: Backing) -> None:
-        """One more user of a backing file in use, even if its blocks are forgotten by now: all opens share one."""
+        """Add a user to a backing file in use, even if its blocks are forgotten: all opens of an inode must share one."""
         backing.users += 1
         self._metrics.passthrough_blocks += backing.blocks
 
     def _note_use(self, backing: Backing) -> None:
-        """It was opened. Between two flushes, a second apart, this counts once: it is most of what an open costs."""
+        """Note a use for eviction. Between two flushes, a second apart, one use counts: noting it is most of the cost of an
+        open."""
         for copy in backing.copies:
             if self._eviction.touch_if_flushed(copy):
                 self._catalog.remembered(backing.object.id)
                 self._eviction.used(backing.object, copy, hit=True)
 
     def restore(self, obj: CachedObject, backing_id: int) -> Backing:
-        """The file that an earlier daemon has registered, with one more user. It was verified then. If the index has lost
-        blocks of it since, the file itself may be gone from the tier; the kernel has it all the same."""
+        """The backing file that an earlier daemon verified and registered as `backing_id`, with one more user. If the index
+        has lost blocks of it since, the tier may have no such file any more, but the kernel still has it."""
         backing = obj.backing
         if backing is None:
             tier, copies = self._tiers[-1], []
@@ -218,8 +219,8 @@ class Passthrough:
         return None
 
     def settled(self, object_id: ObjectId, *, passthrough: bool, on_disk: bool) -> Settled | None:
-        """The version, if it is whole on a tier, and `open` will not find it on another: there is no `passthrough`, or it
-        takes files `on_disk` only."""
+        """The version, if it is whole on a tier from which `open` cannot serve it, and no blocks of it lie on one from which
+        `open` can. Without `passthrough` that is any tier; with `on_disk`, `open` serves only files of the disk's tier."""
         obj = self._catalog.look(object_id)
         if not self._catalog.remembers(obj):
             return None
@@ -227,14 +228,14 @@ class Passthrough:
         for tier in self._space.tiers:
             if passthrough and tier.passthrough and tier in self._tiers and (tier.blocking or not on_disk):
                 if self._catalog.copies(obj, tier.number):
-                    return None  # it may be whole there soon, and verified
+                    return None  # it may become whole and verified there
             elif settled is None and (copies := self._whole(obj, tier, verified=False)) is not None:
                 settled = Settled(self._catalog, obj, copies)
         return settled
 
     def to_make_immutable(self, obj: CachedObject) -> tuple[Tier, list[Copy]] | None:
-        """The tier that `open` takes once its file is made immutable, if that may have to wait for a disk, and the copies
-        there."""
+        """(tier, copies there) that `open` would use, if it would have to make the file immutable, which may wait for a
+        disk. None if `open` does not wait, or finds no file."""
         if obj.backing is not None or self._closed:
             return None
         for tier in self._tiers:
@@ -246,7 +247,8 @@ class Passthrough:
         return None
 
     async def make_immutable(self, obj: CachedObject) -> None:
-        """Make the file that `to_make_immutable` has found immutable, if possible: `open` then need not wait."""
+        """Make the file that `to_make_immutable` finds immutable, in a thread, so that `open` need not wait. Errors are
+        ignored: `open` meets them."""
         found = self.to_make_immutable(obj)
         if found is None:
             return
@@ -267,7 +269,7 @@ class Passthrough:
             log.debug("cannot make %s immutable in the %s tier: %s", obj.id.key, tier.name, exc)
 
     def release(self, backing: Backing) -> None:
-        """One user less. Without users it stays registered for the next, as long as its file stays."""
+        """Remove a user. A file without users becomes idle, or is retired if it cannot be opened again."""
         backing.users -= 1
         if backing.users:
             return
@@ -290,7 +292,8 @@ class Passthrough:
             obj.rest()
 
     def _note_end(self, backing: Backing) -> None:
-        """Copies have no blocks any more, or the use is to be noted: once between two flushes, which are a second apart."""
+        """Clean up after the last user: remove copies that have no blocks any more, and note the use, once between two
+        flushes (a second apart)."""
         self._space.unpinned(backing.object, *backing.copies)
         if backing.reused:
             self._note_use(backing)
@@ -298,9 +301,9 @@ class Passthrough:
             self._eviction.touch_if_flushed(copy)
 
     def take_out(self, backing: Backing, users: int, path: Path) -> int | None:
-        """The cache forgets the version, and its file goes to `path`, on the same file system, to be written there: its
-        `users` and the kernel, which has it as `backing.id`, go on with it. Returns a descriptor, for reading only. None,
-        and nothing has changed, while others use it, or where there is no such file."""
+        """Drop the version from the cache and rename its file to `path`, on the same file system, writable. The `users` of
+        the caller go on reading it, and the kernel keeps it as `backing.id`. Returns a read-only descriptor; None, with
+        nothing changed, if there are other users, if a copy is in use, or if there is no file."""
         obj, tier = backing.object, backing.tier
         if self._closed or tier.disk.down or tier.number in obj.leaving:
             return None
@@ -320,17 +323,17 @@ class Passthrough:
         return fd
 
     def recast(self, backing: Backing, obj: CachedObject) -> None:
-        """`obj` has the file of `backing` on the same tier now, whole: the users go on under that version, so that the next
-        open shares the file with them, and `take_out` finds it."""
-        was, before = backing.object, backing.copies
-        was.backing, obj.backing = None, backing
+        """Make `obj`, whose file on the same tier is a link to that of `backing`, the version of `backing` and its users.
+        The next open of `obj` then shares the file with them, and `take_out` finds it."""
+        old_obj, old_copies = backing.object, backing.copies
+        old_obj.backing, obj.backing = None, backing
         backing.object, backing.copies = obj, self._catalog.copies(obj, backing.tier.number)
         self._space.pin(*backing.copies)
-        self._space.unpin(was, *before)
-        was.rest()
+        self._space.unpin(old_obj, *old_copies)
+        old_obj.rest()
 
     def refuse(self, tier: Tier, reason: str) -> None:
-        """The kernel does not take this tier's files."""
+        """Open no more files of this tier in passthrough: the kernel has refused one, for `reason`."""
         if tier.passthrough:
             tier.passthrough = False
             log.warning("files of the %s tier are read through the daemon: %s", tier.name, reason)
@@ -344,13 +347,13 @@ class Passthrough:
         backing.close()
 
     def close(self) -> None:
-        """No more opens in passthrough; a file that has users is retired with the last."""
+        """Allow no more opens, and retire the idle files. A file with users is retired when the last one releases it."""
         self._closed = True
         while self._idle:
             self.retire(next(iter(self._idle)))
 
     def _whole(self, obj: CachedObject, tier: Tier, *, verified: bool) -> list[Copy] | None:
-        """The version's copies on the tier, if they have all its blocks."""
+        """The version's copies on the tier in order, if they have all its blocks, none in progress; else None."""
         copies = []
         for extent, bits in self._catalog.extents(obj):
             copy = self._catalog.copy(obj, tier.number, extent)
@@ -367,7 +370,8 @@ class Passthrough:
     # -- making ready ------------------------------------------------------------------------------
 
     def prepare_later(self, obj: CachedObject) -> None:
-        """Make `open` succeed for a version that is whole over all tiers: in the background, if there is time."""
+        """Queue a version whose blocks are all cached, on any tiers, to be made ready for `open` in the background. A full
+        queue drops its oldest."""
         if obj.id.digest in self._queue or not self.possible or self._ready(obj):
             return
         if len(self._queue) >= TO_PREPARE:
@@ -391,15 +395,15 @@ class Passthrough:
                         log.exception("cannot make %s ready for the kernel", object_id.key)
 
     def _ready(self, obj: CachedObject) -> bool:
-        """True if a tier's file of it can be opened in passthrough as it is."""
-        for tier in self._tiers:  # noqa: SIM110 - a plain loop: each small file that comes is asked for
+        """True if the version is whole and verified on a tier with passthrough."""
+        for tier in self._tiers:  # noqa: SIM110 - any() is slower, and this is called for each small file
             if tier.passthrough and self._whole(obj, tier, verified=True):
                 return True
         return False
 
     async def _prepare(self, obj: CachedObject) -> bool:
         if self._ready(obj):
-            return False  # a reader has read all of it meanwhile
+            return False  # a reader has verified all of it meanwhile
         whole = [tier for tier in self._tiers if self._whole(obj, tier, verified=False)]
         if not whole and await self._gather(obj):
             whole = [self._tiers[-1]]
@@ -409,14 +413,14 @@ class Passthrough:
         return False
 
     async def _gather(self, obj: CachedObject) -> bool:
-        """Bring together on SSD what lies in parts there and in RAM."""
+        """Move a version that lies partly in RAM and partly on SSD to SSD. False if it is not whole there afterwards."""
         if self._moves is None:
             return False
         ram, ssd = self._tiers
         if not ssd.passthrough or not ssd.writable() or allocated(obj.id.size) > ssd.limit_bytes():
             return False
         if obj.is_immutable(ssd):
-            return False  # a crash cost it some of its rows; what is left of it can still be read
+            return False  # a crash lost some of its rows; its other blocks can still be read
         parts: list[list[Copy]] = []
         for extent, bits in self._catalog.extents(obj):
             copies = self._catalog.on_any_tier(obj, extent)
@@ -430,7 +434,7 @@ class Passthrough:
         if any(copy.key in self._eviction.remote_owned for copy in down):
             return False
         kept = [c for copies in parts for c in copies if c.tier == ssd.number]
-        # All are pinned: the room that some of them need must not come from the rest.
+        # All are pinned, so that making space for some of them does not evict the others.
         with self._space.pinned(obj, *down), self._space.pinned(obj, *kept):
             for copy in down:
                 if not await self._moves.move(obj, copy, ssd, LOWEST):
@@ -443,7 +447,7 @@ class Passthrough:
         return True
 
     async def _check(self, obj: CachedObject, tier: Tier) -> bool:
-        """Check the blocks that no reader has verified yet."""
+        """Verify the blocks that no reader has verified yet. True if the version is whole and verified then."""
         for copy in self._whole(obj, tier, verified=False) or ():
             if not await self._verify(obj, copy):
                 return False

@@ -1,13 +1,13 @@
-"""Which blocks lie where: the index on the disk, and the catalog in memory. What goes first is `eviction.py`'s.
+"""Which blocks lie where: the index on the disk, and the catalog in memory. `eviction.py` decides what is evicted first.
 
-The index lists every copy. The catalog holds those that were looked at, and writes changes back in batches. The rules
-that keep the two one are all here: a key that was removed, or that a flush under way is writing, is never loaded from
-the index again; a row whose clock is not the copy's is out of date.
+The index lists every copy. The catalog holds the copies that were looked at, and writes changes back in batches. All
+rules that keep the two consistent are here: a key that was removed, or that a running flush is writing, is not loaded
+from the index; a row whose clock is not the copy's is out of date.
 
-A row of the index is a *copy*: an extent of one version on one tier, its age, and the hashes of its blocks. Rows are
-only written in batches (a flush every second or so, fsynced, from a worker thread); a lost batch after a crash costs a
-refetch. The order of eviction is a table of its own, (tier, clock) → copy and dataset, so a start reads nothing and
-eviction reads only its victims. What is pinned on the last tier has no row there.
+A row of the index is a *copy*: an extent of one version on one tier, its age, and the checksums of its blocks. Rows are
+only written in batches (a flush every second or so, fsynced, from a worker thread). A batch lost in a crash costs a
+refetch. The order of eviction is a table of its own, (tier, clock) → copy and dataset, so a start reads no rows and
+eviction reads only its victims. Copies pinned on the last tier have no row in that table.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CHECK = struct.Struct(">I")
 _PINNED, _UNORDERED = 1, 2
 
 UNITS = 1 << 64
-"""Units are numbers below it."""
+"""Units, which stand for extents, are hashes below this number."""
 
 CopyKey = tuple[int, bytes, int]
 """(tier number, object digest, extent index)"""
@@ -56,10 +56,10 @@ Row = tuple[bytes, CopyKey, int, int]
 """A row in the order of eviction: (cursor, copy key, stored clock, dataset)"""
 
 Totals = tuple[int, int, int]
-"""Of a tier: (allocated bytes, blocks, pinned bytes)"""
+"""Counters of a tier: (allocated bytes, blocks, pinned bytes)"""
 
 Saved = tuple[CopyKey, bytes, int, int | None, int | None]
-"""(key, packed row, dataset, clock or None where it has no place in the order, clock stored before)"""
+"""(key, packed row, dataset, clock or None if it gets no row in the order of eviction, clock stored before)"""
 
 
 @dataclass(slots=True)
@@ -69,9 +69,10 @@ class Copy:
     `bitmap` and `verified` have a bit per block of the extent; `checksums` are xxh3_64 of each block. `clock` is the
     logical time of the last use, `stored_clock` the one in the index (None: not there yet). `pins` counts the users of
     the bytes across an await: cache writes, moves and threaded reads; `space.py` alone changes it. `in_progress` are blocks
-    that one cache write or move is writing; `forgotten` are blocks dropped, whose bytes stay in the file until the last pin
+    that one cache write or move is writing; `forgotten` are dropped blocks whose bytes stay in the file until the last pin
     is gone. `first_use` is when an SSD copy was first read in this process. `used` is `clock`, or 0 while prefetched blocks
-    wait for a reader. `pinned` copies stay until they are unpinned. `dataset_version` says when `dataset` was found out.
+    wait for a reader. `pinned` copies stay until they are unpinned. `dataset_version` is the version of the `Datasets` that
+    gave `dataset`.
     """
 
     tier: int
@@ -107,7 +108,7 @@ def pack_key(key: CopyKey) -> bytes:
 
 
 def pack_copy(copy: Copy, *, ordered: bool = True) -> bytes:
-    """`ordered`: there is a row in the order of eviction."""
+    """The row of a copy. `ordered`: the copy has a row in the order of eviction, too."""
     count = copy.bitmap.bit_length()
     flags = _PINNED * copy.pinned | _UNORDERED * (not ordered)
     head = _HEAD.pack(copy.object_size, copy.clock, copy.dataset, copy.bitmap, flags, count)
@@ -116,7 +117,7 @@ def pack_copy(copy: Copy, *, ordered: bool = True) -> bytes:
 
 
 def unpack_copy(key: CopyKey, row: bytes) -> Copy | None:
-    """The copy, or None when the row is damaged (then it is a miss)."""
+    """The copy of a row, or None if the row is damaged (then its blocks are misses)."""
     if len(row) < _HEAD.size + _CHECK.size:
         return None
     body, check = row[: -_CHECK.size], row[-_CHECK.size :]
@@ -142,15 +143,15 @@ def unpack_copy(key: CopyKey, row: bytes) -> Copy | None:
 
 
 class Index:
-    """Typed access to the three tables. Reads are microseconds and happen on the spot; `write` belongs in a thread."""
+    """Typed access to the three tables. Reads take microseconds and need no thread; `write` belongs in one."""
 
     def __init__(self, path: Path, block_size: int, *, killed: bool = False) -> None:
-        """For `killed` see `Database`."""
+        """Open or create it. For `killed` see `Database`."""
         tables = ["copies", "order", "meta"]
         self._db = Database(path, tables, version=f"blocks-2-{block_size}", fsync=True, killed=killed)
         self.dropped = self._db.dropped is not None
         self.was_clean = self._db.was_clean
-        # Never checking checksums is safe only if no daemon since the cache was empty may have left doubtful bytes.
+        # Skipping checksums is safe only if each daemon since the cache was empty has synced all files before it closed.
         self.trusted = self._db.count("copies") == 0 or (
             self.was_clean and self._db.get("meta", b"trusted") == b"yes"
         )
@@ -159,14 +160,14 @@ class Index:
         try:
             self._db.write([("meta", b"trusted", None)])
         except NoRoom:
-            self._told = False  # a full disk: what the index says of itself cannot be changed, so it is not closed cleanly
+            self._told = False  # the disk is full and the mark stays, so `close` must leave the index unclean
 
     def load(self, keys: list[CopyKey]) -> list[Copy | None]:
-        """The copies as they were written, in the order of the keys."""
+        """The copies of these keys as last written, in their order; None for each without a valid row."""
         try:
             rows = self._db.get_many("copies", map(pack_key, keys))
         except CacheUnusable:
-            return [None] * len(keys)  # damage met while running: a miss
+            return [None] * len(keys)  # the index is damaged: misses
         return [
             unpack_copy(key, row) if row is not None else None for key, row in zip(keys, rows, strict=True)
         ]
@@ -175,7 +176,7 @@ class Index:
         try:
             return self._db.scan(table, start, stop, limit)
         except CacheUnusable as exc:
-            if not self._unreadable:  # a full cache asks at each read
+            if not self._unreadable:  # once, because a full cache comes here at each read
                 log.warning(
                     "%s: until the next start nothing is evicted, and what is not cached is not kept", exc
                 )
@@ -183,7 +184,7 @@ class Index:
             return []
 
     def extents_of(self, tier: int, digest: bytes) -> Iterator[int]:
-        """Extent indices of a version that the tier has rows for, in order, read as they are asked for."""
+        """Extent indices of a version for which the tier has rows, in order, read lazily."""
         start = _KEY.pack(tier, digest, 0)
         stop = start[:-4] + b"\xff\xff\xff\xff\xff"
         while rows := self._scan("copies", start, stop, 64):
@@ -191,18 +192,19 @@ class Index:
             start = rows[-1][0] + b"\0"
 
     def digests(self, tier: int, after: bytes, limit: int) -> tuple[list[bytes], bytes]:
-        """Digests of the next `limit` rows of a tier behind the cursor `after` (b"" to begin), and the next cursor."""
+        """(digests of the next `limit` rows of a tier, next cursor) after the cursor `after`; b"" is the first and the
+        last."""
         start = after + b"\0" if after else _KEY.pack(tier, b"", 0)
         rows = self._scan("copies", start, bytes([tier + 1]), limit)
         found = dict.fromkeys(key[1:17] for key, _ in rows if len(key) == _KEY.size)
         return list(found), rows[-1][0] if rows else b""
 
     def oldest(self, tier: int, after: bytes, limit: int) -> list[Row]:
-        """The next `limit` rows, oldest first; `after` is the last cursor, b"" to begin."""
+        """The next `limit` rows in the order of eviction, oldest first, after the cursor `after` (b"" to begin)."""
         start = after + b"\0" if after else _CLOCK.pack(tier, 0)
         found = []
         for key, value in self._scan("order", start, _CLOCK.pack(tier + 1, 0), limit):
-            if len(key) == _CLOCK.size and len(value) == _ORDERED.size:  # else damaged: it names nothing
+            if len(key) == _CLOCK.size and len(value) == _ORDERED.size:  # otherwise the row is damaged
                 *copy_key, dataset = _ORDERED.unpack(value)
                 found.append((key, (copy_key[0], copy_key[1], copy_key[2]), _CLOCK.unpack(key)[1], dataset))
         return found
@@ -213,12 +215,12 @@ class Index:
         return max((_CLOCK.unpack(key)[1] for key in keys), default=0)
 
     def totals(self, tier: int) -> Totals:
-        """As of the last flush."""
+        """The tier's counters at the last flush."""
         row = self._db.get("meta", b"total%d" % tier)
         return _TOTAL.unpack(row) if row is not None and len(row) == _TOTAL.size else (0, 0, 0)
 
     def note(self, name: bytes) -> bytes | None:
-        """What `write` was given as a note."""
+        """The note of this name that was last given to `write`, if any."""
         try:
             return self._db.get("meta", b"note-" + name)
         except CacheUnusable:
@@ -228,7 +230,8 @@ class Index:
         return self._db.get("meta", b"tag%d" % tier)
 
     def forget_tier(self, tier: int, tag: bytes) -> None:
-        """The tier's directory is not the one the rows speak of (tmpfs after a reboot): drop its rows."""
+        """Drop a tier's rows and store the `tag` of its new directory. The rows describe another (a tmpfs before a
+        reboot)."""
         self._db.write(
             [("meta", b"tag%d" % tier, tag), ("meta", b"total%d" % tier, None)],
             ranges=[
@@ -244,7 +247,7 @@ class Index:
         totals: dict[int, Totals],
         notes: dict[bytes, bytes],
     ) -> None:
-        """One durable transaction. `removed`: (key, stored clock). Blocking."""
+        """Write all of this in one durable transaction. `removed`: (key, stored clock). Blocking."""
         puts: list[Put] = []
         for key, stored in removed:
             puts.append(("copies", pack_key(key), None))
@@ -262,7 +265,8 @@ class Index:
         self._db.write(puts)
 
     def close(self, whole: bool = True, trusted: bool = False) -> None:
-        """`whole`: everything was written, so the next open may trust it; `trusted`: all files are on the disk, too."""
+        """Close it. `whole`: everything was written, so it is closed cleanly. `trusted`: all files are on the disk, too, so
+        the next daemon may skip checksums."""
         try:
             if trusted and self.trusted:
                 self._db.write([("meta", b"trusted", b"yes")])
@@ -274,26 +278,26 @@ class Index:
 # -- the catalog -----------------------------------------------------------------------------------
 
 OBJECTS_IN_MEMORY = 8192
-"""Versions whose bookkeeping is kept in memory after use, about 1 KiB each, and as many that were only looked at, 500 bytes
+"""Versions whose records are kept in memory after use, about 1 KiB each, and as many that were only looked at, 500 bytes
 each. A bound of memory."""
 
 COPIES_IN_MEMORY = 32_768
-"""Copies that this may come to before versions are forgotten early, about 1.5 KiB each (measured). A bound of memory."""
+"""Copies in memory above which fewer versions are kept, about 1.5 KiB each (measured). A bound of memory."""
 
 CHECKED_COPIES = 131_072
 """Copies of each of two generations in `Checked`, about 70 bytes each (measured), so 18 MiB in all. A bound of memory."""
 
 SAME_USE = 4
-"""Uses of others, without a flush between, after which a use is a separate one. Guessed: it spares a reader that is alone or
-beside a few others most of its bookkeeping, 2 µs a read."""
+"""Uses of other copies, without a flush between, after which a use is a separate one. Guessed: a reader that is alone or
+beside a few others saves most of the accounting, 2 µs a read."""
 
 
 class CachedObject:
-    """One version that is open or was lately used. `refs` counts the users of this record (`hold`, `release`, `held`).
+    """The record of a version that is open or was lately used. `refs` counts its users (`hold`, `release`, `held`).
 
-    `copies` has the loaded copies by (tier, extent), None where there is none. `fds` are its open files by tier. `immutable`
-    has the tiers where its file is known to be immutable, `leaving` those of them where all its blocks are forgotten and the
-    file waits for its last pin. `backing` is its passthrough file. `pinned` says that new copies are pinned."""
+    `copies` maps (tier, extent) to a loaded copy, or None if the tier has none. `fds` are its open files by tier.
+    `immutable` are the tiers where its file is known to be immutable, `leaving` those where all its blocks are forgotten and
+    the file waits for its last pin. `backing` is its passthrough file. `pinned`: new copies are pinned."""
 
     __slots__ = ("backing", "copies", "fds", "id", "immutable", "leaving", "pinned", "refs")
 
@@ -308,7 +312,7 @@ class CachedObject:
         self.refs = 0
 
     def hold(self) -> None:
-        """One more user: the record stays in memory, its files open, until `release`."""
+        """Add a user: the record stays in memory, with its files open, until `release`."""
         self.refs += 1
 
     def release(self) -> None:
@@ -331,13 +335,13 @@ class CachedObject:
     def in_use(self) -> bool:
         if self.refs:
             return True
-        for copy in self.copies.values():  # noqa: SIM110 - a plain loop takes a third of the time, and each use ends here
+        for copy in self.copies.values():  # noqa: SIM110 - a plain loop takes a third of the time, and each use calls this
             if copy is not None and copy.pins:
                 return True
         return False
 
     def is_immutable(self, tier: Tier) -> bool:
-        """True if its file on the tier may never change any more. The file says so itself; here it is remembered."""
+        """True if its file on the tier is immutable. The mode of the file says so; a positive answer is remembered."""
         if tier.number not in self.immutable and tier.immutable(self.id.digest):
             self.immutable.add(tier.number)
         return tier.number in self.immutable
@@ -347,7 +351,7 @@ class CachedObject:
         return [copy for (number, _), copy in self.copies.items() if number == tier.number and copy]
 
     def has(self, copy: Copy) -> bool:
-        """False for a copy that was removed while a reader had it."""
+        """True unless the copy was removed while a reader had it."""
         return self.copies.get((copy.tier, copy.extent)) is copy
 
     def file(self, tier: Tier) -> int:
@@ -368,7 +372,7 @@ class CachedObject:
 
 
 class Unnamed:
-    """Stands in for the ObjectId of a version only met by its digest (while evicting): the index keeps no keys."""
+    """Stands in for the ObjectId of a version of which only the digest is known, because the index keeps no keys."""
 
     __slots__ = ("digest", "key")
     size = sys.maxsize  # not known: it may have any number of extents
@@ -379,9 +383,9 @@ class Unnamed:
 
 
 class Checked:
-    """A set of copies that were verified since the daemon started, for longer than their bookkeeping stays in memory: a file
-    that was prefetched and verified can be opened in passthrough hours later. The `CHECKED_COPIES` added last are in it at
-    least. A copy is known by a hash of 64 bits, so one of 2^46 unverified copies is taken for one of them."""
+    """The set of copies that were verified since the daemon started and are not in memory any more, so that a file that was
+    prefetched and verified can be opened in passthrough hours later. It has at least the `CHECKED_COPIES` added last. Copies
+    are stored as 64-bit hashes, so one of 2^46 unverified copies is taken for a verified one."""
 
     def __init__(self) -> None:
         self._young: set[int] = set()
@@ -415,7 +419,7 @@ class Checked:
 
 
 class Placed(NamedTuple):
-    """A row in the order of eviction."""
+    """A row that a flush has written in the order of eviction."""
 
     key: CopyKey
     clock: int
@@ -423,8 +427,8 @@ class Placed(NamedTuple):
 
 
 class Catalog:
-    """`trust` takes the index's word for the bytes of its blocks; otherwise each is checked before its first use. `clock` is
-    the logical time: it grows with each use."""
+    """The records in memory, and their changes for the index. `trust`: blocks are not checked; otherwise each is verified
+    before its first use. `clock` is the logical time, which grows with each use."""
 
     def __init__(self, index: Index, tiers: list[Tier], block_size: int, *, trust: bool) -> None:
         self._index = index
@@ -437,37 +441,37 @@ class Catalog:
         self._removed: dict[CopyKey, int | None] = {}
         self._flushing: dict[CopyKey, Copy | int | None] = {}
         self._loaded = 0
-        # Versions that were looked at last, and are not in memory otherwise: prefetch looks at files, then fetches them.
+        # Versions that were looked at lately and are in `_objects` not yet: prefetch looks at files, then fetches them.
         self._looked_at: dict[bytes, CachedObject] = {}
         self._checked = Checked()
         self.clock = index.newest_clock() + 1
-        self.recent = self.clock  # what was used behind it is written by the next flush
+        self.recent = self.clock  # the clock at the last flush: the next one writes copies used after it
         self.index_error = ""
-        self.unfinished = False  # files are left that no row speaks of
+        self.unfinished = False  # True if files are left that are in no row
         for tier in tiers:
             tier.used_bytes, tier.blocks, tier.pinned_bytes = index.totals(tier.number)
 
     # -- objects and copies ------------------------------------------------------------------------
 
     def object(self, object_id: ObjectId) -> CachedObject:
-        """The bookkeeping of this version, made if there is none."""
+        """The record of this version, created if there is none."""
         found = self._get(object_id.digest, object_id)
-        found.id = object_id  # it may have been met by its digest only
+        found.id = object_id  # the record may have an `Unnamed`
         return found
 
     def remembered(self, object_id: ObjectId) -> CachedObject | None:
-        """The bookkeeping of this version, if it is in memory: the youngest from now on."""
+        """The record of this version if it is in memory, which makes it the most recently used one."""
         found = self._objects.get(object_id.digest)
         if found is not None:
             self._objects.move_to_end(object_id.digest)
         return found
 
     def by_digest(self, digest: bytes) -> CachedObject:
-        """The bookkeeping of a version of which nothing else is known."""
+        """The record of a version of which only the digest is known."""
         return self._get(digest, Unnamed(digest))
 
     def look(self, object_id: ObjectId) -> CachedObject:
-        """The bookkeeping for a caller that only looks: it is neither kept nor younger for it. Change nothing."""
+        """The record of a version for a caller that only reads it. It does not become more recently used."""
         found = self._objects.get(object_id.digest)
         if found is None:
             found = self._looked_at.get(object_id.digest)
@@ -478,7 +482,7 @@ class Catalog:
         return found
 
     def look_soon(self, versions: Iterable[ObjectId]) -> None:
-        """`look` will be called for these: the rows of their first extents are read in one transaction."""
+        """Prepare `look` for these versions: read the rows of their first extents in one transaction."""
         looked = {v.digest: CachedObject(v) for v in versions if v.digest not in self._objects}
         keys = [(tier, digest, 0) for digest in looked for tier in self._tier]
         listed = [key for key in keys if not self.unlisted(key)]
@@ -495,7 +499,7 @@ class Catalog:
         self._looked_at.update(looked)
 
     def idle(self, digest: bytes) -> CachedObject | None:
-        """The same for a version of which nothing else is known; None while it is in use."""
+        """`look` for a version of which only the digest is known; None while it is in use."""
         obj = self._objects.get(digest)
         if obj is None:
             return CachedObject(Unnamed(digest))  # type: ignore[arg-type]
@@ -510,13 +514,13 @@ class Catalog:
             self._forget_some()
         found = self._looked_at.pop(digest) if digest in self._looked_at else CachedObject(object_id)
         self._objects[digest] = found
-        for (tier, extent), copy in found.copies.items():  # they were loaded for the look
+        for (tier, extent), copy in found.copies.items():  # `look` loaded these
             self._loaded += copy is not None
             self._checked.discard((tier, digest, extent))
         return found
 
     def remembers(self, obj: CachedObject) -> bool:
-        """True if it is kept in memory, and was not made for a look."""
+        """True if the record is in memory, and not one that only `look` has made."""
         return self._objects.get(obj.id.digest) is obj
 
     def _forget_some(self) -> None:
@@ -524,10 +528,10 @@ class Catalog:
             obj = self._objects[digest]
             copies = [c for c in obj.copies.values() if c]
             if obj.in_use() or any(c.key in self._dirty or c.key in self._flushing for c in copies):
-                self._objects.move_to_end(digest)  # looked at again after all others
+                self._objects.move_to_end(digest)  # it is tried again after all others
                 continue
             if obj.backing is not None:
-                obj.backing.retire()  # it has no users: those pin copies
+                obj.backing.retire()  # it has no users, because users pin copies
             self._loaded -= len(copies)
             for copy in copies:
                 if copy.verified == copy.bitmap:
@@ -536,8 +540,8 @@ class Catalog:
             del self._objects[digest]
 
     def copy(self, obj: CachedObject, tier: int, extent: int) -> Copy | None:
-        """What the tier holds of the extent, loaded on first use: with what the other tiers hold of it, in one transaction,
-        for they are asked next."""
+        """The tier's copy of the extent, if any. The first call loads those of all tiers in one transaction, because callers
+        ask for the others next."""
         try:
             return obj.copies[tier, extent]
         except KeyError:
@@ -546,7 +550,7 @@ class Catalog:
         return obj.copies[tier, extent]
 
     def _load(self, obj: CachedObject, extents: Iterable[int]) -> None:
-        """Load what all tiers hold of these extents and is not loaded yet, in one transaction."""
+        """Load the copies of these extents on all tiers, as far as they are not loaded, in one transaction."""
         digest = obj.id.digest
         keys = [(t, digest, e) for e in extents for t in self._tier if (t, e) not in obj.copies]
         listed = [key for key in keys if not self.unlisted(key)]
@@ -557,10 +561,10 @@ class Catalog:
         if self.remembers(obj):
             for key in keys:
                 self._loaded += obj.copies[key[0], key[2]] is not None
-                self._checked.discard(key)  # its bookkeeping says so from now on
+                self._checked.discard(key)  # the loaded copy records it from now on
 
     def _found(self, obj: CachedObject, key: CopyKey, copy: Copy) -> None:
-        """The index has this copy."""
+        """Add a copy from the index to a record."""
         obj.copies[key[0], key[2]] = copy
         obj.pinned |= copy.pinned
         if self._trust or key in self._checked:
@@ -568,7 +572,8 @@ class Catalog:
 
     def copies(self, obj: CachedObject, tier: int) -> list[Copy]:
         """All copies of the version on a tier, by extent."""
-        if obj.id.size <= BLOCKS_PER_EXTENT * self._block_size:  # most are, and need no search
+        # One extent, as most versions have: no search is needed.
+        if obj.id.size <= BLOCKS_PER_EXTENT * self._block_size:
             copy = self.copy(obj, tier, 0)
             return [] if copy is None else [copy]
         extents = {0, *(e for t, e in obj.copies if t == tier)}
@@ -578,11 +583,11 @@ class Catalog:
         return [c for e in sorted(extents) if (c := obj.copies[tier, e]) is not None]
 
     def extents(self, obj: CachedObject) -> Iterable[tuple[int, int]]:
-        """(extent, a bit for each of its blocks) of all of a version."""
+        """(extent, bit mask of its blocks) for each extent of the version."""
         blocks = block_count(obj.id.size, self._block_size)
         if (
             0 < blocks <= BLOCKS_PER_EXTENT
-        ):  # of a small file, at once: each open of one comes here three times
+        ):  # a shortcut for small files, because each of their opens calls this three times
             return ((0, (1 << blocks) - 1),)
         count = block_count(blocks, BLOCKS_PER_EXTENT)
         return ((extent, extent_bits(blocks, extent)) for extent in range(count))
@@ -596,7 +601,7 @@ class Catalog:
         return [copy for tier in self._tiers for copy in self.copies(obj, tier.number)]
 
     def find(self, obj: CachedObject, block: int) -> Copy | None:
-        """The fastest copy that holds the block, verified ones first."""
+        """The fastest tier's copy that has the block, verified ones first. Tiers whose disk is down are left out."""
         extent, bit = block // BLOCKS_PER_EXTENT, 1 << (block % BLOCKS_PER_EXTENT)
         held = None
         for tier in self._tiers:
@@ -617,35 +622,35 @@ class Catalog:
             yield block * self._block_size, block_length(block, copy.object_size, self._block_size)
 
     def extent_bytes(self, copy: Copy) -> int:
-        """Length of its extent."""
+        """Length in bytes of the copy's extent."""
         extent_bytes = BLOCKS_PER_EXTENT * self._block_size
         return min(extent_bytes, copy.object_size - copy.extent * extent_bytes)
 
     def has_copies(self, obj: CachedObject, tier: int) -> bool:
-        """True if any block of the version is, or is coming, on a tier."""
+        """True if the tier has a copy of the version, or a cache write or move is making one."""
         if any(copy for (number, _), copy in obj.copies.items() if number == tier and copy):
             return True
         keys = ((tier, obj.id.digest, e) for e in self._index.extents_of(tier, obj.id.digest))
         return any(not self.unlisted(key) and (tier, key[2]) not in obj.copies for key in keys)
 
     def unlisted(self, key: CopyKey) -> bool:
-        """True if the index's row of this copy is out of date: it was removed, or is being written."""
+        """True if the index's row of this key is out of date: the copy was removed, or a flush is writing it."""
         return key in self._removed or key in self._flushing
 
     def unwritten(self) -> Iterator[Copy]:
-        """Copies whose rows are out of date or still missing, those used least recently first."""
+        """Copies whose rows are out of date or missing, least recently used first."""
         changed = chain(self._flushing.values(), self._dirty.values())
         return (copy for copy in changed if isinstance(copy, Copy))
 
     # -- changes -----------------------------------------------------------------------------------
 
     def create(self, obj: CachedObject, tier: int, extent: int, object_size: int, dataset: int) -> Copy:
-        """The copy to write into, made if there is none."""
+        """The copy of an extent on a tier, created without blocks if there is none."""
         copy = self.copy(obj, tier, extent)
         if copy is None:
             copy = Copy(tier, obj.id.digest, extent, object_size, dataset=dataset, pinned=obj.pinned)
             if copy.key in self._removed:
-                # Its old row is still there, and speaks of blocks that are gone.
+                # The index still has an old row of this key, with blocks that are gone: the next flush replaces it.
                 copy.stored_clock = self._removed.pop(copy.key)
                 self._dirty[copy.key] = copy
             obj.copies[tier, extent] = copy
@@ -653,15 +658,15 @@ class Catalog:
         return copy
 
     def lately_used(self, copy: Copy) -> bool:
-        """True for the reads that go on in a copy: not much else was used since the last one."""
+        """True if a read of the copy now continues its last use: few other copies were used since."""
         return copy.used > self.recent and self.clock - copy.used < SAME_USE
 
     def used_since_flush(self, copy: Copy) -> bool:
-        """True if it is among the youngest, and the next flush writes that."""
+        """True if the copy was used since the last flush."""
         return copy.used > self.recent
 
     def touch(self, copy: Copy) -> CopyKey:
-        """Used now, and changed: the next flush writes it. Returns its key."""
+        """Set the copy's clock to now; the next flush writes it. Returns its key."""
         copy.clock = copy.used = self.clock = self.clock + 1
         key = copy.key
         self._dirty.pop(key, None)
@@ -669,11 +674,11 @@ class Catalog:
         return key
 
     def changed(self, copy: Copy) -> None:
-        """Its blocks changed, its age did not."""
+        """Have the next flush write the copy, without changing its age."""
         self._dirty.setdefault(copy.key, copy)
 
     def remove(self, obj: CachedObject, copy: Copy) -> None:
-        """It has no blocks any more."""
+        """Remove a copy that has no blocks any more."""
         if obj.copies.pop((copy.tier, copy.extent), None) is not None:
             self._loaded -= self.remembers(obj)
         key = copy.key
@@ -681,7 +686,7 @@ class Catalog:
         self._removed[key] = copy.stored_clock
 
     def damaged(self, key: CopyKey, clock: int) -> None:
-        """There is a row in the order of eviction, but none of the copy: its row was damaged."""
+        """Have the next flush remove a row in the order of eviction whose copy has no row, or a damaged one."""
         self._removed[key] = clock
 
     # -- the index ---------------------------------------------------------------------------------
@@ -692,12 +697,12 @@ class Catalog:
         return bool(self._dirty or self._removed)
 
     def flush_begins(self) -> None:
-        """What is used from now on is a separate use."""
+        """Make each use from now on a separate one."""
         self.recent = self.clock
 
     async def flush(self, notes: dict[bytes, bytes]) -> list[Placed] | None:
-        """Write what changed to the index, and `notes`; one call at a time. Returns the rows that have a new place in the
-        order of eviction. None if it failed: then all is kept for next time, and `index_error` says why."""
+        """Write changes and `notes` to the index; one call at a time. Returns the rows written in the order of eviction.
+        None if it failed: then all changes are kept for the next flush, and `index_error` says why."""
         saving, self._dirty = self._dirty, {}
         removing, self._removed = self._removed, {}
         saved: list[Saved] = []
@@ -707,14 +712,14 @@ class Catalog:
         for key, copy in saving.items():
             before[key] = copy.stored_clock
             if copy.bitmap:
-                # What is pinned on the last tier goes nowhere: no search shall meet it.
+                # A copy pinned on the last tier cannot be evicted or moved, so it gets no row in the order.
                 clock = None if copy.pinned and copy.tier == self._tiers[-1].number else copy.clock
                 row = pack_copy(copy, ordered=clock is not None)
                 saved.append((key, row, copy.dataset, clock, copy.stored_clock))
                 copy.stored_clock = clock
                 if clock is not None:
                     placed.append(Placed(key, clock, copy.dataset))
-            else:  # all its blocks are forgotten, but a user has it pinned
+            else:  # all its blocks are forgotten, but a user still has a pin
                 gone.append((key, copy.stored_clock))
                 copy.stored_clock = None
         self._flushing = {**saving, **removing}
@@ -745,7 +750,7 @@ class Catalog:
         removing: dict[CopyKey, int | None],
         before: dict[CopyKey, int | None],
     ) -> None:
-        """A flush failed: everything it was to write is still to be written, except what has changed since."""
+        """After a failed flush: have the next one write all of it, with what has changed since."""
         for key, copy in saving.items():
             copy.stored_clock = before[key]
             if key in self._removed:
@@ -760,11 +765,11 @@ class Catalog:
                 self._removed.setdefault(key, clock)
 
     def listed(self, tier: int, after: bytes) -> tuple[list[bytes], bytes]:
-        """(the next digests that the index has rows of on a tier, cursor to go on from); an empty cursor is the end."""
+        """(next digests for which the index has rows of the tier, cursor for the next call); an empty cursor is the end."""
         return self._index.digests(tier, after, 1000)
 
     def forget_tier(self, tier: int) -> None:
-        """A tier is given up: nothing that it held is cached any more."""
+        """Forget all copies of a tier whose files are being removed."""
         self._looked_at = {}
         for obj in self._objects.values():
             for key in [key for key in obj.copies if key[0] == tier]:
@@ -776,18 +781,18 @@ class Catalog:
         try:
             self._index.forget_tier(tier, b"")
         except (NoRoom, CacheUnusable) as exc:
-            # A full disk must not keep a stop from going on; the index is not closed cleanly.
+            # A full disk must not prevent a stop. The index is then not closed cleanly.
             self.index_error = str(exc)
 
     def abandon(self) -> None:
-        """Close the index as it is: the next start looks at all of it."""
+        """Close the index as unclean: the next start compares all of it with the files."""
         self._index.close(whole=False)
 
     async def aclose(self, *, whole: bool, trusted: bool) -> None:
-        """After the last flush: close the index, cleanly if it is `whole`. `trusted`: its files are on disk, too."""
+        """Close the index after the last flush, cleanly if it is `whole`. `trusted`: all files are on the disk, too."""
         for obj in self._objects.values():
             obj.close_files()
-            for number in obj.leaving:  # its readers go on reading, but no row speaks of it
+            for number in obj.leaving:  # readers keep the file open, and no row has it
                 self._tier[number].unlink(obj.id.digest)
         whole = whole and not (self.index_error or self.unfinished)
         await trio.to_thread.run_sync(self._index.close, whole, trusted)

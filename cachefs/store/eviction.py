@@ -1,43 +1,43 @@
-"""The order of eviction: which copy of a tier goes first.
+"""The order of eviction: which copy of a tier is evicted first.
 
 A copy's place is one key: (tier, priority class, clock of its last use), lowest first. The index keeps rows by (tier,
-clock). The class is not stored, because it changes for many copies at once when an epoch begins; it is computed from
-what is known here: which copies other nodes own, which wait for their first reader, and what this epoch of a dataset
-has had.
+clock). The class is not stored, because it changes for many copies at once when an epoch begins. It is computed from
+the state of this module: which copies other nodes own, which wait for their first reader, and which units this epoch of
+a dataset has used.
 
-A search walks a tier's rows, least recently used first, and passes over those of a higher class. A row that is
-protected stays so until an epoch begins, so it is looked at once: with a million rows, the search goes on where it was.
-Rows that only cannot go right now, and those that come in below, are looked at again after each flush.
+A search walks a tier's rows, least recently used first, and skips those of a higher class. A protected row stays
+protected until an epoch begins, so it is looked at once: with a million rows, the search goes on where it was. Rows whose
+copies were in use, and rows that are added behind the search, are looked at after the next flush.
 
-**Epoch detection** says which copies of a dataset will be used again soon, and which will not. It is pure: no I/O, no
-clock of its own.
+**Epoch detection** tells which copies of a dataset will be used again soon, and which will not. It is pure: it has no I/O
+and no clock of its own.
 
 Training reads a dataset once per epoch, in another order each time. If the dataset is larger than the cache, the least
-recently used copy is exactly the one that comes next. The best victim is a copy that was *already used in this epoch*:
-its next use is the furthest away. A copy that was used in the last epoch and not yet in this one is protected. A copy
-that was not used for a whole epoch is dead and goes first. Nothing is refused admission: a block that was fetched and
-read becomes the next victim by itself.
+recently used copies are needed next. The best victim is a copy that was *already used in this epoch*, because its next
+use is the furthest away. A copy that was used in the last epoch and not yet in this one is protected. A copy that was
+not used for a whole epoch is evicted first. Nothing is refused admission: a block that was fetched and read becomes the
+next victim.
 
-So the policy only has to know when the epochs of a dataset began, on the logical clock of the cache. With `auto` it
-also decides whether a dataset has epochs at all; without them, recency decides.
+So the policy only needs the clocks at which the epochs of a dataset began, on the logical clock of the cache. With
+`auto` it also decides whether a dataset has epochs at all; without epochs, recency decides.
 
-- `Dataset` detects epochs in a sequence of uses. A *re-reference* is a use of a unit that this epoch has had already. One
-  is noise; many close together mean that a new epoch began with the first of them. A dataset has epochs if at that moment
-  most of its known units had been used, and nearly every use was a re-reference. Neither holds for uses at random or by
-  popularity. Used units are remembered beyond what is cached, as a sample by hash (as in SHARDS).
-- `AccessFilter` says which units this epoch has had. It covers all units, more compactly than the sample.
+- `Dataset` detects epochs in a sequence of uses. A *re-reference* is a use of a unit that was used in this epoch already.
+  One is noise; many close together mean that a new epoch began with the first of them. A dataset has epochs if at that
+  moment most of its known units had been used, and nearly every use was a re-reference. Neither holds for uses at random
+  or by popularity. Used units are remembered beyond what is cached, as a sample by hash (as in SHARDS).
+- `AccessFilter` is the set of units used in this epoch. It covers all units, more compactly than the sample.
 - `SharedDataset` handles a dataset that several nodes read through this one. If each of four nodes reads all of it in its
   own order, a unit is used four times an epoch, which looks like no epoch or four short ones. Each *pair* of a unit and a
   requesting peer occurs once an epoch, so pairs are watched in the same way. A unit is *evictable first* when as many nodes
-  have had it in this epoch as in the last. If each node reads a part that changes every epoch (a distributed sampler), pairs
-  show no epochs and units do. Peers are told apart by host.
+  have used it in this epoch as in the last. If each node reads a part that changes every epoch (a distributed sampler),
+  pairs show no epochs and units do. Peers are told apart by host.
 
-Why not set dueling (DIP: recency against bimodal insertion, decided by two sampled caches)? It was played over the
-shapes of `cachefs simulate` (`bench/set_dueling.py`). At half a dataset, from the third epoch on, it hits 0.48 to 0.49
-(insertion of one in 32 or 64), so that condition holds. These do not: a second dataset that takes over reaches 0.10 in
-its fourth epoch, against 0.49 in its second here; files opened twice hit 0.58, against 0.75; four nodes that read
-through one owner miss 37 to 59 units an epoch, against 25 allowed. It also cannot say what prefetch asks: whether this
-epoch has had a file (`Epochs.had`).
+Why not set dueling (DIP: recency against bimodal insertion, decided by two sampled caches)? It was simulated with the
+access patterns of `cachefs simulate` (`bench/set_dueling.py`). With a cache of half a dataset, its hit ratio from the third
+epoch on is 0.48 to 0.49 (insertion of one in 32 or 64), as required. Other requirements are missed: a second dataset that
+takes over reaches 0.10 in its fourth epoch, against 0.49 in its second here; files opened twice hit 0.58, against 0.75;
+four nodes that read through one owner miss 37 to 59 units an epoch, against 25 allowed. It also cannot tell prefetch
+whether a file was used in this epoch (`Epochs.had`).
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ FILTER_MOST = 1 << 24
 """Units of the last filter, 32 MiB; beyond it none are added. A bound: no epoch over so many files ends on one node."""
 
 _DIGIT = (1 << 28) - 1
-"""Places come from 28 bits of a hash, as many as the last filter has, and their steps from 28 others: such numbers are
-Python's fastest."""
+"""The first place of a unit is taken from 28 bits of its hash, as many as the last filter needs, and the step between places
+from 28 others. Python computes fastest with such small numbers."""
 
 
 class AccessFilter:
@@ -84,7 +84,7 @@ class AccessFilter:
 
     def __init__(self) -> None:
         self._filters: list[tuple[bytearray, int]] = []  # (bits, mask of its places); the largest first
-        self._room = 0
+        self._room = 0  # units that the largest filter still takes
 
     def __contains__(self, unit: int) -> bool:
         start, step = unit & _DIGIT, unit >> 36 | 1
@@ -123,41 +123,40 @@ class AccessFilter:
 # -- the epochs of one dataset ---------------------------------------------------------------------
 
 SAMPLE = 4096
-"""Units remembered of each dataset, 250 bytes each. Derived: 1 % of it are 40 uses, known to a sixth."""
+"""Units remembered of each dataset, 250 bytes each. Derived: 1 % of them are 40 uses, whose number is known to a sixth."""
 
 AGAIN_SHARE = 0.01
-"""Re-references, as a share of the units used in this epoch, that make a new one. What is evicted until then was still
-wanted: a half to one percent of the dataset, measured with the simulator. A few files read twice soon reach a smaller
-share."""
+"""Re-references, as a share of the units used in this epoch, that make a new epoch. Units evicted until then are still
+needed: half a percent to one percent of the dataset, measured with the simulator. A smaller share would soon be reached
+by a few files that are read twice."""
 
 AGAIN_LEAST = 4
-"""And this many at least. Guessed."""
+"""The least number of re-references that make a new epoch. Guessed."""
 
 DONE_SHARE = 0.95
-"""If a dataset with epochs has had this share of its units, the first re-reference begins the next epoch. Evicting until
-more came would cost units that are all still wanted: of 64 extents, a tenth. Guessed: the units unused by then count for
-little."""
+"""Once this share of the units of a dataset with epochs was used, the first re-reference begins the next epoch. Waiting for
+more would evict units that are all still needed: of 64 extents, a tenth. Guessed: few units are unused by then."""
 
 AGAIN_DENSITY = 0.25
-"""Re-references must make up this share of the uses meanwhile: a few in a hundred, spread over an epoch, never add up.
-Guessed."""
+"""Re-references must be this share of the uses since the first of them, so that a few in a hundred, spread over an epoch,
+never make a new one. Guessed."""
 
 PATIENCE = 4
-"""Where re-references are common, so many times more of them begin an epoch if they are not nearly all uses. Those of a true
-beginning soon are, and must not look like less. Guessed."""
+"""Where re-references are common (`noisy`), an epoch begins with so many times more of them, unless they make up
+`EPOCH_SHARE` of the uses, as they soon do when an epoch has really begun. Guessed."""
 
 EPOCH_SHARE = 0.6
-"""A dataset has epochs if this share of it had been used when a new one began, and this share of the uses there were
-re-references. Simulated: orders without replacement give 0.9 and more of both, uses at random and by popularity less than
-0.5 of one."""
+"""A dataset has epochs if this share of it had been used when a new epoch began, and this share of the uses at that moment
+were re-references. Simulated: orders without replacement give 0.9 and more for both shares, uses at random and by
+popularity less than 0.5 for one of them."""
 
 CORRELATED_LEAST, CORRELATED_MOST = 4, 256
-"""Other units that must have been used meanwhile for a use to be a separate one: an eighth of the dataset, between these.
+"""Bounds for the number of other units between two separate uses of a unit; the number is an eighth of the dataset.
 Derived: 64 readers of large files touch at most 128 extents from one second to the next."""
 
 EPOCHS_REMEMBERED = 4
-"""A unit not used for so many epochs is no longer part of its dataset. Derived: two would not tell uses at random, whose
-supposed epochs each touch a third, from those without replacement."""
+"""Epochs without a use after which a unit is no longer part of its dataset. Derived: with two, uses at random, whose
+supposed epochs each touch a third of the units, would look like uses without replacement."""
 
 Use = tuple[int, int]
 """(clock when this use of a unit began, number of the dataset's last use of it)"""
@@ -167,10 +166,10 @@ Use = tuple[int, int]
 class Dataset:
     """Detects the epochs of one dataset. Clocks are the cache's.
 
-    `start` is when this epoch began, `previous` when the last one did. What was used between `edge` and `start` may have
-    been the first of this epoch or the last of the one before it. `sample` has the known units below the hash
-    `threshold`. `fresh` counts those used in this epoch, `size` those that belonged to the dataset when it began (0: not
-    known). `noisy` says that some units are used again within an epoch."""
+    `start` is when this epoch began, `previous` the `edge` of the epoch before. A unit used between `edge` and `start` may
+    have been used in this epoch or in the one before. `sample` maps the known units below the hash `threshold` to their last
+    use. `fresh` counts those used in this epoch, `size` those that belonged to the dataset when it began (0: not known).
+    `agains` are the re-references as (count, clock). `noisy`: some units are used again within an epoch."""
 
     start: int = 0
     previous: int = 0
@@ -197,7 +196,7 @@ class Dataset:
 
     @classmethod
     def begun(cls, clock: int, *, noisy: bool = False) -> Dataset:
-        """One whose first use comes at `clock`."""
+        """A dataset whose first use is at `clock`."""
         starts = deque([clock], maxlen=EPOCHS_REMEMBERED)
         return cls(start=clock, previous=clock, edge=clock, noisy=noisy, starts=starts)
 
@@ -208,7 +207,7 @@ class Dataset:
 
     @property
     def correlated(self) -> float:
-        """Uses of other units that separate two uses of one."""
+        """Number of uses of other units that must lie between two separate uses of a unit."""
         return min(max(len(self.sample) / self.rate / 8, CORRELATED_LEAST), CORRELATED_MOST)
 
     @property
@@ -222,10 +221,10 @@ class Dataset:
         return self.hits / self.uses if self.uses else None
 
     def used(self, unit: int, clock: int, length: int, hit: bool) -> bool:
-        """A sampled unit is used. True if a new epoch has begun, with this use or shortly before."""
+        """Note the use of a sampled unit. True if a new epoch has begun, with this use or shortly before."""
         known = self.sample.get(unit)
         if known is not None:
-            others = self.count - known[1]  # of the sample: the whole dataset has had no fewer
+            others = self.count - known[1]  # uses of sampled units, at most those of the whole dataset
             if others <= CORRELATED_MOST and others / self.rate <= self.correlated:
                 self.sample[unit] = (known[0], self.count)
                 return False
@@ -248,7 +247,7 @@ class Dataset:
         return sum(use[0] >= clock for use in self.sample.values())
 
     def _look(self) -> bool:
-        """After a re-reference: begin an epoch if there have been enough."""
+        """Begin an epoch if there have been enough re-references. True if one has begun."""
         enough = max(AGAIN_LEAST, math.ceil(AGAIN_SHARE * self.fresh))
         if self.epochs and not self.noisy and self.size and self.fresh >= DONE_SHARE * self.size:
             enough = 1
@@ -268,7 +267,7 @@ class Dataset:
 
     def _begin(self, clock: int, density: float) -> None:
         self.starts.append(clock)
-        # Those used again since the epoch began count for the one before it as well.
+        # Units used again since `clock` were used in the epoch before, too: `used` counts them.
         fresh, used = self._used_since(clock), self._used_since(self.start)
         self.size = self.alive
         self.epochs = min(density, used / self.size) >= EPOCH_SHARE
@@ -282,7 +281,7 @@ class Dataset:
         self.hits = self.uses = 0
 
     def _sample_less(self) -> None:
-        """Forget units that no longer belong to the dataset; if these are few, every second unit."""
+        """Forget units that no longer belong to the dataset; if these are few, half of the hashes instead."""
         if self.alive > 0.75 * SAMPLE:
             self.threshold //= 2
             self.sample = {unit: use for unit, use in self.sample.items() if unit < self.threshold}
@@ -295,7 +294,7 @@ class Dataset:
     # A row is: the length of the head, the head as JSON, three columns of `sample` as 64-bit integers.
 
     def packed(self) -> bytes:
-        """What `unpacked` takes, over restarts."""
+        """The state as a row for `unpacked`, to keep over restarts."""
         head = {name: getattr(self, name) for name in _PLAIN}
         head["starts"], head["agains"] = list(self.starts), list(self.agains)[-SAMPLE // 8 :]
         text = json.dumps(head).encode()
@@ -305,7 +304,7 @@ class Dataset:
 
     @classmethod
     def unpacked(cls, row: bytes) -> Dataset | None:
-        """None for a damaged row."""
+        """The dataset of a row of `packed`; None if the row is damaged."""
         try:
             (length,) = _LENGTH.unpack_from(row)
             head = json.loads(row[4 : 4 + length])
@@ -344,19 +343,19 @@ _LENGTH = struct.Struct(">I")
 # -- a dataset that several nodes read through this one --------------------------------------------
 
 SLOTS = 256
-"""Nodes that are told apart; further ones share the last slot. A bound of what pairs cost."""
+"""Nodes that are told apart; further ones share the last slot. A bound of the cost of pairs."""
 
 FIRST_LEAST, FIRST_AGAIN = 256, 0.05
-"""In the first epoch, after so many pairs of which at most this share came again, the dataset is taken to have epochs:
-uses at random or by popularity are re-referenced much sooner. Guessed."""
+"""In the first epoch, after so many pairs of which at most this share were re-references, the dataset is taken to have
+epochs: uses at random or by popularity have re-references much sooner. Guessed."""
 
 
 class SharedDataset:
-    """A dataset's pairs of unit and node. `each` is how many nodes used a unit in the last epoch, as a rule; 0 before one
-    has passed."""
+    """A dataset's pairs of unit and node. `each` is the mean number of nodes that used a unit in the last epoch, rounded up;
+    0 before an epoch has passed."""
 
     def __init__(self, clock: int) -> None:
-        # A few pairs occur twice an epoch: what was prefetched here and evicted before it was read is requested again.
+        # A few pairs occur twice an epoch: a unit that was prefetched here, and evicted before its read, is requested again.
         self.pairs = Dataset.begun(clock, noisy=True)
         self.each = 0
         self._requesters: dict[int, int] = {}  # slot → epoch of its last use
@@ -369,32 +368,32 @@ class SharedDataset:
         pairs.access_filter.add(_mixed(unit, slot))
         if unit >= pairs.threshold:
             return False
-        # All pairs of a unit are sampled, or none: they differ in the lowest bits.
+        # The pairs of a unit differ only in the lowest bits, so either all of them are sampled or none.
         if not pairs.used(unit // SLOTS * SLOTS + slot, clock, length, hit):
             return False
         self._requesters = {slot: last for slot, last in self._requesters.items() if last >= pairs.number - 1}
         units = [pair // SLOTS for pair, use in pairs.sample.items() if use[0] >= pairs.previous]
-        # Rounded up: too high a number makes fewer units evictable first, and none that a node still wants.
+        # Rounded up: with too high a number fewer units are evictable first, but none that a node still needs.
         self.each = math.ceil(len(units) / len(set(units)) - 0.1) if units else 0
         return True
 
     def comes(self, unit: int) -> None:
-        """As `Epochs.comes`."""
+        """See `Epochs.comes`."""
         self.pairs.access_filter.add(_mixed(unit, 0))
 
     def had_here(self, unit: int) -> bool:
-        """True if this node's own readers have had it in this epoch."""
+        """True if this node's own readers have used the unit in this epoch."""
         return _mixed(unit, 0) in self.pairs.access_filter
 
     @property
     def epochs(self) -> bool:
-        """True if its pairs have epochs, as far as is known."""
+        """True if its pairs have epochs, or in the first epoch seem to."""
         pairs = self.pairs
         first = pairs.number == 1 and pairs.count >= FIRST_LEAST and len(self._requesters) > 1
         return pairs.epochs or (first and len(pairs.agains) <= FIRST_AGAIN * pairs.count)
 
     def evictable_first(self, unit: int) -> bool:
-        """True if all nodes that are expected to read it have; in the first epoch, all that are known."""
+        """True if as many nodes have used the unit as are expected to; in the first epoch, all that are known."""
         missing = len(self._requesters) - self.each if self.each else 0
         for slot in self._requesters:
             if _mixed(unit, slot) not in self.pairs.access_filter:
@@ -405,33 +404,34 @@ class SharedDataset:
 
 
 def _mixed(unit: int, slot: int) -> int:
-    """A pair as an evenly distributed hash. Slot 0 is this node's own readers: then it is the unit itself."""
+    """The pair as an evenly distributed hash. For slot 0, this node's own readers, it is the unit itself."""
     return unit ^ slot * 0x9E3779B97F4A7C15 % UNITS
 
 
 # -- the policy ------------------------------------------------------------------------------------
 
 TRACKED = 32
-"""Datasets lately used that are watched, at most 1 MiB each; the others are evicted by recency. A bound of memory."""
+"""Datasets whose epochs are detected, those used last, at most 1 MiB each. Others are evicted by recency. A bound of
+memory."""
 
 
 class Epochs:
-    """All datasets of a cache. `version` changes whenever copies that were protected no longer are."""
+    """The epochs of all datasets of a cache. `version` grows whenever copies lose their protection."""
 
     def __init__(self, policy: Policy = "auto") -> None:
         self.policy = policy
         self.version = 0
         self._datasets: OrderedDict[int, Dataset] = OrderedDict()
         self._shared: dict[int, SharedDataset] = {}
-        self._slots = {"": 0}  # node → number, in the order in which they came; this node's readers are ""
+        self._slots = {"": 0}  # node → slot, in the order of their first uses; this node's readers are ""
         self._now = 0
         self._looked = 0
 
     def used(
         self, dataset: int, unit: int, clock: int, length: int, *, hit: bool, requester: str = ""
     ) -> bool:
-        """A unit of `length` bytes is used at `clock`, which never goes back; `hit` if it was cached. `requester` is the
-        requesting peer, "" for this node's readers. True if a new epoch of the dataset has begun."""
+        """Note the use of a unit of `length` bytes at `clock`, which never goes back; `hit` if it was cached. `requester` is
+        the requesting peer, "" for this node's readers. True if a new epoch of the dataset has begun."""
         self._now = clock
         if clock - self._looked >= 64:
             self._look_for_idle()
@@ -457,21 +457,22 @@ class Epochs:
         return begun
 
     def _decides(self, dataset: int) -> Dataset | None:
-        """The detection that decides: that of the units, or that of the pairs where only these have epochs."""
+        """The detection to follow: that of the units if only these have epochs, or no peer reads the dataset; else that of
+        the pairs."""
         found, shared = self._datasets.get(dataset), self._shared.get(dataset)
         if shared is None or found is None or (found.epochs and not shared.epochs):
             return found
         return shared.pairs
 
     def protects(self, dataset: int, clock: int) -> bool:
-        """True if a copy last used at `clock` is still to be used in this epoch, unless it is `evictable_first`."""
+        """True if a copy last used at `clock` should still be used in this epoch, unless it is `evictable_first`."""
         found = self._decides(dataset)
         if found is None or clock < found.previous or found.idle or not self._keeps(dataset, found):
             return False
         return clock < found.start or (dataset in self._shared and self._shared[dataset].pairs is found)
 
     def evictable_first(self, dataset: int, unit: int) -> bool:
-        """True if all nodes have had the unit in this epoch; False where pairs do not decide."""
+        """True if all nodes have used the unit in this epoch; False for a dataset whose pairs are not followed."""
         shared = self._shared.get(dataset)
         return (
             shared is not None
@@ -500,14 +501,14 @@ class Epochs:
         return found.number if found is not None else 0
 
     def comes(self, dataset: int, unit: int) -> None:
-        """A reader of this node is about to use it: from now on this epoch has had it."""
+        """Count the unit as used in this epoch: a reader of this node is about to use it."""
         (self._datasets.get(dataset) or self._add(dataset, self._now)).access_filter.add(unit)
         if dataset in self._shared:
             self._shared[dataset].comes(unit)
 
     def had(self, dataset: int, unit: int) -> bool:
-        """True if this node's readers have had the unit in this epoch of the dataset, cached or not. Wrong at most once in a
-        hundred."""
+        """True if this node's readers have used the unit in this epoch of the dataset, cached or not. For an unused unit,
+        less than one answer in a hundred is wrong."""
         found = self._decides(dataset)
         if found is None:
             return False
@@ -527,7 +528,8 @@ class Epochs:
         return found
 
     def _look_for_idle(self) -> None:
-        """Protect nothing of a dataset that was not used while others were, for half as long as its epoch took."""
+        """Mark a dataset idle, which ends its protection, if others had half as many uses since its last use as its last
+        epoch took."""
         self._looked = self._now
         pairs = (shared.pairs for shared in self._shared.values())
         for found in chain(self._datasets.values(), pairs):
@@ -563,7 +565,7 @@ class Epochs:
         return json.dumps([self._now, list(self._datasets)]).encode(), changed
 
     def restore(self, listed: bytes | None, rows: Iterable[tuple[int, bytes | None]]) -> None:
-        """Go on where `changes` was called, without what is damaged."""
+        """Restore the state that `changes` returned; damaged rows are left out."""
         try:
             now, numbers = json.loads(listed or b"[0, []]")
             self._now = int(now)
@@ -591,14 +593,15 @@ def _rounded(ratio: float | None) -> float | None:
 # -- which dataset an object belongs to ------------------------------------------------------------
 
 MOST = 64
-"""First components that one source may have as datasets of their own; more are classes, days or users. Guessed."""
+"""First components of one prefix that may be datasets of their own; if there are more, they are classes, days or users.
+Guessed."""
 
 
 class Datasets:
-    """ObjectId → number of its dataset (32 bits), and back to a name for people.
+    """Maps an ObjectId to the number of its dataset (32 bits), and the number to a name for users.
 
-    A dataset is the first component of a name below the prefix that is mounted. A source whose first components are parts of
-    a dataset (`train/` mounted, with a directory for each of a thousand classes) is one dataset."""
+    A dataset is the first component of a key below the mounted prefix. A prefix with more than `MOST` first components
+    (`train/` mounted, with a directory for each of a thousand classes) is one dataset."""
 
     def __init__(self) -> None:
         self.version = 0  # grows when objects may belong to another dataset than before
@@ -609,7 +612,7 @@ class Datasets:
         self._numbers: dict[tuple[str, str], int] = {}  # by place and first component
 
     def mounted(self, places: Iterable[tuple[str, str]]) -> None:
-        """What is mounted: (source, prefix of its keys) each."""
+        """Add mounted places: (source, prefix of its keys) each."""
         self.version += 1
         for source, prefix in places:
             self._prefixes.setdefault(source, []).append(prefix)
@@ -619,7 +622,8 @@ class Datasets:
     def __call__(self, object_id: ObjectId) -> int:
         source, key = object_id.source, object_id.key
         prefix = ""
-        for mounted in self._prefixes.get(source, ()):  # a plain loop: each file comes here four times
+        # A plain loop is faster, and each file calls this four times.
+        for mounted in self._prefixes.get(source, ()):
             if key.startswith(mounted):
                 prefix = mounted
                 break
@@ -631,11 +635,11 @@ class Datasets:
         return number if number is not None else self._number(place, prefix, first)
 
     def _number(self, place: str, prefix: str, first: str) -> int:
-        """The number of a component that is new, or one too many."""
+        """Number a new component; beyond `MOST`, the whole prefix becomes one dataset."""
         if place not in self._whole:
-            seen = self._seen.setdefault(place, set())
-            seen.add(first)
-            if len(seen) > MOST:
+            components = self._seen.setdefault(place, set())
+            components.add(first)
+            if len(components) > MOST:
                 del self._seen[place]
                 self._whole.add(place)
                 self.version += 1
@@ -647,15 +651,15 @@ class Datasets:
         return number
 
     def name(self, number: int) -> str:
-        """The prefix and first component of its names."""
+        """The prefix and first component of the dataset's keys, or its number if they are not known."""
         return self._names.get(number, f"{number:08x}")
 
     def dump(self) -> bytes:
-        """What `restore` takes."""
+        """The state as a row for `restore`."""
         return json.dumps([sorted(self._whole), self._names]).encode()
 
     def restore(self, row: bytes | None) -> None:
-        """Go on where `dump` was called; with nothing if the row is damaged."""
+        """Restore the state that `dump` returned; nothing if the row is damaged."""
         try:
             whole, names = json.loads(row or b"[[], {}]")
             self._whole = {str(place) for place in whole}
@@ -672,7 +676,7 @@ class Course:
         self._datasets = datasets
 
     def epoch(self, object_id: ObjectId) -> int:
-        """Its dataset's epoch: the number grows when one begins; 0 if nothing is known."""
+        """The number of its dataset's epoch, which grows when one begins; 0 if nothing is known of the dataset."""
         return self._epochs.number(self._datasets(object_id))
 
     def had(self, object_id: ObjectId) -> bool:
@@ -680,29 +684,29 @@ class Course:
         return self._epochs.had(self._datasets(object_id), unit_hash(object_id.digest, 0))
 
     def comes(self, object_id: ObjectId) -> None:
-        """A reader has come for the version: from now on this epoch has had it."""
+        """Count the version as used in this epoch: a reader has opened it."""
         self._epochs.comes(self._datasets(object_id), unit_hash(object_id.digest, 0))
 
 
 # -- the order of eviction -------------------------------------------------------------------------
 
 PREFETCHED_S = 900.0
-"""How long prefetched blocks wait for their first reader before they are evicted like anything else. Guessed."""
+"""How long prefetched blocks are protected while they wait for their first reader. Guessed."""
 
 PREFETCHED_COPIES = 65_536
-"""Copies that may wait so, about 400 bytes each: a terabyte of large files. Beyond it the oldest wait no longer. A bound of
-memory."""
+"""Copies that may wait for their first reader, about 400 bytes each: a terabyte of large files. Beyond it the oldest lose
+their protection. A bound of memory."""
 
 EVICTABLE_FIRST = 65_536
-"""Copies to be evicted first that are remembered of a tier, about 200 bytes each. A bound of memory: many more than are
-evicted before there are others."""
+"""Copies of a tier that are remembered as evictable first, about 200 bytes each. A bound of memory: far fewer are evicted
+before others are added."""
 
 KEPT_AT_ONCE = 1024
-"""Protected rows, and copies in use, that one search passes over, about 1 ms. Derived: after an epoch began, a million rows
-cost a thousand demands the right victim, a thousandth of them."""
+"""Protected rows, and copies in use, that one search skips before it gives up, about 1 ms. Derived: after an epoch began,
+with a million rows, a thousand searches fail to find the right victim."""
 
 HELD = 4096
-"""Rows remembered because they could not go just then; beyond it the walk starts over. A bound of memory."""
+"""Rows remembered because their copies were in use; beyond it the walk starts over. A bound of memory."""
 
 EPOCHS_SAVED_EVERY = 10
 """Flushes from one writing of the epochs' state to the next, 100 KB for each dataset in use. Derived: 10 KB a second, with
@@ -710,23 +714,23 @@ a flush in each. What a crash loses of it makes the next epoch look a little les
 
 
 class Class(enum.IntEnum):
-    """Priority classes, the first to go first."""
+    """Priority classes, the lowest is evicted first."""
 
     REMOTE_OWNED = 0
-    """Another node owns it, and it does not wait for a reader."""
+    """A copy that another node owns, and that does not wait for a reader."""
     EVICTABLE = 1
-    """Used in this epoch already, or not in all of the last; or its dataset has no epochs."""
+    """A copy that was used in this epoch, or not used for a whole one, or whose dataset has no epochs."""
     REMOTE_PREFETCHED = 2
-    """Another node owns it, and it waits for its first reader."""
+    """A copy that another node owns, and that waits for its first reader."""
     PROTECTED = 3
-    """It waits for its first reader, or this epoch has yet to use it."""
+    """A copy that waits for its first reader, or that should still be used in this epoch."""
 
 
 OrderKey = tuple[int, Class, int]
 """(tier, priority class, clock): the order of eviction."""
 
 Classes = tuple[Class, ...]
-"""Classes that may be evicted for something to come, in their order."""
+"""Classes that may be evicted to free space, in their order."""
 
 NOTHING: Classes = ()
 REMOTE_OWNED: Classes = (Class.REMOTE_OWNED,)
@@ -739,12 +743,12 @@ Victim = tuple[CachedObject, Copy]
 
 
 Verdict = bool | None
-"""What is known of a row's copy: it can go (True), or not now; None: it is no longer there, or another row speaks of it."""
+"""Whether a row's copy can be evicted: True, or False if not now; None if it is gone, or the row is out of date."""
 
 
 class Walk:
-    """A search of a tier's rows in the order of their clocks. `keep` tells which to pass over. Rows that are looked at once
-    more have an empty cursor."""
+    """A search of a tier's rows in the order of their clocks. `keep(key, clock, dataset)` is true for rows to skip. Rows
+    that are looked at again have an empty cursor."""
 
     def __init__(self, index: Index, tier: int, keep: Callable[[CopyKey, int, int], bool]) -> None:
         self._index = index
@@ -754,10 +758,11 @@ class Walk:
         self._held: list[Row] = []
         self._after = b""
         self.passed = -1
-        """Clock of the last row passed: nothing below it will be looked at without `add`."""
+        """Clock of the last row passed: a row at or below it is only looked at again after `add`."""
 
     def first(self, judge: Callable[[CopyKey, int], Verdict], older_than: int | None) -> CopyKey | None:
-        """The first copy that can go. It is found again until it has gone."""
+        """The first copy that `judge` allows to evict; None if there is none below the clock `older_than`, or after
+        `KEPT_AT_ONCE` skipped rows. The same copy is found again until it is evicted."""
         kept = 0
         while True:
             if not self._rows:
@@ -783,16 +788,16 @@ class Walk:
                 return None
 
     def add(self, key: CopyKey, clock: int, dataset: int) -> None:
-        """A row is to be looked at after the next flush, if it was passed; else the search will come to it in its place."""
+        """Have a row that was passed looked at again after the next flush. The search will reach any other row by itself."""
         if clock <= self.passed:
             self._held.append((b"", key, clock, dataset))
 
     def flushed(self) -> None:
-        """Rows are up to date again: go on where the walk was, after those that were held."""
+        """After a flush, when the rows are up to date: look at the held rows again, then go on where the walk was."""
         if len(self._held) > HELD:
             self.restart()
             return
-        self._held += (row for row in self._rows if not row[0])  # no search has come that far
+        self._held += (row for row in self._rows if not row[0])  # no search has reached these
         self._rows = deque(sorted(self._held, key=lambda row: row[2]))
         self._held = []
 
@@ -803,7 +808,7 @@ class Walk:
 
 
 class Keys:
-    """Keys of copies by tier, used longest ago first."""
+    """Keys of copies by tier, least recently used first; at most `most` of a tier."""
 
     def __init__(self, most: int | None = None) -> None:
         self.tiers: dict[int, OrderedDict[CopyKey, None]] = {}  # empty: no key was ever added
@@ -818,24 +823,25 @@ class Keys:
             keys[key] = None
 
     def discard(self, key: CopyKey) -> bool:
-        """True if it was there."""
+        """Remove the key. True if it was there."""
         return key in self and self.tiers[key[0]].pop(key) is None
 
     def used(self, key: CopyKey) -> None:
-        """Those used again stay longer."""
+        """Make the key the most recently used one of its tier, if it is there."""
         keys = self.tiers.get(key[0])
         if keys is not None and key in keys:
             keys.move_to_end(key)
 
     def clear(self, tier: int | None = None) -> None:
-        """Of one tier, or all."""
+        """Remove the keys of one tier, or all."""
         if tier is None:
             self.tiers.clear()
         else:
             self.tiers.pop(tier, None)
 
     def oldest(self, tier: int) -> Iterator[CopyKey]:
-        """Some of a tier, in the order in which they go. What is passed over is looked at last in the next search."""
+        """Up to `KEPT_AT_ONCE` keys of a tier, least recently used first. Each becomes the most recently used one when the
+        caller asks for the next, so that another search looks at it last."""
         keys = self.tiers.get(tier, OrderedDict())
         for _ in range(min(len(keys), KEPT_AT_ONCE)):
             key = next(iter(keys))
@@ -854,9 +860,9 @@ class Waiting(NamedTuple):
 class Eviction:
     """The order of eviction of all tiers, and every change of a copy's place in it.
 
-    `remote_owned` are copies of extents that other nodes own. They lie in the fastest tier while nothing else wants their
-    place: they displace only each other, go before everything else, are neither moved nor saved at a stop, and after a
-    restart are like any other copy. `room.py` alone changes which they are, with the bytes that it counts of them."""
+    `remote_owned` are copies of extents that other nodes own. They lie in the fastest tier as long as nothing else needs the
+    space: they displace only each other, are evicted before all others, are neither moved nor saved at a stop, and are
+    like any other copy after a restart. Only `space.py` adds them and makes them this node's, with their accounting."""
 
     def __init__(
         self, catalog: Catalog, index: Index, tiers: list[Tier], policy: Policy, now: Callable[[], float]
@@ -903,7 +909,7 @@ class Eviction:
         return copy.pinned or self._wanted(copy.key, copy.clock, copy.dataset)
 
     def touch(self, copy: Copy) -> None:
-        """Used now."""
+        """Make it the most recently used copy."""
         key = self._catalog.touch(copy)
         if self._waiting:
             self._waiting.pop(key, None)
@@ -911,25 +917,25 @@ class Eviction:
             self.remote_owned.used(key)
 
     def touch_if_old(self, copy: Copy) -> bool:
-        """`touch`, if this is a separate use and not the last one still going on."""
+        """`touch`, if this is a separate use and not a continued one. True if it was touched."""
         if self._catalog.lately_used(copy) or not copy.bitmap:
             return False
         self.touch(copy)
         return True
 
     def touch_if_flushed(self, copy: Copy) -> bool:
-        """`touch`, unless it was used since the last flush: then it is young anyway."""
+        """`touch`, unless it was used since the last flush, because it is young then. True if it was touched."""
         if self._catalog.used_since_flush(copy) or not copy.bitmap:
             return False
         self.touch(copy)
         return True
 
     def used(self, obj: CachedObject, copy: Copy, *, hit: bool, requester: str = "") -> None:
-        """Tell the policy of a use, after `touch`; `requester` is the requesting peer, "" for this node's readers. Copies
-        that other nodes own are no part of the datasets kept here: each epoch brings other parts of them."""
+        """Tell the policy of a use, after `touch`. `requester` is the requesting peer, "" for this node's readers. Uses of
+        remote-owned copies are not counted, because each epoch this node caches others of them."""
         if copy.dataset_version != self.datasets.version:
             copy.dataset = self.datasets(obj.id)
-            copy.dataset_version = self.datasets.version  # which may have grown just now
+            copy.dataset_version = self.datasets.version  # read after the call, which may raise it
         unit = unit_hash(copy.digest, copy.extent)
         if self.remote_owned.tiers and copy.key in self.remote_owned:
             self.epochs.comes(copy.dataset, unit)
@@ -941,7 +947,7 @@ class Eviction:
             self._evictable_first.add(copy.key)
 
     def prefetched(self, copy: Copy) -> None:
-        """Blocks have come that no reader has asked for yet."""
+        """Note prefetched blocks of a copy, and protect it until its first reader or for `PREFETCHED_S`."""
         self.touch(copy)
         copy.used = 0
         self._wait(copy, self._now() + PREFETCHED_S)
@@ -952,25 +958,25 @@ class Eviction:
             self._give_up(next(iter(self._waiting)))
 
     def left_behind(self, obj: CachedObject) -> None:
-        """Its readers have gone: what was prefetched for them waits no longer."""
+        """End the protection of a version's prefetched copies, because its readers have closed it."""
         for copy in obj.copies.values() if self._waiting else ():
             if copy is not None and copy.key in self._waiting:
                 self._give_up(copy.key)
 
     def _give_up(self, key: CopyKey) -> None:
-        """It may go like anything else."""
+        """End the wait of a prefetched copy for its first reader."""
         waited = self._waiting.pop(key)
         self._evictable[key[0]].add(key, waited.clock, waited.dataset)
 
     def own(self, copy: Copy) -> bool:
-        """This node keeps it from now on. True if another node owned it until now."""
+        """Make the copy this node's own. True if another node owned it until now."""
         if not self.remote_owned.tiers or not self.remote_owned.discard(copy.key):
             return False
         self._evictable[copy.tier].add(copy.key, copy.clock, copy.dataset)
         return True
 
     def moved(self, source: Copy, target: Copy) -> None:
-        """The target is as old as what it was copied from."""
+        """Give a copy's age and its wait for a reader to the copy that was made from it on another tier."""
         if source.clock > target.clock:
             target.clock, target.used = source.clock, source.used
         if source.key in self._waiting and target.key not in self._waiting:
@@ -980,7 +986,7 @@ class Eviction:
         self._catalog.changed(target)
 
     def removed(self, copy: Copy) -> None:
-        """It has gone."""
+        """Forget a copy that has no blocks any more."""
         key = copy.key
         self._waiting.pop(key, None)
         self.remote_owned.discard(key)
@@ -995,9 +1001,9 @@ class Eviction:
     def victim(
         self, tier: int, classes: Classes = ANY, *, older_than: int | None = None, moving: bool = False
     ) -> Victim | None:
-        """The first copy in the order of eviction that is of these classes and that no caller uses, nor anything that would
-        have to go with it. It stays the first until it has gone. `older_than` is a clock, for copies of this node's own.
-        `moving`: it goes to another tier, so it may be pinned."""
+        """The first copy in the order of eviction that is of these classes and not in use, nor any copy that would be
+        dropped with it. The next search returns it again unless it was dropped. Of this node's own copies, only those used
+        before the clock `older_than` count. `moving`: it is moved to another tier, so pinned copies count, too."""
         self._look_again()
         for one in classes:
             if one in (Class.REMOTE_OWNED, Class.REMOTE_PREFETCHED):
@@ -1027,7 +1033,7 @@ class Eviction:
     def _first(
         self, walk: Walk, tier: int, evictable: bool, older_than: int | None, moving: bool
     ) -> Victim | None:
-        """The first copy of this node's own; only `evictable` ones, or any."""
+        """The first of this node's own copies; of class EVICTABLE if `evictable`, or of any."""
         catalog = self._catalog
 
         def judge(key: CopyKey, clock: int) -> Verdict:
@@ -1042,7 +1048,7 @@ class Eviction:
                 return None
             return self._can_go(obj, copy, moving)
 
-        # Rows first: a copy that was touched since the last flush is younger than every row that is up to date.
+        # Rows first: a copy touched since the last flush is younger than each row that is up to date.
         key = walk.first(judge, older_than)
         if key is not None:
             obj = catalog.by_digest(key[1])
@@ -1072,7 +1078,7 @@ class Eviction:
         return not (obj.is_immutable(tier) and any(other.pins for other in obj.on(tier)))
 
     def _look_again(self) -> None:
-        """After an epoch began: copies that were protected no longer are."""
+        """Start the walks over if an epoch has begun: copies that were skipped may have lost their protection."""
         if self._seen_version != self.epochs.version:
             self._seen_version = self.epochs.version
             self._evictable_first.clear()
@@ -1082,7 +1088,8 @@ class Eviction:
     # -- the index ---------------------------------------------------------------------------------
 
     async def flush(self, *, closing: bool = False) -> None:
-        """Write what changed to the index. Durable when this returns, or kept for next time and `index_error` says why."""
+        """Write changes to the index. They are durable when this returns; or they are kept for the next flush, and
+        `index_error` says why."""
         async with self._flush_lock:
             self._catalog.flush_begins()
             while self._waiting and next(iter(self._waiting.values())).until < self._now():
@@ -1099,10 +1106,10 @@ class Eviction:
                     walk.restart()
 
     def _notes(self, closing: bool) -> dict[bytes, bytes]:
-        """What the index is told besides its rows: the clock, and the epochs' state when it is time to write it.
+        """The notes that the index stores besides its rows: the clock, and from time to time the epochs' state.
 
-        Rows alone do not tell the clock: what is pinned on the last tier has no place in the order, and a start reads no
-        others. If the clock went back, what is used now would look older than what was used then."""
+        The rows do not give the clock, because a start reads it from the rows of the order, where copies pinned on the last
+        tier are missing. If the clock went back, later uses would look older than earlier ones."""
         notes = {b"clock": self._catalog.clock.to_bytes(8, "big")}
         self._flushes += 1
         if self._saved_version == self.epochs.version and self._flushes % EPOCHS_SAVED_EVERY and not closing:
@@ -1113,7 +1120,7 @@ class Eviction:
         return notes | {b"epochs%08x" % number: row for number, row in rows.items()}
 
     def _restore(self, index: Index) -> None:
-        """Go on where an earlier daemon was: with its datasets, and behind every clock that it has given."""
+        """Restore an earlier daemon's datasets and epochs, and set the clock beyond all of its values."""
         self.datasets.restore(index.note(b"datasets"))
         listed = index.note(b"epochs")
         rows = [(number, index.note(b"epochs%08x" % number)) for number in self.epochs.listed(listed)]

@@ -1,8 +1,8 @@
-"""Opening the store: the best service that the directories at hand allow.
+"""Opening the store with the tiers that the directories allow.
 
-A missing, read-only or full cache directory costs the SSD tier, not the mount; no tmpfs costs the RAM tier; without
-either, blocks only pass through memory. Each loss is one line in `warnings`. Only another daemon on the same directory
-is refused: two owners would corrupt each other's accounting.
+With a missing, read-only or full cache directory there is no SSD tier, without a tmpfs no RAM tier; without either, blocks
+only pass through memory. The mount starts in any case, with a line in `warnings` for each missing tier. Only a directory
+that another daemon uses is refused, because two owners would corrupt each other's accounting.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Opened:
-    """`state_dir` is where small databases can live: the cache directory, or what replaced it. `temporary` ones go on
-    close. `killed`: the daemon before had ended by SIGKILL (see `Database`)."""
+    """The open store. `state_dir` is for small databases: the cache directory, or its replacement. `temporary` directories
+    are removed by `close`. `claims` are descriptors that keep RAM tiers locked. `killed`: the daemon before ended by SIGKILL
+    (see `Database`)."""
 
     store: Store
     state_dir: Path
@@ -44,7 +45,8 @@ class Opened:
     killed: bool = False
 
     def close(self) -> None:
-        """After `Store.aclose`, or instead of it when the daemon could not begin: nothing is left in memory. Blocking."""
+        """Release all memory and directories, after `Store.aclose`, or instead of it if the daemon could not start.
+        Blocking."""
         self.store.abandon()
         _close_all(self.claims)
         _remove_all(self.temporary)
@@ -62,8 +64,9 @@ def open_store(
     *,
     killed: bool = False,
 ) -> Opened:
-    """Raises `CacheInUse` when another daemon has the directory, `CacheUnusable` when nothing at all can be written."""
-    with ExitStack() as undo:  # of what was made, if it fails later
+    """Open the store. Raises `CacheInUse` if another daemon has the directory, `CacheUnusable` if no directory for the index
+    can be written."""
+    with ExitStack() as undo:  # removes what was made if a later step fails
         warnings: list[str] = []
         temporary: list[Path] = []
         claims: list[int] = []
@@ -84,7 +87,8 @@ def open_store(
         for number, name, cap in ((RAM, "ram", ram_bytes), (SSD, "ssd", cache_bytes)):
             if cap < block_size:
                 if number == RAM:
-                    ram.forget(own, shared)  # left by a killed daemon: no daemon counts this memory
+                    # A killed daemon may have left a RAM tier, whose memory would not be counted.
+                    ram.forget(own, shared)
                 continue
             try:
                 place = ram.provide(cache_dir, cap) if number == RAM else _on_disk(cache_dir, keep_free_bytes)
@@ -119,12 +123,12 @@ def _on_disk(path: Path, keep_free_bytes: int) -> ram.Place:
 
 
 def _ours(path: Path) -> bool:
-    """True if this user made it: any user can make a name in /dev/shm."""
+    """True if the path is missing or this user's directory. Any user can create names in /dev/shm."""
     try:
         found = path.lstat()
     except FileNotFoundError:
         return True
-    except (PermissionError, NotADirectoryError):  # one may not even look, or it can be no directory
+    except (PermissionError, NotADirectoryError):  # another user's, or below a file
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
@@ -153,7 +157,7 @@ def _open_index(
 
 
 def _check_tag(index: Index, tier: Tier) -> None:
-    """A directory that is not the one the index speaks of (tmpfs after a reboot, a swapped disk) has none of its blocks."""
+    """Drop the tier's rows if its directory is not the one that they describe (a tmpfs after a reboot, a swapped disk)."""
     file = tier.path / "tag"
     tag = ownership.read(file) if file.exists() else b""
     if not tag or index.tag(tier.number) != tag:
@@ -176,7 +180,7 @@ def _remove_all(paths: list[Path]) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Move away at once, delete in the background: cleaning never delays a mount."""
+    """Rename the directory now and delete it in the background, so that cleaning never delays a mount."""
     if not path.exists():
         return
     trash = path.with_name(f"trash-{uuid.uuid4().hex}")

@@ -1,7 +1,7 @@
-"""Where the RAM tier lies: in a tmpfs of its own where we may mount one (root), else in /dev/shm.
+"""Where the RAM tier lies: in a tmpfs of its own if the daemon may mount one (as root), else in /dev/shm.
 
-Only a tmpfs of one's own can be told to use huge pages, and its size is a cap that the kernel holds. Both places live in the
-kernel, not in the daemon: what a killed one leaves is found again by the next start of the same cache directory.
+Only a tmpfs of its own can use huge pages, and its size is a cap that the kernel enforces. Both places outlive the daemon:
+the next daemon of the same cache directory finds what a killed one has left.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ log = logging.getLogger(__name__)
 SHM = Path("/dev/shm")
 
 OWN = Path("/run/cachefs/ram")
-"""Below it, a mountpoint for each cache directory. Only root can write there."""
+"""Directory of the tmpfs mountpoints, one for each cache directory. Only root can write there."""
 
 OWNER = "owner"
-"""A file in a RAM tier that names its daemon, which keeps it locked (flock)."""
+"""Name of a file in a RAM tier that names its daemon. The daemon keeps it locked (flock)."""
 
 SLACK_BYTES = 64 << 10
-"""What a tmpfs is larger than the cap. Derived: the tag and the owner are a page each; names and inodes do not count as
-pages."""
+"""How much larger than the cap a tmpfs is. Derived: the tag and the owner file take a page each; names and inodes count as
+no pages."""
 
 HUGE = "huge=within_size"
 """Measured, Linux 6.18, against pages of 4 KiB: reading 26 GB/s instead of 6, writing into warm memory 20 instead of 3,
 touching mapped pages 22 M/s instead of 2, unlinking 256 MiB in 1 ms instead of 34.
 
-Memory taken for what is held: 1.0 for files of 100 KB and for a file filled in order; 1.5 for blocks of 1 MiB at random,
-half of a file, until their neighbours come (a page of 2 MiB is taken wherever the file reaches over it). `always` takes 14
-times a file of 100 KB, `advise` does nothing for write(2)."""
+Memory taken per cached byte: 1.0 for files of 100 KB and for a file written in order; 1.5 for half of a file's blocks of
+1 MiB, written at random, until the neighbours are written (a page of 2 MiB is taken wherever the file covers it). `always`
+takes 14 times the size of a 100 KB file, `advise` does nothing for write(2)."""
 
 HUGE_FROM_BYTES = 512 << 20
-"""A smaller tier has small pages. Derived: what huge pages take beyond the count while transfers are under way is some tens
-of MiB, which must fit in the tenth of the tier that spilling keeps free; without room a transfer ends early, and the rest
-of it is fetched again. Measured, eight readers of single blocks at random in files of 256 MiB: 34 such ends of 2,400 with
-512 MiB (a thousandth of the bytes is fetched twice), none with 1 GiB."""
+"""A smaller tier has small pages. Derived: during transfers huge pages take some tens of MiB more than is counted, which
+must fit in the tenth of the tier that spilling keeps free; otherwise a transfer ends early, and the rest of it is fetched
+again. Measured, eight readers of single blocks at random in files of 256 MiB: 34 of 2,400 transfers end early with 512 MiB
+(a thousandth of the bytes is fetched twice), none with 1 GiB."""
 
 LOOK_S, LOOK_AGAIN_S = 1.0, 0.01
-"""How long a daemon that begins waits for the lock of its tier, and between two tries. Derived: `remove_orphans` holds it
-for some microseconds, or while it takes the tier away; a daemon that has the tier is met before, at the index."""
+"""How long a starting daemon waits for the lock of its tier, and between two tries. Derived: `remove_orphans` holds it for
+some microseconds, or while it removes the tier. A daemon that uses the tier is noticed before, at the index."""
 
 _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_NOATIME = 0x2, 0x4, 0x20, 0x400
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 0x2, 0x8
@@ -65,31 +65,31 @@ _MNT_DETACH, _UMOUNT_NOFOLLOW = 0x2, 0x8
 
 @dataclass(frozen=True)
 class Place:
-    """A directory for a tier, and what the tier leaves free of the file system it lies in."""
+    """A directory for a tier, and how many bytes of its file system the tier leaves free."""
 
     path: Path
     keep_free_bytes: int
 
 
 def own_directory(cache_dir: Path) -> Path:
-    """Where a tmpfs of its own is mounted for this cache directory."""
+    """The mountpoint of the tmpfs for this cache directory."""
     return OWN / _name(cache_dir)
 
 
 def shared_directory(cache_dir: Path) -> Path:
-    """Its directory in /dev/shm."""
+    """The directory in /dev/shm for this cache directory."""
     return SHM / _name(cache_dir)
 
 
 def ram_directory(cache_dir: Path) -> Path:
-    """Where the RAM tier of a cache directory lies now, if it has one."""
+    """The directory of the RAM tier of a cache directory now, if it has one."""
     own = own_directory(cache_dir)
     return own if os.path.ismount(own) else shared_directory(cache_dir)
 
 
 def provide(cache_dir: Path, cap_bytes: int) -> Place:
-    """The best place there is, with what an earlier daemon left in it. For the owner of the cache directory: what lies in
-    the other place goes. Raises `CacheUnusable`."""
+    """Provide the best possible place for the RAM tier, with what an earlier daemon left in it, and remove the other place.
+    The caller must own the cache directory. Raises `CacheUnusable`."""
     own, shared = own_directory(cache_dir), shared_directory(cache_dir)
     try:
         how = _own(own, cap_bytes)
@@ -100,12 +100,12 @@ def provide(cache_dir: Path, cap_bytes: int) -> Place:
         return _shared(shared)
     log.info("RAM tier: in %s, a tmpfs of its own (%s)", own, how)
     forget(shared)
-    # It is larger than the cap by more than the slack if it held too much to be made smaller.
+    # A tmpfs that held too many bytes to be made smaller is larger than the cap by more than the slack.
     return Place(own, max(0, stats.f_blocks * stats.f_frsize - cap_bytes - SLACK_BYTES))
 
 
 class Left(NamedTuple):
-    """A RAM tier whose daemon is gone."""
+    """A RAM tier whose daemon has ended."""
 
     path: Path
     cache_dir: Path
@@ -113,16 +113,16 @@ class Left(NamedTuple):
 
 
 def claim(path: Path, cache_dir: Path) -> int:
-    """Mark the tier in `path` as in use while the returned descriptor is open: then `remove_orphans` leaves it alone.
-    OSError if it was just taken away, or another daemon has it."""
+    """Mark the tier in `path` as in use, so that `remove_orphans` keeps it, as long as the returned descriptor is open.
+    OSError if the tier was removed just now, or another daemon has it."""
     fd = os.open(path / OWNER, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         _lock(fd)
         if not os.path.samestat(os.fstat(fd), os.stat(path / OWNER)):
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))  # noqa: TRY301 - as of a call
-        said = {"cache_dir": os.path.realpath(cache_dir), "pid": os.getpid(), "started": time.time()}
+        owner = {"cache_dir": os.path.realpath(cache_dir), "pid": os.getpid(), "started": time.time()}
         os.ftruncate(fd, 0)
-        os.pwrite(fd, json.dumps(said).encode(), 0)
+        os.pwrite(fd, json.dumps(owner).encode(), 0)
     except BaseException:
         os.close(fd)
         raise
@@ -130,7 +130,7 @@ def claim(path: Path, cache_dir: Path) -> int:
 
 
 def _lock(fd: int) -> None:
-    """Take the lock of a tier. OSError if another daemon has it: one that only looks gives it back soon."""
+    """Take the lock of a tier, waiting `LOOK_S` for a `remove_orphans` that has it. OSError if a daemon has it."""
     until = time.monotonic() + LOOK_S
     while True:
         try:
@@ -142,18 +142,18 @@ def _lock(fd: int) -> None:
 
 
 def remove_orphans() -> list[Left]:
-    """Take away the RAM tiers of this user's daemons that were killed and whose cache directory is gone, for no daemon will
-    take these over. Returns the others that no daemon has now. Memory is given back in the background."""
+    """Remove the RAM tiers of this user's killed daemons whose cache directory is gone, because no daemon will take them
+    over. Returns the other tiers without a daemon. Memory is freed in the background."""
     left: list[Left] = []
-    # glob.glob, unlike Path.glob, finds nothing where this user may not look.
+    # glob.glob, unlike Path.glob, raises nothing for a directory that this user may not read.
     for path in [Path(name) for place in (OWN, SHM) for name in glob.glob(f"{place}/{_names()}")]:
         try:
             fd = os.open(path / OWNER, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError:
-            continue  # of a daemon that is about to begin, or of another user
+            continue  # a daemon is about to begin there, or it is another user's
         try:
-            said = json.loads(os.pread(fd, 65536, 0))
-            found = Left(path, Path(said["cache_dir"]), int(said["pid"]))
+            owner = json.loads(os.pread(fd, 65536, 0))
+            found = Left(path, Path(owner["cache_dir"]), int(owner["pid"]))
             used = os.path.exists(found.cache_dir)  # before the lock is taken: a disk may take long to answer
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if used:
@@ -164,7 +164,7 @@ def remove_orphans() -> list[Left]:
                 )
                 forget(path)
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # a daemon has it, or is about to write what it says
+            continue  # a daemon has locked the file, or is about to write it
         finally:
             os.close(fd)
     for name in glob.glob(f"{SHM}/cachefs-{os.getuid()}-*"):
@@ -173,8 +173,8 @@ def remove_orphans() -> list[Left]:
 
 
 def _remove_databases(place: Path) -> None:
-    """Take away databases that found no better place than shared memory, if the daemon that had them was killed, as a stop
-    does. Not with files that are not at the origin yet. What has an owner's file is a RAM tier's."""
+    """Remove a directory of databases in shared memory that a killed daemon has left. A directory with staging files, which
+    the origin may not have yet, is kept. So is one with an owner file, which is a RAM tier's."""
     if glob.glob(f"{place}/staging*/*"):
         return
     locks = [Path(name) for pattern in ("lock.pid", "*/lock.pid") for name in glob.glob(f"{place}/{pattern}")]
@@ -184,52 +184,53 @@ def _remove_databases(place: Path) -> None:
     try:
         about = place.lstat()
         if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
-            return  # any user can make a name in /dev/shm
+            return  # another user's: any user can create names in /dev/shm
         for lock in locks:
             held.append(os.open(lock, os.O_RDWR | os.O_NOFOLLOW))
             fcntl.flock(held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(place)
         log.info("%s was left by a daemon that was killed: taken away", place)
     except OSError:
-        pass  # a daemon has it, or another user
+        pass  # a daemon has locked it, or it is another user's
     finally:
         for fd in held:
             os.close(fd)
 
 
 def remove_ram(cache_dir: Path) -> None:
-    """Take away whatever a daemon, gone by now, left in memory for this cache directory. Blocking."""
+    """Remove what an ended daemon has left in memory for this cache directory. Blocking."""
     take_away(own_directory(cache_dir))
     shutil.rmtree(shared_directory(cache_dir), ignore_errors=True)  # with an index that found no better place
 
 
 def take_away(path: Path) -> None:
-    """A RAM tier's directory, mounted or not, and all in it that is the tier's. Blocking. A process that has a file of it
-    mapped keeps that file."""
+    """Remove a RAM tier's directory, mounted or not, with its files. Blocking. A process that has one of the files mapped
+    keeps that file."""
     fd = _detach(path)
     if fd >= 0:
         _delete(fd, path)
 
 
 def forget(*paths: Path) -> None:
-    """`take_away`, but memory is given back in the background: cleaning never delays a mount."""
+    """`take_away`, but the memory is freed in the background, so that cleaning never delays a mount."""
     for path in paths:
         fd = _detach(path)
         if fd >= 0:
             threading.Thread(target=_delete, args=(fd, path), daemon=True).start()
 
 
-# -- a tmpfs of one's own ------------------------------------------------------------------------------
+# -- a tmpfs of its own --------------------------------------------------------------------------------
 
 
 def _own(path: Path, cap_bytes: int) -> str:
-    """Mount it, or give the one that is there its new size. Says how it keeps its pages. OSError when that is impossible."""
+    """Mount a tmpfs, or resize the one that is mounted. Returns its kind of pages, for the log. OSError if it is
+    impossible."""
     if os.geteuid() != 0:
         raise PermissionError(errno.EPERM, "only root can mount")
     for folder in (path.parent.parent, path.parent, path):
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
-        if found.st_uid != 0 or found.st_mode & 0o022:  # as of a link, too
+        if found.st_uid != 0 or found.st_mode & 0o022:  # true of a symbolic link, too
             raise PermissionError(errno.EPERM, f"others can write to {folder}")
     huge = HUGE if cap_bytes >= HUGE_FROM_BYTES else "huge=never"
     size = f"size={cap_bytes + SLACK_BYTES}"
@@ -241,7 +242,7 @@ def _own(path: Path, cap_bytes: int) -> str:
     except OSError as exc:
         if exc.errno != errno.EINVAL:
             raise
-        # No huge pages in this kernel; or more lies in it than it may: then it keeps its size for now.
+        # This kernel has no huge pages; or the tmpfs holds more than the new size, and then it keeps its size for now.
         huge = "as the kernel likes"
         try:
             _mount(path, flags, options)
@@ -252,7 +253,7 @@ def _own(path: Path, cap_bytes: int) -> str:
 
 
 def _mount(path: Path, flags: int, options: str) -> None:
-    # Programs may be run from passthrough files, so not noexec.
+    # Not noexec: programs may be run from passthrough files.
     flags |= _MS_NOSUID | _MS_NODEV | _MS_NOATIME
     if libc.mount(b"cachefs-ram", os.fsencode(path), b"tmpfs", ctypes.c_ulong(flags), options.encode()):
         code = ctypes.get_errno()
@@ -260,7 +261,7 @@ def _mount(path: Path, flags: int, options: str) -> None:
 
 
 def _unmount(path: Path) -> None:
-    # Files of it may be mapped or with the kernel: it goes with the last of them.
+    # Detached, because files of it may be mapped or registered as backing files: the tmpfs ends with the last of them.
     if libc.umount2(os.fsencode(path), _MNT_DETACH | _UMOUNT_NOFOLLOW):
         log.warning("cannot unmount %s: %s", path, os.strerror(ctypes.get_errno()))
 
@@ -271,14 +272,14 @@ def _unmount(path: Path) -> None:
 def _shared(path: Path) -> Place:
     if not _is_tmpfs(SHM):
         raise CacheUnusable(f"{SHM} is not a tmpfs")
-    # Any user can make a name in /dev/shm: a directory of another user may hold bytes of another user.
+    # Any user can create names in /dev/shm, and a directory of another user may hold that user's bytes.
     ownership.claim(path, whole=True)
     return Place(path, _left_to_others(SHM))
 
 
 def _left_to_others(place: Path) -> int:
-    """Shared memory that the RAM tier leaves free: in a container there may be 64 MiB of it, and loader workers die of
-    SIGBUS without."""
+    """Bytes of shared memory that the RAM tier leaves free. A container may have 64 MiB of it, and data loader workers die
+    of SIGBUS without."""
     try:
         stats = os.statvfs(place)
     except OSError:
@@ -294,12 +295,12 @@ def _is_tmpfs(path: Path) -> bool:
     return any(line.split()[1] == str(path) and line.split()[2] == "tmpfs" for line in mounts)
 
 
-# -- taking away ---------------------------------------------------------------------------------------
+# -- removing ------------------------------------------------------------------------------------------
 
 
 def _detach(path: Path) -> int:
-    """Nothing of the tier is found at `path` from here on, so another can begin there. Returns a descriptor of where its
-    files are now, -1 when there is nothing of ours."""
+    """Empty `path`, so that another tier can begin there. Returns a descriptor of the directory that has the tier's files
+    now, -1 if there is no directory of this user."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -326,8 +327,8 @@ def _detach(path: Path) -> int:
 
 
 def _delete(fd: int, path: Path) -> None:
-    """What `_detach` left. A tmpfs that was unmounted goes with the descriptor, unless another mount namespace has a copy of
-    the mount: so its files go first."""
+    """Delete the files that `_detach` left, and close its descriptor. Closing alone would not free an unmounted tmpfs if
+    another mount namespace has a copy of the mount."""
     try:
         for name in os.listdir(fd):
             if name.startswith("trash-"):
@@ -339,15 +340,15 @@ def _delete(fd: int, path: Path) -> None:
     try:
         os.rmdir(path)
     except OSError:
-        pass  # it is gone, or has files of another program
+        pass  # it was removed, or holds files of another program
 
 
 def _names() -> str:
-    """Those of this user."""
+    """The glob pattern of this user's directories."""
     return f"cachefs-{os.getuid()}-{'[0-9a-f]' * 12}"
 
 
 def _name(cache_dir: Path) -> str:
-    """Found again by the next daemon, even after kill -9."""
+    """The name of a cache directory's RAM tier: the same for each daemon, so that the next one finds it after kill -9."""
     tag = hashlib.blake2b(os.fsencode(os.path.realpath(cache_dir)), digest_size=6).hexdigest()
     return f"cachefs-{os.getuid()}-{tag}"

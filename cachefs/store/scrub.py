@@ -1,8 +1,8 @@
-"""After an unclean stop: make files and rows agree again.
+"""The scrub: makes files and rows agree again after an unclean stop.
 
-A crash loses at most the last second of the index. Then some files hold blocks that no row knows: they are never read,
-but they take space that the cap does not see. And some rows speak of blocks that were evicted: reading them would be a
-miss, but until then they count as space that is not there. This walk runs beside the mount and never delays it.
+A crash loses at most the last second of the index. Then some files hold blocks that are in no row: they are never read,
+but they take space that the cap does not count. And some rows list blocks that were evicted: reading them would be a
+miss, but until then they are counted without taking space. The scrub runs beside the mount and never delays it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _sizes(tier: Tier, digests: list[bytes]) -> list[tuple[bytes, int]]:
 
 
 def _names(directory: Path) -> list[str]:
-    """The names in it; none where it is missing or cannot be read."""
+    """The names in a directory; none if it is missing or cannot be read."""
     try:
         return os.listdir(directory)
     except OSError:
@@ -76,12 +76,12 @@ def _files(folder: Path) -> list[tuple[bytes, int]]:
         try:
             found.append((bytes.fromhex(folder.name + name), (folder / name).lstat().st_blocks * 512))
         except (ValueError, OSError):
-            continue  # not ours, or evicted meanwhile
+            continue  # no cache file, or evicted meanwhile
     return found
 
 
 async def reclaim(store: Store, tier: Tier, digest: bytes, on_disk_bytes: int) -> int:
-    """Make a file that takes `on_disk_bytes` and its rows agree. Returns by how many bytes they did not."""
+    """Make a file that takes `on_disk_bytes` and its rows agree. Returns by how many bytes they differed."""
     catalog, space, size = store.catalog, store.space, store.block_size
     obj = catalog.idle(digest)
     if obj is None:
@@ -92,10 +92,11 @@ async def reclaim(store: Store, tier: Tier, digest: bytes, on_disk_bytes: int) -
         space.unlink(obj, tier)
         return excess
     if excess == 0 and max(known) == 0:
-        return 0  # one block, and it is there; with more blocks, a hole may hide a stray
+        # One block, which is there; with more blocks, a hole and a stray block may add up to no excess.
+        return 0
     strays, holes = await trio.to_thread.run_sync(_inspect, tier, digest, size, known)
-    again = catalog.idle(digest)
-    if again is None or _known(store, tier, again) != known or not (strays or holes):
+    still_idle = catalog.idle(digest)
+    if still_idle is None or _known(store, tier, still_idle) != known or not (strays or holes):
         return 0  # it was used meanwhile
     obj = catalog.by_digest(digest)
     if obj.is_immutable(tier):
@@ -111,13 +112,13 @@ async def reclaim(store: Store, tier: Tier, digest: bytes, on_disk_bytes: int) -
 
 
 def _known(store: Store, tier: Tier, obj: CachedObject) -> dict[int, int]:
-    """Offset → length of the blocks that rows speak of."""
+    """Offset → length of the blocks that are in rows."""
     catalog = store.catalog
     return dict(r for c in catalog.copies(obj, tier.number) for r in catalog.ranges(c, c.bitmap))
 
 
 def _inspect(tier: Tier, digest: bytes, block_size: int, known: dict[int, int]) -> tuple[list[int], set[int]]:
-    """(offsets of blocks in the file that are not `known`, offsets of known ones that it lacks, wholly or in part), in a
+    """(offsets of blocks in the file that are not `known`, offsets of known blocks that it lacks in whole or part). For a
     worker thread."""
     try:
         fd = tier.open_file(digest)
@@ -134,7 +135,7 @@ def _inspect(tier: Tier, digest: bytes, block_size: int, known: dict[int, int]) 
 
 
 def _is_whole(fd: int, start: int, length: int) -> bool:
-    """True if the range is data throughout (a hole begins at the end of the file at the latest)."""
+    """True if the whole range is data. The end of the file counts as a hole."""
     try:
         return (
             os.lseek(fd, start, os.SEEK_DATA) == start and os.lseek(fd, start, os.SEEK_HOLE) >= start + length

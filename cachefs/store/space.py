@@ -1,22 +1,22 @@
-"""Space: what a tier's bytes are used for, evicting blocks for those that come, and the blocks that come: by a *cache write*
-from an origin or a peer, by a *move* from the other tier.
+"""Space: accounting of the tiers' bytes, eviction of blocks to free bytes, and the two writers of blocks: a *cache write*
+takes them from the origin or a peer, a *move* from the other tier.
 
-The life of a block's bytes: *reserved* (one writer: a cache write or a move), *committed* (the block exists, a row will say
-so), *forgotten* (no search finds it any more, its bytes are still in the file), *freed* (with the last pin of its copy).
-Bytes are freed in no other way, so a caller that has a copy pinned may read the bytes it had.
+The states of a block's bytes: *reserved* (one writer, a cache write or a move, may write them), *committed* (the block
+exists, and the next flush writes its row), *forgotten* (no search finds it, its bytes are still in the file), *freed* (the
+last pin of its copy is gone). Bytes are freed in no other way, so a caller with a pinned copy may read the bytes it had.
 
-A file goes with its last block; blocks of a file that stays are punched out. A file that was opened in passthrough is
-immutable: a process may have it mapped, even after a restart. It is never written or punched: it goes whole, as soon as
-one of its blocks has to.
+A file is unlinked with its last block; before, evicted blocks are punched out. A file that was opened in passthrough is
+immutable, because a process may have it mapped, even after a restart. It is never written or punched: when one of its
+blocks is evicted, the whole file is unlinked.
 
-**Moves**: RAM spills down when it fills up, SSD blocks that are used again come up. `move` copies; the caller decides
-what happens to the source: a promoted copy stays on SSD, so that RAM can drop it for nothing. A copy keeps its age. So
-one order of eviction holds over both tiers: no spilled copy displaces one that goes later.
+**Moves**: RAM spills extents to SSD when it fills up, and SSD extents that are used again are promoted to RAM. `move`
+copies; the caller decides about the source. A promoted copy stays on SSD, so that RAM can drop it without another copy. A
+copy keeps its age, so one order of eviction holds over both tiers: no spilled copy displaces one that is evicted later.
 
-**Cache writes** bring blocks into a tier, or into the heap when no tier has room. A cache write is an origin's sink. `write`
-runs in a worker thread and touches nothing but the cache write itself; everything that other callers see happens in
-`CacheWrites.settle`, on the trio thread. Until a block is settled only the readers that wait for this very transfer can read
-it: they may read bytes below `written`, which never goes back.
+**Cache writes** write blocks into a tier, or into the heap if no tier has room. A cache write is an origin's sink. `write`
+runs in a worker thread and changes only the cache write itself; everything that other callers see changes in
+`CacheWrites.settle`, on the trio thread. Before a block is settled, only the readers that wait for this transfer can read
+it. They may read bytes below `written`, which only grows.
 """
 
 from __future__ import annotations
@@ -53,23 +53,23 @@ from cachefs.store.tier import RAM, Tier, allocated
 log = logging.getLogger(__name__)
 
 READERS_SHARE = 128
-"""This part of a full tier is left free by prefetch, and by remote-owned blocks that it fetches. Guessed: a few files or
-blocks of a small cache."""
+"""Prefetch leaves a 128th of a full tier free, also when it fetches remote-owned blocks. Guessed: a few files or blocks of a
+small cache."""
 
 VICTIMS_AT_ONCE = 512
-"""Measured: dropping a one-block file takes 0.15 ms, so this is under 0.1 s."""
+"""Copies evicted without a checkpoint. Measured: dropping a one-block file takes 0.15 ms, so this is under 0.1 s."""
 
 HEAP_BYTES = 64 << 20
-"""What the heap holds, and the most that may be on its way into it: what is written must stay until its reader has it.
-Derived: 1 GB/s with a round trip of 60 ms has 60 MB under way."""
+"""Size of the heap, and the most that may be in flight to it: written blocks must stay until their readers have them.
+Derived: 1 GB/s with a round trip of 60 ms has 60 MB in flight."""
 
 Range = tuple[int, int]
 """(offset, length) in a file, in bytes"""
 
 
 class Heap:
-    """A few blocks in plain memory, for readers that no tier could serve; the least recently added is dropped first. Without
-    it, a reader of 128 KiB pieces would fetch each 1 MiB block eight times once the disk is full."""
+    """A few blocks in plain memory, for readers that no tier can serve. The block added first is dropped first. Without the
+    heap, a reader of 128 KiB pieces would fetch each 1 MiB block eight times once the disk is full."""
 
     def __init__(self) -> None:
         self._blocks: OrderedDict[tuple[bytes, int], bytes] = OrderedDict()
@@ -79,7 +79,7 @@ class Heap:
         return self._blocks.get((digest, block))
 
     def drop(self, digest: bytes) -> int:
-        """Forget a version. Returns how many bytes that were."""
+        """Drop all blocks of a version. Returns how many bytes they had."""
         keys = [key for key in self._blocks if key[0] == digest]
         freed = sum(len(self._blocks.pop(key)) for key in keys)
         self._bytes -= freed
@@ -96,8 +96,8 @@ class Heap:
 class Space:
     """Accounting for all tiers: the only writer of copies' block states, of pins, and of the tiers' counters.
 
-    `tiers` are from fastest to slowest. The store's other parts find the catalog, the order of eviction and the heap
-    here."""
+    `tiers` are from fastest to slowest. It holds the catalog, the order of eviction and the heap for the store's other
+    parts."""
 
     def __init__(
         self, catalog: Catalog, eviction: Eviction, tiers: list[Tier], block_size: int, metrics: Metrics
@@ -114,9 +114,9 @@ class Space:
     def evict_for(
         self, tier: Tier, need: int, classes: Classes, *, older_than: int | None = None, here: int = 0
     ) -> bool:
-        """Evict copies of these classes, last used before the clock `older_than`, until `need` bytes and a file for them
-        fit. True if they do. It gives up after `VICTIMS_AT_ONCE`: the next call goes on, and no reader waits for the
-        eviction of thousands of files. `here` of the bytes lie on the tier's disk already."""
+        """Evict copies of these classes, last used before the clock `older_than`, until `need` bytes and an inode for them
+        are free. True if they are. It stops after `VICTIMS_AT_ONCE` copies, so that no reader waits for the eviction of
+        thousands of files; another call goes on. `here` of the bytes lie on the tier's disk already."""
         for _ in range(VICTIMS_AT_ONCE):
             limit = tier.limit_bytes(here)
             fits = tier.counted_bytes() + need <= limit
@@ -125,20 +125,20 @@ class Space:
             if need > limit:
                 return False
             if not fits and tier.used_bytes + need <= limit:
-                return False  # what it takes is on its way out
+                return False  # enough bytes wait for removal: evicting more would be too much
             victim = self.eviction.victim(tier.number, classes, older_than=older_than)
             if victim is None:
                 return False
             obj, copy = victim
             if fits and not any(c.pins or c.pinned for c in self.catalog.copies(obj, tier.number)):
-                # Only an inode is missing, and it is free when the whole file goes.
+                # Only an inode is missing: dropping the whole file frees one.
                 self.metrics.evicted_blocks += self.drop_file(obj, tier)
             else:
                 self.metrics.evicted_blocks += self.drop(obj, copy, copy.bitmap)
         return False
 
     async def fit(self, tier: Tier, need: int, *, here: int = 0) -> bool:
-        """`evict_for` anything, some victims at a time: readers go on meanwhile."""
+        """`evict_for` with all classes, repeated with checkpoints between, so that readers go on."""
         while True:
             used = tier.used_bytes
             if self.evict_for(tier, need, ANY, here=here):
@@ -148,26 +148,26 @@ class Space:
             await trio.lowlevel.checkpoint()
 
     def left_to_readers(self, tier: Tier, need: int) -> int:
-        """Bytes that stay free beside what is prefetched, in whole `need`s: prefetch takes the place of the lowest
-        classes, and then a reader would find nothing to evict but protected copies."""
+        """Bytes that prefetch leaves free, a multiple of `need` or of the block size if that is smaller. Prefetch evicts the
+        lowest classes; without this, readers would then have to evict protected copies."""
         need = min(need, self.block_size)
         return tier.limit_bytes() // READERS_SHARE // need * need if need else 0
 
     # -- users of a copy's bytes -------------------------------------------------------------------
 
     def pin(self, *copies: Copy) -> None:
-        """One more user of the copies: their bytes stay in the file until `unpin`."""
+        """Add a user to the copies: their bytes stay in the file until `unpin`."""
         for copy in copies:
             copy.pins += 1
 
     def unpin(self, obj: CachedObject, *copies: Copy) -> None:
-        """One user of the copies (of one tier) less."""
+        """Remove a user from the copies, which are of one tier."""
         for copy in copies:
             copy.pins -= 1
         self.unpinned(obj, *copies)
 
     def unpinned(self, obj: CachedObject, *copies: Copy) -> None:
-        """The pins of these have become fewer: what waited for that goes."""
+        """Free what waited for the last pin of these copies, which are of one tier."""
         if copies and copies[0].tier in obj.leaving:
             self._free_file(obj, self._tiers[copies[0].tier])
             return
@@ -180,7 +180,7 @@ class Space:
 
     @contextmanager
     def pinned(self, obj: CachedObject, *copies: Copy) -> Iterator[None]:
-        """`copies` are of one tier."""
+        """Pin the copies, which are of one tier, inside the context."""
         self.pin(*copies)
         try:
             yield
@@ -188,7 +188,7 @@ class Space:
             self.unpin(obj, *copies)
 
     def set_pinned(self, copy: Copy, pinned: bool) -> None:
-        """It stays until a person unpins it; or may go again, like a copy just used."""
+        """Keep the copy until a user unpins it, or let it be evicted again, as old as a copy used now."""
         if copy.pinned != pinned:
             copy.pinned = pinned
             self.own(copy)
@@ -197,20 +197,21 @@ class Space:
             self.eviction.touch(copy)
 
     def own(self, copy: Copy) -> None:
-        """This node keeps it from now on."""
+        """Make a remote-owned copy one of this node's own."""
         if self.eviction.own(copy):
             held = self.bytes(copy, copy.bitmap | copy.in_progress | copy.forgotten)
             self._tiers[copy.tier].remote_owned_bytes -= held
 
     def remote_owned(self, copy: Copy) -> None:
-        """Another node owns a copy that is about to get its first blocks."""
+        """Mark a copy as owned by another node, unless it has blocks already or is pinned."""
         if not (copy.bitmap or copy.in_progress or copy.pinned):
             self.eviction.remote_owned.add(copy.key)
 
     # -- the life of a block's bytes: reserve, commit, forget, free ----------------------------------
 
     def reserve(self, copy: Copy, bits: int) -> None:
-        """Blocks are about to be written into a (pinned) copy, by one writer. Bytes they left behind are theirs again."""
+        """Account for blocks that one writer is about to write into a (pinned) copy. Forgotten bytes of the same blocks,
+        which are still in the file, are not counted again."""
         copy.in_progress |= bits
         new = self.bytes(copy, bits & ~copy.forgotten)
         self._tiers[copy.tier].reserve(new)
@@ -219,7 +220,7 @@ class Space:
         copy.forgotten &= ~bits
 
     def commit(self, copy: Copy, bits: int, verified: int) -> None:
-        """Reserved blocks are whole: they exist from here on. How old they are is the caller's to say."""
+        """Make reserved blocks, which are written now, exist. The caller sets their age."""
         copy.in_progress &= ~bits
         copy.bitmap |= bits
         copy.verified |= verified & bits
@@ -230,15 +231,16 @@ class Space:
         self.catalog.changed(copy)
 
     def abandon(self, copy: Copy, bits: int) -> None:
-        """Reserved blocks did not come."""
+        """Turn reserved blocks that were not written into forgotten ones."""
         copy.in_progress &= ~bits
         copy.forgotten |= bits
 
     def drop(self, obj: CachedObject, copy: Copy, bits: int, why: str = "evicted") -> int:
-        """Remove blocks from a copy, and give their bytes back as soon as no caller uses the copy; of an immutable file, all
-        that it holds. Returns how many blocks went. `why` is one of the ledger's reasons."""
+        """Drop blocks of a copy; their bytes are freed when the copy has no pins. Of an immutable file all blocks are
+        dropped. Returns how many blocks were dropped. `why` is one of the ledger's reasons."""
         if not obj.has(copy):
-            return 0  # a reader found it damaged, as another did before, and a new copy may be in its place
+            # Two readers found it damaged; the first one dropped it, and a new copy may be in its place.
+            return 0
         tier = self._tiers[copy.tier]
         if obj.is_immutable(tier):
             return self.drop_file(obj, tier, why)
@@ -248,7 +250,8 @@ class Space:
         return count
 
     def drop_file(self, obj: CachedObject, tier: Tier, why: str = "evicted") -> int:
-        """Remove everything that a file holds, which is immutable or not in use; it is unlinked with its last pin."""
+        """Drop all blocks of a file that is immutable or not in use. It is unlinked when it has no pins. Returns how many
+        blocks were dropped."""
         backing = obj.backing
         if backing is not None and backing.tier is tier and not backing.users:
             backing.retire()
@@ -258,7 +261,7 @@ class Space:
         return count
 
     def goes_with(self, obj: CachedObject, copy: Copy) -> list[Copy]:
-        """The copies that are dropped when this one is."""
+        """The copies that are dropped with this one: all of an immutable file, or itself."""
         tier = self._tiers[copy.tier]
         return self.catalog.copies(obj, tier.number) if obj.is_immutable(tier) else [copy]
 
@@ -285,7 +288,7 @@ class Space:
                 self.unlink(obj, tier, freed)
                 return
         if freed:
-            # All that is no block of ours: of a huge page with one block the kernel has made the other half, too.
+            # Punch all of the extent but our blocks: the kernel allocates a whole huge page for one block.
             bits = extent_bits(block_count(copy.object_size, self.block_size), copy.extent) & ~copy.bitmap
             self.punch(obj, tier, list(self.catalog.ranges(copy, bits)), freed)
 
@@ -312,9 +315,9 @@ class Space:
         self.eviction.removed(copy)
 
     def bytes(self, copy: Copy, bits: int) -> int:
-        """What these blocks take on a disk."""
+        """Disk bytes that these blocks take."""
         count = bits.bit_count() * self._block_bytes
-        # Not block by block: a large file has hundreds of thousands, and the loop forgets them in one step.
+        # Not block by block: a large file has hundreds of thousands, and one step of the trio loop drops them all.
         last = (copy.object_size - 1) // self.block_size - copy.extent * BLOCKS_PER_EXTENT
         if 0 <= last < BLOCKS_PER_EXTENT and bits >> last & 1:
             count -= self._block_bytes - allocated((copy.object_size - 1) % self.block_size + 1)
@@ -323,20 +326,21 @@ class Space:
     # -- files -------------------------------------------------------------------------------------
 
     def unlink(self, obj: CachedObject, tier: Tier, freed: int = 0) -> None:
-        """The version's file goes, with the `freed` bytes that it takes: at once from memory, soon from a disk."""
+        """Remove the version's file, which takes `freed` bytes: at once from memory, through a queue from a disk."""
         obj.close_file(tier.number)
         tier.unlink(obj.id.digest, freed)
         obj.immutable.discard(tier.number)
         if tier.number in obj.leaving:
-            # The heap has blocks that its immutable file could not take. A new one can, and is whole only with them.
+            # The heap has blocks that the immutable file could not take. They are fetched again into a new file, because
+            # only a file with all blocks can be opened in passthrough.
             obj.leaving.discard(tier.number)
             self.heap.drop(obj.id.digest)
 
     def punch(self, obj: CachedObject, tier: Tier, ranges: list[Range], freed: int = 0) -> None:
-        """Give ranges of a version's file back, at once to memory, soon to a disk."""
+        """Punch ranges of a version's file, which take `freed` bytes: at once in memory, through a queue on a disk."""
         runs: list[Range] = []
         for start, length in ranges:
-            length = allocated(length)  # to the end of its page: a part of a page would only be zeroed
+            length = allocated(length)  # whole pages: punching a part of a page only zeroes it
             if runs and sum(runs[-1]) == start:
                 runs[-1] = (runs[-1][0], runs[-1][1] + length)
             else:
@@ -359,20 +363,20 @@ class Space:
             tier.failed(exc)
 
     def file_to_write(self, obj: CachedObject, tier: Tier) -> Callable[[], int] | None:
-        """A function that opens the version's file, for a thread; None while an immutable one is on its way out. If it
-        fails: `not_opened`."""
+        """A function, for a thread, that opens the version's file for writing; None while an immutable file of it waits for
+        its removal. If the function raises, call `not_opened`."""
         if tier.number in obj.leaving:
             return None
-        # What a vanished file held is forgotten before there is a new one: there it would read as zeros.
+        # If the index has blocks, the file must exist: in a new file these blocks would read as zeros.
         known = tier.number in obj.fds or any(copy.bitmap for copy in self.catalog.copies(obj, tier.number))
         return partial(tier.open_for_writing, obj.id.digest, obj.id.size, known=known)
 
     def not_opened(self, obj: CachedObject, tier: Tier, exc: OSError) -> None:
-        """A version's file could not be opened to be written: it has vanished, is immutable, or the tier fails."""
+        """Handle a version's file that could not be opened for writing: it has vanished, is immutable, or the tier fails."""
         if exc.errno == errno.ENOENT:
             self._vanished(obj, tier)
         elif exc.errno == errno.EROFS and tier.immutable(obj.id.digest):
-            # A crash cost it some of its rows: it could only be completed by writing.
+            # A crash lost some of its rows. An immutable file cannot be completed, so it is dropped and fetched again.
             self.drop_file(obj, tier)
         elif exc.errno != errno.ETIMEDOUT:
             self.failed(tier, exc)
@@ -380,7 +384,7 @@ class Space:
     # -- damage ------------------------------------------------------------------------------------
 
     def failed(self, tier: Tier, exc: OSError) -> None:
-        """An I/O error: it is counted, and the tier is watched."""
+        """Count an I/O error, and have the tier note it."""
         self.metrics.tier_errors += 1
         tier.failed(exc)
 
@@ -390,12 +394,12 @@ class Space:
                 self.lost(obj, copy, OSError(errno.ENOENT, "its file vanished"))
 
     def lost(self, obj: CachedObject, copy: Copy, exc: OSError) -> None:
-        """A tier failed to give what the index says it has: a miss."""
+        """Drop a copy that could not be read: its blocks are misses."""
         self.failed(self._tiers[copy.tier], exc)
         self.drop(obj, copy, copy.bitmap, "damaged")
 
     def corrupt(self, obj: CachedObject, copy: Copy, bits: int) -> None:
-        """Blocks are not what their checksums say: they are dropped, and fetched again."""
+        """Drop blocks that failed their checksums: they are fetched again."""
         bits &= copy.bitmap
         self.metrics.checksum_failures += bits.bit_count()
         for position in range(BLOCKS_PER_EXTENT):
@@ -411,11 +415,11 @@ class Space:
 
 
 class Pins:
-    """`cachefs pin` and `cachefs evict`: versions that people keep, and versions that they drop, on all tiers. `budget` is
-    what may be pinned, a share of the tiers' limits or bytes.
+    """`cachefs pin` and `cachefs evict`: versions that users keep or drop, on all tiers. `budget` is how much may be pinned,
+    a share of the tiers' limits or a number of bytes.
 
-    A pin is a flag of each copy, in its row: it holds over restarts, follows the copy between tiers, and is given to copies
-    that come later while the version is known. So pinning reserves nothing: the caller fetches first."""
+    A pin is a flag in the row of each copy: it outlives restarts and follows the copy between tiers. Copies made later get
+    it as long as the version is in memory. Pinning reserves no space: the caller fetches first."""
 
     def __init__(self, space: Space) -> None:
         self._catalog = space.catalog
@@ -429,7 +433,7 @@ class Pins:
 
     @property
     def budget_bytes(self) -> int:
-        """What may be pinned on this node now."""
+        """How many bytes may be pinned on this node now."""
         return self.budget.resolve(sum(tier.limit_bytes() for tier in self._tiers))
 
     def check(self, obj: CachedObject) -> None:
@@ -443,8 +447,8 @@ class Pins:
             )
 
     def pin(self, obj: CachedObject) -> None:
-        """What is cached of the version, or will be while it is known, stays until `unpin`, over restarts. Raises `NoRoom`
-        beyond the budget; then nothing has changed."""
+        """Keep the version's copies, and those made later while it is in memory, until `unpin`, over restarts. Raises
+        `NoRoom` beyond the budget, with nothing changed."""
         copies = self._catalog.all_copies(obj)
         loose = [copy for copy in copies if not copy.pinned]
         if obj.pinned and not loose:
@@ -455,18 +459,18 @@ class Pins:
             self._space.set_pinned(copy, True)
 
     def unpin(self, obj: CachedObject) -> None:
-        """It may be evicted again, like a version just used."""
+        """Let the version be evicted again, as old as one used now."""
         for copy in self._catalog.all_copies(obj):
             self._space.set_pinned(copy, False)
-        obj.pinned = False  # only now, for looking at its rows sets it
+        obj.pinned = False  # last, because loading a pinned row sets it
 
     def evict(self, obj: CachedObject) -> int:
-        """Drop what is not pinned. Bytes in use are counted, too, and go with their last user."""
+        """Drop the copies that are not pinned. Returns their bytes; those in use are freed with their last user."""
         freed = 0
         for tier in self._tiers:
             copies = self._catalog.copies(obj, tier.number)
             if obj.is_immutable(tier) and any(copy.pinned for copy in copies):
-                continue  # an immutable file goes whole or not at all
+                continue  # an immutable file is dropped as a whole or not at all
             loose = [copy for copy in copies if not copy.pinned]
             freed += sum(self._space.bytes(copy, copy.bitmap) for copy in loose)
             for copy in loose:
@@ -474,7 +478,7 @@ class Pins:
         return freed
 
     def whole(self, obj: CachedObject) -> bool:
-        """True if all its blocks lie on some tier."""
+        """True if each of its blocks lies on some tier."""
         for extent, bits in self._catalog.extents(obj):
             held = 0
             for copy in self._catalog.on_any_tier(obj, extent):
@@ -487,21 +491,22 @@ class Pins:
 # -- moves between tiers ---------------------------------------------------------------------------
 
 SPILL_ABOVE, SPILL_TO = 0.90, 0.75
-"""How full RAM is when the oldest copies start to move to SSD, and where that stops. Guessed."""
+"""Used share of RAM above which its oldest copies move to SSD, and the share where that stops. Guessed."""
 
 LOOK_EVERY_S = 0.25
-"""RAM may also become too full without taking anything in: pins that held it are gone, or its limit has sunk."""
+"""How often RAM is checked without a cache write: it may also be too full because its limit has become lower, and copies
+can be moved once they have lost their pins."""
 
 PROMOTED_AT_MOST = 16 << 20
-"""Larger versions stay on SSD. Measured: re-reading a large file from SSD falls from 2.6 to 0.6 GB/s while it is copied up,
-and gains nothing after. Small files gain: each of their reads is a seek."""
+"""Size of the largest version that is promoted. Measured: reading a large file from SSD again falls from 2.6 to 0.6 GB/s
+while it is copied, and gains nothing afterwards. Small files gain: each of their reads is a seek."""
 
 REUSE_AFTER_S = 5.0
-"""Touches closer together than this are one use (LRU-K's correlated reference period). Guessed."""
+"""Reads closer together than this are one use (LRU-K's correlated reference period). Guessed."""
 
 
 class Moves:
-    """Between `ram` and `ssd`."""
+    """Moves of copies between `ram` and `ssd`: spilling and promoting, in one task."""
 
     def __init__(self, space: Space, ram: Tier, ssd: Tier, clock: Callable[[], float]) -> None:
         self._catalog = space.catalog
@@ -515,13 +520,13 @@ class Moves:
         self._promotions: OrderedDict[CopyKey, None] = OrderedDict()
 
     def filled(self) -> None:
-        """RAM has taken something in."""
+        """Wake the task if RAM, which has new blocks, is too full."""
         if self._over(SPILL_ABOVE):
             self._wake.set()
 
     def used(self, copy: Copy) -> None:
-        """A block of an SSD copy was read: promote it at its next separate use. Copies of a dataset with epochs are not
-        promoted: they would lie on both tiers until the next epoch."""
+        """Note a read of an SSD copy, and promote the copy at its second separate use. Copies of a dataset with epochs are
+        not promoted, because they would lie on both tiers until the next epoch."""
         if copy.object_size > PROMOTED_AT_MOST or self._eviction.epochs.has_epochs(copy.dataset):
             return
         now = self._now()
@@ -552,59 +557,60 @@ class Moves:
             if victim is None:
                 return
             obj, copy = victim
-            going = self._space.goes_with(obj, copy)
-            wanted = self._eviction.protected(copy)
-            if self._ssd.writable() and await self._move_down(obj, going, LOWEST):
-                self._metrics.spilled_blocks += sum(c.bitmap.bit_count() for c in going)
+            group = self._space.goes_with(obj, copy)
+            protected = self._eviction.protected(copy)
+            if self._ssd.writable() and await self._move_down(obj, group, LOWEST):
+                self._metrics.spilled_blocks += sum(c.bitmap.bit_count() for c in group)
             elif not copy.bitmap:
-                continue  # its file was unreadable: it is gone
+                continue  # its file could not be read, so it was dropped
             elif copy.pinned or (
-                self._ram.used_bytes <= self._ram.limit_bytes() and not self._goes_first(copy, wanted)
+                self._ram.used_bytes <= self._ram.limit_bytes() and not self._goes_first(copy, protected)
             ):
-                return  # nowhere to go and no need to: keep serving from RAM
+                return  # SSD does not take it, and RAM has room for it: keep serving from RAM
             else:
-                self._metrics.evicted_blocks += sum(c.bitmap.bit_count() for c in going)
-            # Meanwhile it may have gone, or come into use; or it was opened in passthrough, and now more would go with it.
-            free = not any(c.pins for c in going)
-            if free and len(self._space.goes_with(obj, copy)) == len(going):
+                self._metrics.evicted_blocks += sum(c.bitmap.bit_count() for c in group)
+            # During the move the copy may have been dropped or pinned. Or the file was opened in passthrough, and dropping
+            # this copy would drop copies that were not moved.
+            free = not any(c.pins for c in group)
+            if free and len(self._space.goes_with(obj, copy)) == len(group):
                 self._space.drop(obj, copy, copy.bitmap)
 
     def _over(self, share: float) -> bool:
-        """True if this node's own copies take more of RAM; remote-owned ones go when their place is wanted."""
+        """True if this node's own copies take more than this share of RAM. Remote-owned ones are evicted on demand."""
         return self._ram.kept_bytes > share * self._ram.limit_bytes()
 
     def _spill_to(self) -> float:
-        """The share of RAM where spilling stops. If SSD has to evict for it, no more is spilled than necessary."""
+        """The share of RAM where spilling stops. If SSD has to evict for it, no more than necessary is spilled."""
         spilling = int((SPILL_ABOVE - SPILL_TO) * self._ram.limit_bytes())
         return SPILL_TO if self._space.evict_for(self._ssd, spilling, NOTHING) else SPILL_ABOVE
 
-    def _goes_first(self, copy: Copy, wanted: bool) -> bool:
-        """True if SSD refused it because every copy that it could evict was used later."""
-        if wanted or not self._ssd.writable():
+    def _goes_first(self, copy: Copy, protected: bool) -> bool:
+        """True if SSD refused the copy because every copy that it could evict was used later."""
+        if protected or not self._ssd.writable():
             return False
         return self._eviction.victim(self._ssd.number, LOWEST) is not None
 
     async def save_all(self) -> None:
-        """Save everything in RAM before a stop, evicting lower copies on SSD."""
+        """Move everything in RAM to SSD before a stop, evicting older or lower copies there."""
         while (victim := self._eviction.victim(self._ram.number, OURS, moving=True)) is not None:
             obj, copy = victim
-            wanted = self._eviction.protected(copy)
+            protected = self._eviction.protected(copy)
             saved = await self._move_down(obj, self._space.goes_with(obj, copy), ANY)
-            if not saved and copy.bitmap and (wanted or not self._ssd.writable()):
+            if not saved and copy.bitmap and (protected or not self._ssd.writable()):
                 return
             self._space.drop(obj, copy, copy.bitmap)
 
-    async def _move_down(self, obj: CachedObject, going: list[Copy], for_wanted: Classes) -> bool:
-        """Copy to SSD what will leave RAM together, but for remote-owned copies; `for_wanted`: what may be evicted there for
-        protected ones."""
+    async def _move_down(self, obj: CachedObject, group: list[Copy], for_protected: Classes) -> bool:
+        """Copy to SSD the copies that will leave RAM together, except remote-owned ones. `for_protected` are the classes
+        that may be evicted there for protected ones. True if all were copied."""
         with obj.held():
-            for copy in going:
+            for copy in group:
                 if copy.key in self._eviction.remote_owned:
                     continue
-                # Here the deadline of a stop strikes: never in the middle of an extent.
+                # The deadline of a stop cancels here, never in the middle of an extent.
                 await trio.lowlevel.checkpoint()
-                wanted = self._eviction.protected(copy)
-                evict, older_than = (for_wanted, None) if wanted else (LOWEST, copy.clock)
+                protected = self._eviction.protected(copy)
+                evict, older_than = (for_protected, None) if protected else (LOWEST, copy.clock)
                 if not await self.move(obj, copy, self._ssd, evict, older_than):
                     return False
             return True
@@ -612,7 +618,7 @@ class Moves:
     async def move(
         self, obj: CachedObject, copy: Copy, to: Tier, evict: Classes, older_than: int | None = None
     ) -> bool:
-        """Copy the blocks that `to` lacks into it. False if it has no room for them, or either side fails."""
+        """Copy the blocks that `to` lacks into it. False if it has no room for them, or either tier fails."""
         target = self._catalog.copy(obj, to.number, copy.extent)
         wanted = copy.bitmap & ~(target.bitmap | target.in_progress if target is not None else 0)
         if not wanted:
@@ -636,7 +642,7 @@ class Moves:
         ranges: list[Range],
         wanted: int,
     ) -> bool:
-        if source.disk.down or to.disk.down:  # a thread would wait for it, and a stop for the thread
+        if source.disk.down or to.disk.down:  # a thread would wait for the disk, and a stop for the thread
             return False
         sink = self._space.file_to_write(obj, to)
         if sink is None:
@@ -651,7 +657,7 @@ class Moves:
                 await trio.to_thread.run_sync(_copy_ranges, open_source, sink, ranges)
             moved = (
                 wanted & copy.bitmap
-            )  # a block that the source has dropped meanwhile is doubtful here, too
+            )  # a block that the source has dropped meanwhile may be damaged in the target, too
             for position, checksum in enumerate(copy.checksums):
                 if moved >> position & 1:
                     target.checksums[position] = checksum
@@ -715,14 +721,14 @@ Run = tuple[CachedObject, int, int]
 
 
 class WriteClosed(Exception):
-    """The transfer outlived its cache write: it must stop."""
+    """The cache write was closed before its transfer ended: the transfer must stop."""
 
 
 class CacheWrite:
     """Blocks [start_block, stop_block) of one version, delivered in order from the first byte on.
 
-    `kept` says that its bytes can be read after it was closed; `waits`, that writing may wait for a disk; `ahead`, that no
-    reader had asked for them when it began; `counted`, that a use of it was counted. `requester` is the requesting peer."""
+    `kept`: its bytes can be read after it was closed. `waits`: writing may wait for a disk. `ahead`: it is prefetched, and
+    no reader has read it yet. `counted`: its use was counted. `requester` is the requesting peer."""
 
     kept = False
     waits = False
@@ -736,10 +742,10 @@ class CacheWrite:
         self.start = start_block * block_size
         self.stop = min(size, stop_block * block_size)
         self.written = self.start
-        # The lowest offset that a reader waits for: bytes that are written below it wake no reader.
+        # The lowest offset that a reader waits for: bytes written below it wake no reader.
         self.wake_at = self.stop + 1
         self.on_written: Callable[[], None] | None = None
-        self.settled = 0  # blocks that all readers find
+        self.settled = 0  # number of blocks that all readers find
         self._size = size
         self.block_size = block_size
         self._completed: list[Completed] = []
@@ -748,7 +754,8 @@ class CacheWrite:
         self._closed = False
 
     def write(self, data: memoryview | bytes) -> None:
-        """Take the next bytes. Worker thread. Raises `NoRoom` when the tier cannot take them, `WriteClosed` when late."""
+        """Write the next bytes, in a worker thread. Raises `NoRoom` if the tier cannot take them, `WriteClosed` after
+        `close`."""
         view = memoryview(data)
         with self._lock:
             self._place(view)
@@ -767,8 +774,8 @@ class CacheWrite:
         self._wake_readers(len(data))
 
     def write_block(self, data: memoryview, checksum: int) -> None:
-        """The same for a whole block whose checksum the sender's reply carried and the client verified: no byte is hashed
-        twice."""
+        """`write` for one whole block whose checksum the sender's reply carried and the client verified: its bytes are not
+        hashed again."""
         with self._lock:
             block, within = divmod(self.written, self.block_size)
             if within or len(data) != block_length(block, self._size, self.block_size):
@@ -786,14 +793,15 @@ class CacheWrite:
         self._put(view, self.written)
 
     def _wake_readers(self, count: int) -> None:
-        """`count` bytes more are written. If that is all there is, the transfer ends now, which wakes its readers: once."""
+        """Wake readers after `count` more bytes, if one waits for them. If `count` is the whole range, the end of the
+        transfer, which comes now, wakes them instead."""
         wake = self.on_written if count < self.stop - self.start else None
         if self.written >= self.wake_at and wake is not None:
             wake()
 
     @property
     def wanted(self) -> bool:
-        """True if a reader waits for it, or has read from it."""
+        """True if a reader asked for it, waits for it, or has read from it."""
         return not self.ahead or self.wake_at <= self.stop
 
     def take_completed(self) -> list[Completed]:
@@ -803,17 +811,17 @@ class CacheWrite:
         return completed
 
     def close(self) -> None:
-        """No bytes are taken from here on. Waits for a `write` under way."""
+        """Refuse further bytes. Waits for a running `write`."""
         with self._lock:
             self._closed = True
 
     def read(self, offset: int, size: int) -> bytes:
-        """Bytes that are written (offset + size <= written), for a reader."""
+        """Written bytes (offset + size <= written), for a reader."""
         self.ahead = False
         return self.look(offset, size)
 
     def look(self, offset: int, size: int) -> bytes:
-        """The same, for a caller that is no reader."""
+        """Written bytes, for a caller that is no reader: it is no use of them."""
         raise NotImplementedError
 
     def _put(self, view: memoryview, offset: int) -> None:
@@ -821,8 +829,8 @@ class CacheWrite:
 
 
 class TierWrite(CacheWrite):
-    """Into a tier's file. `fd` is its descriptor, -1 before the first write opens it: on a disk that may take long, and a
-    small file's system calls belong in the transfer's thread. `CacheWrites.end` takes it."""
+    """A cache write into a tier's file. `fd` is its descriptor, -1 until the first write opens it in the transfer's thread,
+    because opening may wait for the disk. `CacheWrites.end` takes the descriptor."""
 
     def __init__(
         self,
@@ -864,8 +872,8 @@ class TierWrite(CacheWrite):
 
 
 class HeapWrite(CacheWrite):
-    """Into memory, for readers that are served although no tier can take the blocks. `leaving` are the tiers where that is
-    because the version's immutable file has not gone yet."""
+    """A cache write into memory, for readers whose blocks no tier can take. `leaving` are the tiers that cannot because an
+    immutable file of the version waits there for its removal."""
 
     kept = True
 
@@ -877,7 +885,7 @@ class HeapWrite(CacheWrite):
         self._buffer = bytearray()
 
     def _put(self, view: memoryview, offset: int) -> None:
-        if not self._buffer:  # not before: the transfer may have waited for a slot
+        if not self._buffer:  # not earlier: until now the transfer may have waited for a slot
             self._buffer = bytearray(self.stop - self.start)
         at = offset - self.start
         self._buffer[at : at + len(view)] = view
@@ -888,7 +896,7 @@ class HeapWrite(CacheWrite):
 
 
 class CacheWrites:
-    """Into the tiers, or the heap when none has room."""
+    """Cache writes into the tiers, or into the heap if no tier has room: beginning, settling and ending them."""
 
     def __init__(self, space: Space, moves: Moves | None) -> None:
         self._catalog = space.catalog
@@ -902,19 +910,19 @@ class CacheWrites:
     def begin(
         self, obj: CachedObject, start: int, stop: int, *, ahead: bool = False, remote_owned: bool = False
     ) -> CacheWrite | None:
-        """`begin_all` for one."""
+        """`begin_all` for one range."""
         return self.begin_all([(obj, start, stop)], ahead=ahead, remote_owned=remote_owned)[0]
 
     def begin_all(
         self, wanted: Sequence[Run], *, ahead: bool = False, remote_owned: bool = False
     ) -> list[CacheWrite | None]:
-        """Reserve room for blocks of several versions, for each in the fastest tier that has it; None where none has. Room
-        is looked for once for all that are left, and for each of them only where there is too little for all.
-        `ahead`: they are prefetched, so they displace only the lowest priority classes, and once here they wait for a
-        reader. `remote_owned`: another node owns them, so they displace only other remote-owned blocks."""
+        """Reserve space for blocks of several versions, each in the fastest tier that has it; None for those for which no
+        tier has. A tier is asked for space once for all that are left, and for each of them only if there is too little for
+        all. `ahead`: they are prefetched, so they displace only the lowest priority classes, and once written they wait for
+        a reader. `remote_owned`: another node owns them, so they displace only other remote-owned blocks."""
         cache_writes: list[CacheWrite | None] = [None] * len(wanted)
         left = list(range(len(wanted)))
-        # Held while room is made: making it may evict blocks of these very objects, and with them their files.
+        # Held, because making space may evict blocks of these objects, and with them close their files.
         for obj, _, _ in wanted:
             obj.hold()
         try:
@@ -937,8 +945,8 @@ class CacheWrites:
         return cache_writes
 
     def _places(self, ahead: bool, remote_owned: bool) -> Iterator[tuple[Tier, Classes]]:
-        """(tier, what may be evicted there), in the order to try: the lowest classes go from all tiers before any other
-        does."""
+        """(tier, classes that may be evicted there) in the order to try: the lowest classes of all tiers come before the
+        others of any tier."""
         if remote_owned:
             yield from ((tier, REMOTE_OWNED) for tier in self._tiers[:1] if tier.writable())
             return
@@ -946,7 +954,7 @@ class CacheWrites:
         first, last = tiers[:1], tiers[-1:]
         yield from ((tier, REMOTE_OWNED) for tier in tiers[:-1])
         if not ahead:
-            # This node's own copies have a right to all but what spilling leaves free, whatever waits there.
+            # This node's own copies may take RAM up to the share where spilling begins, in place of remote-owned ones.
             short = [tier for tier in first if tier.kept_bytes < SPILL_ABOVE * tier.limit_bytes()]
             yield from ((tier, NOTHING) for tier in last)
             yield from ((tier, ANY_REMOTE_OWNED) for tier in short)
@@ -958,7 +966,7 @@ class CacheWrites:
     def _makes_room(
         self, tier: Tier, wanted: Sequence[Run], evict: Classes, ahead: bool, remote_owned: bool
     ) -> bool:
-        """True if the tier has room for all of these, for which blocks of the classes `evict` may go."""
+        """True if the tier has space for all of these, after evicting copies of the classes `evict` if need be."""
         block = self._block_size
         needs = [allocated(min(obj.id.size, stop * block) - start * block) for obj, start, stop in wanted]
         largest = max(needs)
@@ -970,7 +978,8 @@ class CacheWrites:
     def _write_in(
         self, tier: Tier, obj: CachedObject, start: int, stop: int, ahead: bool, remote_owned: bool
     ) -> TierWrite | None:
-        """A cache write that has its room."""
+        """Begin a cache write on a tier that has space for it. None if its file is being removed, or a move writes the
+        blocks."""
         open_file = self._space.file_to_write(obj, tier)
         if open_file is None:
             return None
@@ -978,7 +987,7 @@ class CacheWrites:
         copy = self._catalog.create(obj, tier.number, start // BLOCKS_PER_EXTENT, obj.id.size, dataset)
         bits = _bits(start, stop)
         if copy.in_progress & bits:
-            return None  # a move is writing them: two writers would not know of each other
+            return None  # a move is writing them, and blocks have one writer
         cache_write = TierWrite(tier, copy, open_file, obj.id.size, self._block_size, start, stop)
         cache_write.ahead = ahead
         if remote_owned:
@@ -990,17 +999,18 @@ class CacheWrites:
         return cache_write
 
     def bypass(self, obj: CachedObject, block: int) -> CacheWrite:
-        """One block into memory, for a reader that waits for it and that no tier can serve. So the readers that wait bound
-        what the heap takes."""
+        """A cache write of one block into memory, for a reader that waits for it and that no tier can serve. The number of
+        waiting readers thus bounds what the heap takes."""
         return HeapWrite(obj.id.size, self._block_size, block, block + 1, frozenset(obj.leaving))
 
     def settle(self, obj: CachedObject, cache_write: CacheWrite) -> None:
-        """Make the blocks that are complete exist."""
+        """Make the blocks that are complete visible to all readers."""
         completed = cache_write.take_completed()
         if not completed:
             return
         if isinstance(cache_write, HeapWrite):
-            # A file that has gone since took the heap's blocks with it: its successor is whole only with this one, too.
+            # If an immutable file was removed since, `unlink` dropped the heap's blocks, so that a new file gets them all.
+            # This block is not kept then, either.
             kept = cache_write.leaving <= obj.leaving
             for block, _ in completed:
                 length = block_length(block, obj.id.size, self._block_size)
@@ -1026,14 +1036,14 @@ class CacheWrites:
         self._metrics.admitted_blocks += len(completed)
 
     def _count_miss(self, obj: CachedObject, cache_write: TierWrite) -> None:
-        """A reader waited for what a cache write brings: that is a use of it, one for all of it."""
+        """Count a miss as a use of the copy, once for the whole cache write."""
         self._eviction.touch(cache_write.copy)
         if not cache_write.counted:
             cache_write.counted = True
             self._eviction.used(obj, cache_write.copy, hit=False, requester=cache_write.requester)
 
     def end(self, obj: CachedObject, cache_write: CacheWrite) -> None:
-        """The transfer is over, whole or not: settle what was written, give back what did not."""
+        """End a cache write whose transfer is over, whole or not: settle the complete blocks, release the others' space."""
         cache_write.close()
         self.settle(obj, cache_write)
         whole = min(cache_write.stop, (cache_write.start_block + cache_write.settled) * self._block_size)
@@ -1044,7 +1054,7 @@ class CacheWrites:
         if cache_write.fd >= 0 and obj.fds.setdefault(tier.number, cache_write.fd) != cache_write.fd:
             os.close(cache_write.fd)  # another cache write has opened it, too
         if cache_write.wanted and not cache_write.counted and copy.bitmap:
-            self._count_miss(obj, cache_write)  # read while it came
+            self._count_miss(obj, cache_write)  # a reader read it during the transfer
         missing = _bits(cache_write.start_block + cache_write.settled, cache_write.stop_block)
         self._space.abandon(copy, missing)
         if cache_write.not_opened is not None:
@@ -1056,7 +1066,7 @@ class CacheWrites:
         self._space.unpin(obj, copy)
         obj.rest()
         if tier.number == RAM and self._moves is not None:
-            self._moves.filled()  # now it can be moved
+            self._moves.filled()  # the copy has lost its pin, so it can be moved
 
 
 def _bits(start: int, stop: int) -> int:

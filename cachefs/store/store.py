@@ -1,7 +1,7 @@
-"""The cache store: reading blocks that are here, and the parts that take blocks in, move and evict them.
+"""The cache store: reading cached blocks, and the parts that write, move and evict them.
 
-All state belongs to the trio thread; a plain method that does not await owns the world while it runs. Worker threads
-only ever move bytes between descriptors.
+All state belongs to the trio thread, so no other code changes it while a method without await runs. Worker threads only
+move bytes between descriptors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cachefs.store.space import CacheWrites, Moves, Pins, Space
 from cachefs.store.tier import LOOK_EVERY_S, RAM, READ_THREADS, Tier
 
 FLUSH_EVERY_S = 1.0
-"""How long the index may lag behind the files: what a kill -9 can cost in refetches. Guessed."""
+"""How long the index may lag behind the files. After kill -9, blocks written in that time are fetched again. Guessed."""
 
 Buffer = bytes | bytearray | memoryview
 
@@ -49,7 +49,8 @@ class Shared(NamedTuple):
 
 @dataclass(slots=True)
 class Step:
-    """A part of a read, for a worker thread: `length` bytes at `at`, in `block` if it must be checked."""
+    """A part of a read, for a worker thread: `length` bytes at the offset `at`. `check`: the whole `block`, which contains
+    them, is read and its checksum verified."""
 
     copy: Copy
     block: int
@@ -61,8 +62,8 @@ class Step:
 class Store:
     """This node's blocks, on `tiers` from fastest to slowest (possibly none: then everything passes through the heap).
 
-    Its parts, and their verbs under the store's name: `catalog` (what is where), `eviction` (what goes first), `space`
-    (accounting), `pins` (what people keep and drop), cache writes, moves between tiers, passthrough files, adopted files."""
+    Methods of its parts are attributes of the store, too: `catalog` (where blocks lie), `eviction` (its order), `space`
+    (accounting), `pins` (versions that users keep), cache writes, moves between tiers, backing files, adopted files."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class Store:
         self._trusting = verify == "none"
         self._closed = False
         self._threads = trio.CapacityLimiter(READ_THREADS)
-        # After a crash the files may lag behind the index: then every block is checked, whatever was asked for.
+        # After a crash the files may lag behind the index: then every block is checked, even with verify="none".
         self.catalog = Catalog(index, tiers, block_size, trust=verify == "none" and index.trusted)
         self.eviction = Eviction(self.catalog, index, tiers, policy, clock)
         self.space = Space(self.catalog, self.eviction, tiers, block_size, metrics)
@@ -121,11 +122,11 @@ class Store:
 
     @property
     def datasets(self) -> Datasets:
-        """Which dataset a version belongs to; the daemon tells it the mounted prefixes."""
+        """Maps versions to datasets. The daemon tells it the mounted prefixes."""
         return self.eviction.datasets
 
     def eviction_status(self) -> dict[str, Any]:
-        """The policy, and what is known of the datasets in use, as plain values."""
+        """The policy, and the state of the datasets in use, as plain values."""
         datasets = [
             {"name": self.datasets.name(number), **known} for number, known in self.eviction.epochs.status()
         ]
@@ -147,8 +148,8 @@ class Store:
         return sum(held.values())
 
     def layout(self, object_id: ObjectId) -> list[dict[str, Any]]:
-        """Where the blocks of a version are, as plain values: a row for each tier's copy of an extent, with how many blocks
-        it has, how many of them verified, and what keeps them or lets them go."""
+        """Where the blocks of a version lie, as plain values: a row for each copy of an extent, with its numbers of blocks,
+        and whether it is pinned, remote-owned or in use."""
         return [
             {
                 "tier": self._tier[copy.tier].name,
@@ -168,21 +169,21 @@ class Store:
         return self.pins.bytes
 
     def renew(self, obj: CachedObject) -> None:
-        """Let it go after everything that was used up to now. To the policy this is no use. The age of protected copies
-        stays: a younger clock would gain nothing."""
+        """Make the version's copies the most recently used ones, without a use for the policy. Protected copies keep their
+        age, because a younger one would gain them nothing."""
         for copy in self.catalog.all_copies(obj):
             if not self.eviction.protected(copy):
                 self.eviction.touch(copy)
 
     def evict(self, obj: CachedObject) -> int:
-        """Drop all of the version that is not pinned. Returns how many bytes; those in use go with their last user."""
+        """Drop all of the version that is not pinned. Returns its bytes; those in use are freed with their last user."""
         return self.pins.evict(obj) + self.space.heap.drop(obj.id.digest)
 
     # -- reading -----------------------------------------------------------------------------------
 
     def read_now(self, obj: CachedObject, offset: int, size: int, *, count: bool = True) -> Buffer | None:
-        """The bytes [offset, offset+size), if that takes no waiting: present, verified and in memory. Else None. `count`
-        says that this is a hit, and not the end of a miss."""
+        """The bytes [offset, offset+size) if they are cached, verified and in memory, so that reading does not wait; else
+        None. `count`: count this as a hit. False at the end of a miss."""
         if self._check_always:
             return None
         if size <= 0:
@@ -215,7 +216,7 @@ class Store:
         return b"".join(parts)
 
     def _pieces(self, offset: int, size: int) -> Iterator[Piece]:
-        """Each block's share of the range."""
+        """The parts of a range, one for each block."""
         end = offset + size
         while offset < end:
             block = offset // self.block_size
@@ -239,7 +240,7 @@ class Store:
             return None
         except OSError as exc:
             if exc.errno in (errno.EOPNOTSUPP, errno.EINVAL) and tier.blocking:
-                tier.reads_now = False  # this file system has no such reads: threads wait for all of them
+                tier.reads_now = False  # this file system has no RWF_NOWAIT, so threads do all reads
             else:
                 self.space.lost(obj, copy, exc)
             return None
@@ -249,8 +250,8 @@ class Store:
         return data
 
     async def read(self, obj: CachedObject, offset: int, size: int, *, count: bool = True) -> Buffer | None:
-        """The bytes, verified, waiting for the disk if need be. None when a block is not here, or turned out bad (it is
-        dropped then): fetch it. `count` as above."""
+        """The bytes, verified, waiting for the disk if need be. None if a block is not cached, cannot be read, or fails its
+        checksum; a failed one is dropped. The caller then fetches it. `count` as in `read_now`."""
         if size <= 0:
             return b""
         steps: list[Step] = []
@@ -279,8 +280,8 @@ class Store:
         return b"".join(good)
 
     async def _take(self, obj: CachedObject, steps: list[Step]) -> list[bytes | OSError | None] | None:
-        """What a thread reads; None if a disk does not answer. Until the thread is done, however long that takes, the copies
-        stay pinned and the descriptors open."""
+        """Run the steps in a thread; see `_take_steps`. None if a disk does not answer. Until the thread has ended, even
+        after this has returned, the copies stay pinned and the descriptors open."""
         self.space.pin(*(step.copy for step in steps))
         obj.hold()
         tiers = {step.copy.tier: self._tier[step.copy.tier] for step in steps}
@@ -290,7 +291,7 @@ class Store:
         def finish(_: object) -> None:
             for number, fd in files.items():
                 if fd >= 0 and obj.fds.setdefault(number, fd) != fd:
-                    os.close(fd)  # another thread has opened it, too
+                    os.close(fd)  # another thread has opened the file, too
             for step in steps:
                 self.space.unpin(obj, step.copy)
             obj.release()
@@ -307,7 +308,7 @@ class Store:
             return None
 
     async def _verify(self, obj: CachedObject, copy: Copy) -> bool:
-        """Check the blocks of a copy that are not verified yet. False if one is bad, which is dropped, or cannot be read."""
+        """Verify the unverified blocks of a copy. False if one fails, which is dropped, or cannot be read."""
         for start, length in list(self.catalog.ranges(copy, copy.bitmap & ~copy.verified)):
             step = Step(copy, start // self.block_size, start, length, check=True)
             results = await self._take(obj, [step])
@@ -316,7 +317,7 @@ class Store:
         return True
 
     async def _read_pieces(self, obj: CachedObject, offset: int, size: int, count: bool) -> Buffer | None:
-        """Block by block, for a range of which the heap holds a part."""
+        """`read` block by block, for a range with blocks in the heap."""
         parts = []
         for block, at, length in self._pieces(offset, size):
             kept = self.space.heap.get(obj.id.digest, block)
@@ -345,7 +346,7 @@ class Store:
         return True
 
     def hit(self, obj: CachedObject, blocks: Iterable[int]) -> None:
-        """A reader gets these blocks, which are here."""
+        """Count these cached blocks as hits, and as uses."""
         for block in blocks:
             copy = self.catalog.find(obj, block)
             if copy is not None:
@@ -364,13 +365,14 @@ class Store:
             if copy.tier != RAM and self._moves is not None:
                 self._moves.used(copy)
 
-    # -- giving to other nodes ---------------------------------------------------------------------
+    # -- serving other nodes -----------------------------------------------------------------------
 
     def share(
         self, obj: CachedObject, block: int, *, checked: bool = False, requester: str = ""
     ) -> Shared | None:
-        """Where the block lies, if it is here and verified (or was `checked` just now, by `read`). It stays there until
-        `unshare`; the caller holds the object as long. It is a use for the `requester`, and promotes nothing."""
+        """The place of a block, if it is cached and verified (or was `checked` just now by `read`); else None. Its bytes
+        stay there until `unshare`; the caller must hold the object until then. It counts as a use of the `requester`, and
+        promotes nothing."""
         copy = self.catalog.find(obj, block)
         if copy is None:
             return None
@@ -379,7 +381,7 @@ class Store:
             return None
         tier = self._tier[copy.tier]
         if tier.blocking and tier.number not in obj.fds:
-            return None  # to open it may take long: `read` does it in a thread
+            return None  # opening the file may take long, and `read` does it in a thread
         try:
             fd = obj.file(tier)
         except OSError as exc:
@@ -398,17 +400,18 @@ class Store:
 
     @property
     def passthrough(self) -> bool:
-        """False if `open_backing` can never succeed: each read must be checked, or the kernel takes no tier's files."""
+        """False if `open_backing` never succeeds, because each read must be checked or the kernel accepts no tier's
+        files."""
         return self.backing_files.possible
 
     @property
     def hangs(self) -> bool:
-        """Whether the disk of the SSD tier is known not to answer."""
+        """True if the disk of a tier is down."""
         return any(tier.disk.down for tier in self.tiers)
 
     def must_make_immutable(self, obj: CachedObject) -> bool:
-        """True if `open_backing` will succeed, but may have to wait for a disk unless `make_immutable` was awaited
-        before."""
+        """True if `open_backing` would succeed but may wait for a disk, so that the caller should await `make_immutable`
+        first."""
         return self.backing_files.to_make_immutable(obj) is not None
 
     # -- in the background -------------------------------------------------------------------------
@@ -423,7 +426,7 @@ class Store:
             while True:
                 await trio.sleep(FLUSH_EVERY_S)
                 for tier in self.tiers[-1:]:
-                    await self.space.fit(tier, 0)  # its limit may have sunk
+                    await self.space.fit(tier, 0)  # its limit may have become lower
                 await self.flush()
 
     async def _watch_disks(self) -> None:
@@ -433,8 +436,7 @@ class Store:
                 tier.disk.look()
 
     async def aclose(self, spill_deadline_s: float) -> None:
-        """Save what RAM holds to the next tier (as far as the deadline allows), give the memory back, then close the index
-        cleanly."""
+        """Move what RAM holds to SSD as far as the deadline allows, remove the RAM tier, then close the index cleanly."""
         self.backing_files.close()
         if self._moves is not None:
             with trio.move_on_after(spill_deadline_s, shield=True):
@@ -448,15 +450,16 @@ class Store:
         await self._close_index(HANGS_AFTER_S)
 
     async def hand_over(self) -> None:
-        """Instead of `aclose`: close the index for a daemon that goes on at once, with what is in memory, too."""
+        """Close the index for a daemon that takes over at once, and keep the RAM tier. Instead of `aclose`."""
         await self._close_index(0.0)
 
     async def _close_index(self, disposal_s: float) -> None:
-        """Cleanly, unless files that are to go are still there after `disposal_s`: the next daemon looks for those."""
+        """Close the index, cleanly unless removals are not done after `disposal_s` seconds: the next daemon's scrub finishes
+        those."""
         for tier in self.tiers:
             if not await trio.to_thread.run_sync(tier.disposal.idle, disposal_s, abandon_on_cancel=True):
                 self.catalog.unfinished = True
-        # A daemon that verifies no checksums relies on the files being as old as the index.
+        # A daemon that verifies no checksums needs files that are as new as the index.
         trusted = self._trusting
         for tier in self.tiers if trusted else ():
             trusted = tier.number == RAM or await trio.to_thread.run_sync(tier.sync)
@@ -467,7 +470,7 @@ class Store:
         self._closed = True
 
     def abandon(self) -> None:
-        """After a failure: give back the memory and the index, unless `aclose` did. Blocking; saves nothing."""
+        """Remove the RAM tier and close the index after a failure, unless `aclose` did. Saves nothing. Blocking."""
         if self._closed:
             return
         self._closed = True
@@ -480,8 +483,8 @@ class Store:
 def _take_steps(
     steps: list[Step], block_size: int, tiers: dict[int, Tier], files: dict[int, int], digest: bytes
 ) -> list[bytes | OSError | None]:
-    """The bytes of each step, in a worker thread that touches nothing but descriptors; None for a checksum that does not
-    match. `files` are descriptors by tier: those below 0 are opened here."""
+    """The bytes of each step, or its OSError, or None if a checksum does not match. For a worker thread: it uses only
+    descriptors. `files` are descriptors by tier; those below 0 are opened and replaced."""
     results: list[bytes | OSError | None] = []
     for step in steps:
         try:

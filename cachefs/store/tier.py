@@ -1,23 +1,23 @@
-"""A tier: one directory that holds object versions as sparse files, and knows what it may take.
+"""A tier: one directory that holds object versions as sparse files, with its space accounting and its health.
 
-`used_bytes` counts allocated bytes (block lengths rounded up to the page), because that is what the cap and the disk
-count. It is raised when room is reserved, so an overshoot is impossible, not merely bounded. `unlisted_bytes` is the
-part of it that no index row will account for after a crash: on its way in, or on its way out. `remote_owned_bytes` is
-the part of extents that other nodes own.
+`used_bytes` counts allocated bytes (block lengths rounded up to the page), as the cap and the disk do. It is raised when
+space is reserved, before the bytes are written, so it never passes the limit. `unlisted_bytes` is the part of it that no
+index row would account for after a crash: bytes that are being written or removed. `remote_owned_bytes` is the part in
+extents that other nodes own.
 
-Health: after an I/O error nothing new is written for a while, then cache writes are tried again; reads go on, each failing
-one is a miss. Three errors without a success between them make it *down* in `status`. A full disk is no failure: it lowers
-the limit to what is used.
+Health: after an I/O error the tier takes no cache writes for `RETRY_AFTER_S`. Reads go on, and a read that fails is a miss.
+Three errors without a successful write between them make the tier *down* in `status`. A full disk is no failure: it
+lowers the limit to what is used.
 
-**Its disk** may hang instead of failing: a call on it does not return, and no signal ends it. So what may wait for it
-runs in worker threads. Each such call is noted while it lasts (`busy`); one that lasts too long takes the disk *down*.
-Then its readers are turned away at once, and nothing new is begun there, until a probe in a thread of its own has come
-back. `goes_down` and `goes_up` are the only two transitions.
+**The disk** may hang instead of failing: a call on it does not return, and no signal ends it. So each call that may wait
+for the disk runs in a worker thread and is recorded while it runs (`busy`). A call that takes too long takes the disk
+*down*: its readers get an error at once, and no new call begins, until a probe in a thread of its own has returned.
+`goes_down` and `goes_up` are the only two transitions.
 
 Removing a large file, or punching holes into it, takes the file system seconds, and longer on a disk that hangs. So the
-trio thread only says what is to go, and one thread (`Disposal`) removes it in the order in which it was dropped. Until
-a file's jobs are done, its bytes are counted as `going_bytes`, and a thread that writes the same version again waits
-for that (`settle`).
+trio thread only queues the removal, and one thread (`Disposal`) carries out the queue in its order. Until the jobs of a
+file are done, its bytes are counted as `going_bytes`, and a thread that writes the same version again waits for them
+(`settle`).
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ T = TypeVar("T")
 # -- the disk: whether it answers, and giving bytes back to it -------------------------------------
 
 AT_ONCE_S = 0.5
-"""How long the trio thread itself waits for a disk. Guessed: far longer than a disk takes to look up a name."""
+"""How long the trio thread itself waits for a disk. Guessed: far longer than a disk needs to look up a name."""
 
 LOOK_EVERY_S = 0.5
-"""How often calls under way are looked at, by those that wait for one, too; and how long the thread that removes files
-waits for more before it ends. Derived: a tenth of `HANGS_AFTER_S`."""
+"""How often the running calls of a disk are checked, how often `settle` checks the disk, and how long an idle disposal
+thread waits for a job before it ends. Derived: a tenth of `HANGS_AFTER_S`."""
 
 READ_THREADS = 8
-"""Reads of one disk at a time; more only lengthen its queue. Guessed."""
+"""Concurrent reads of one disk. More would only lengthen its queue. Guessed."""
 
 SLICE_BYTES = 64 << 20
-"""What one call frees. Measured on ext4: 1,000 extents of 64 KiB in 64 MiB go in 2 ms."""
+"""Bytes that one call frees at most. Measured on ext4: freeing 64 MiB in 1,000 extents of 64 KiB takes 2 ms."""
 
 PUNCH = 0x03  # FALLOC_FL_KEEP_SIZE | FALLOC_FLPUNCH_HOLE
 
 
 class Disk:
-    """The disk that `path` lies on. `name` is the tier's. The clock is the machine's, for threads note calls, too."""
+    """The disk that `path` lies on: its running calls, and whether it is down. `name` is the tier's, for the log."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.down = False
@@ -87,7 +87,7 @@ class Disk:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Around a call on the disk, in the thread that makes it."""
+        """Record a call on the disk while it runs. Used in the thread that makes the call."""
         call = object()
         self._calls[call] = time.monotonic()
         try:
@@ -98,25 +98,25 @@ class Disk:
     # -- calls that have a reader ------------------------------------------------------------------
 
     async def run(self, call: Callable[[], T], finish: Callable[[T | None], None]) -> T:
-        """What `call` gives, or raises, in a thread. OSError(ETIMEDOUT) when the disk is down, or goes down meanwhile.
+        """Run `call` in a worker thread; return or raise what it does. OSError(ETIMEDOUT) if the disk is or goes down.
 
-        `finish` is called once in any case, when the call has ended and not before: its descriptors are in use until then,
-        however long that takes."""
+        `finish` is called once in any case, with the result or None, and only after the call has ended, which may be long
+        after this has raised: the call uses its descriptors until then."""
         if self.down:
             finish(None)
             raise self._hangs()
         ended, slot = trio.Event(), object()
         result: Outcome[T] | None = None
 
-        def noted() -> T:
+        def recorded() -> T:
             if self.down:
-                raise self._hangs()  # it waited for a thread until now
+                raise self._hangs()  # the disk went down while the call waited for a thread
             with self.busy():
                 return call()
 
         def start() -> None:
             try:
-                start_in_thread(noted, end)
+                start_in_thread(recorded, end)
             except OSError as exc:
                 end(Error(exc))
 
@@ -151,20 +151,20 @@ class Disk:
         return TimeoutError(errno.ETIMEDOUT, f"the disk of {self._path} does not answer")
 
     def at_once(self, call: Callable[[], T]) -> T | None:
-        """What a short `call` in a thread returns, or raises, for the trio thread, which waits for it. None if that takes
-        longer than `AT_ONCE_S`, or another call does already."""
+        """Run a short `call` in a thread while the trio thread blocks; return or raise what it does. None if the disk is
+        down, if this call or another running one takes longer than `AT_ONCE_S`, or if no thread can be started."""
         since = min(list(self._calls.values()), default=None)
         if self.down or (since is not None and time.monotonic() - since > AT_ONCE_S):
             return None
 
-        def noted() -> T:
+        def recorded() -> T:
             with self.busy():
                 return call()
 
         answer: SimpleQueue[Outcome[T]] = SimpleQueue()
         try:
-            trio.lowlevel.start_thread_soon(noted, answer.put)
-        except RuntimeError:  # no thread can be started
+            trio.lowlevel.start_thread_soon(recorded, answer.put)
+        except RuntimeError:  # the system starts no more threads
             return None
         try:
             return answer.get(timeout=AT_ONCE_S).unwrap()
@@ -174,7 +174,7 @@ class Disk:
     # -- the state ---------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Take the disk down if a call on it lasts too long."""
+        """Take the disk down if a call on it has run for longer than `HANGS_AFTER_S`."""
         since = min(list(self._calls.values()), default=None)
         if not self.down and since is not None and time.monotonic() - since > HANGS_AFTER_S:
             self.goes_down()
@@ -189,8 +189,8 @@ class Disk:
         )
         for scope in list(self._readers):
             scope.cancel()
-        for hear in self.on_down:
-            hear()
+        for callback in self.on_down:
+            callback()
         trio.lowlevel.spawn_system_task(self._probe)
 
     def goes_up(self) -> None:
@@ -204,16 +204,18 @@ class Disk:
 
 
 def _write_and_remove(path: Path) -> None:
-    """Return when the disk has answered: a new file was written out to it, and read back. Errors are ignored: the tier meets
-    them at its next write."""
+    """Write a new file out to the disk and read it back; returns when the disk has answered. Errors are ignored: the tier's
+    next write meets them."""
     try:
-        path.unlink(missing_ok=True)  # to write an old one out may need no disk
+        path.unlink(missing_ok=True)  # syncing a file that exists already may not need the disk
         fd = ownership.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
-            with suppress(OSError):  # a full disk says so without being asked; then the file is an inode
+            # ENOSPC comes from memory; the fsync below still writes the inode to the disk.
+            with suppress(OSError):
                 os.pwrite(fd, b"probe", 0)
             os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # else the page cache would answer
+            # Otherwise the page cache would answer the read.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.pread(fd, PAGE, 0)
         finally:
             os.close(fd)
@@ -224,7 +226,7 @@ def _write_and_remove(path: Path) -> None:
 
 @dataclass
 class _Job:
-    """`ranges` are punched out; without any, the file goes."""
+    """Holes to punch into a file, or with no `ranges` a file to remove. `count` bytes of disk space become free."""
 
     digest: bytes
     path: str
@@ -233,10 +235,11 @@ class _Job:
 
 
 class Disposal:
-    """What is to go from one tier. `failed` is called with what the file system refuses, in the thread.
+    """The removals of one tier: a queue, and the thread that carries it out. A removal that fails calls `failed` with its
+    OSError, in that thread.
 
-    A file that was opened in passthrough (immutable) is only ever unlinked, for a process may have it mapped. Any other
-    is cut short in slices, so that no single call holds the file system's journal for long."""
+    An immutable file is only unlinked, because a process may have it mapped. Any other large file is truncated in slices, so
+    that no single call holds the file system's journal for long."""
 
     def __init__(self, disk: Disk, failed: Callable[[OSError], None]) -> None:
         self.going_bytes = self.going_files = 0
@@ -248,7 +251,7 @@ class Disposal:
         self._running = False
 
     def remove(self, digest: bytes, path: str, ranges: Sequence[tuple[int, int]], count: int) -> None:
-        """Ranges of the version's file go, or all of it if there are none, with the `count` bytes that they take."""
+        """Queue the removal of `ranges` of the version's file, or of the file if there are none. They take `count` bytes."""
         with self._changed:
             self.going_bytes += count
             self.going_files += not ranges
@@ -258,11 +261,11 @@ class Disposal:
             self._changed.notify_all()
 
     def pending(self, digest: bytes) -> bool:
-        """True if anything of the version is still to go."""
+        """True if a removal of the version is not done yet."""
         return digest in self._pending
 
     def settle(self, digest: bytes) -> None:
-        """Return when nothing of the version is still to go. Blocking. OSError(ETIMEDOUT) if the disk is down."""
+        """Wait until all removals of the version are done. Blocking. OSError(ETIMEDOUT) if the disk is down."""
         with self._changed:
             while not self._changed.wait_for(lambda: digest not in self._pending, LOOK_EVERY_S):
                 if self._disk.down:
@@ -270,14 +273,14 @@ class Disposal:
                 self._run()
 
     def idle(self, seconds: float) -> bool:
-        """Wait until all is done, at most so long. True if it is. Blocking."""
+        """Wait at most `seconds` until all removals are done. True if they are. Blocking."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._pending, seconds)
 
     # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Have the thread. Where none can be started, the next job or a caller that waits tries again."""
+        """Start the thread if it is not running. If that fails, the next job or a waiting `settle` tries again."""
         if not self._running:
             self._running = True
             try:
@@ -314,7 +317,7 @@ class Disposal:
 
 
 def _remove(path: str) -> None:
-    """The name first, then what lies there, from the end on."""
+    """Unlink a file; truncate a large one from its end in slices after that, unless it is immutable."""
     size = os.lstat(path).st_blocks * 512
     if size <= SLICE_BYTES:
         os.unlink(path)
@@ -348,29 +351,29 @@ PAGE = 4096
 """Allocation unit of ext4, xfs and tmpfs as they are commonly made."""
 
 HUGE_PAGE = 2 << 20
-"""Of x86 and of most others. Smaller files have none."""
+"""A huge page of x86 and most other processors. A smaller file has none."""
 
 RETRY_AFTER_S = 30.0
-"""How long a failing tier is left alone before a write probes it again. Guessed."""
+"""How long a tier that failed takes no writes, before the next write is tried. Guessed."""
 
 FREE_SPACE_EVERY_S = 0.5
 """How old a reading of the disk's free space may be. Derived: 0.5 s at 2 GB/s of other writers is 1 GB, far less than
 the default reserve of 10 % of a cache disk."""
 
 FREE_MEMORY_EVERY_S = 0.02
-"""The same of a tmpfs, which answers from memory. Derived: a huge page can take twice what is counted, so at 1 GB/s it is
-20 MB, much less than the tenth that spilling keeps free."""
+"""The same for a tmpfs, which answers from memory. Derived: huge pages can take twice the counted bytes, so at 1 GB/s the
+reading is 20 MB behind, much less than the tenth that spilling keeps free."""
 
 IMMUTABLE = 0o400
-"""Mode of a file that was opened in passthrough: its bytes never change any more, under this daemon and the next. The file
-itself records it, because a mapping of it may outlive the daemon, and the index may lag behind."""
+"""Mode of a file that was opened in passthrough or adopted: neither this daemon nor the next changes its bytes. The file
+itself records it, because a mapping of the file may outlive the daemon, and the index may lag behind."""
 
 GOING_BYTES, GOING_SHARE, GOING_FILES = 64 << 20, 16, 64
-"""So much of a tier, or this part of it, may be on its way out without being counted as used: dropping a few files makes
-room at once. Guessed; the disk keeps more free."""
+"""Bytes, share of the cap (one of 16) and files that may wait for removal without being counted as used: dropping a few
+files makes room at once. The larger of the two amounts of bytes counts. Guessed: the disk keeps more than that free."""
 
 RAM, SSD = 0, 1
-"""Tier numbers, fastest first. They tag index rows, so they never change their meaning."""
+"""Tier numbers, fastest first. Index rows hold them, so their meaning never changes."""
 
 _WRITING = os.O_RDWR | os.O_NOFOLLOW
 # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_NOATIME_FL
@@ -378,12 +381,12 @@ _GETFLAGS, _SETFLAGS, _NOATIME = 0x80086601, 0x40086602, 0x80
 
 
 def allocated(length: int) -> int:
-    """Disk bytes that `length` bytes take."""
+    """Disk bytes that `length` bytes take: whole pages."""
     return -(-length // PAGE) * PAGE
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Of the directory that is there now; None when there is none."""
+    """(device, inode) of what is at `path` now, or None."""
     try:
         found = os.stat(path)
     except OSError:
@@ -396,7 +399,8 @@ def is_immutable(status: os.stat_result) -> bool:
 
 
 def checksums(fd: int, ranges: Sequence[tuple[int, int]], how: int = 0) -> list[int]:
-    """xxh3_64 of each range (offset, length) of a file, read as `how` (RWF_*) says. OSError when the file ends before."""
+    """xxh3_64 of each (offset, length) range of a file, read with the flags `how` (RWF_*). OSError if the file is too
+    short."""
     buffer = memoryview(bytearray(max(length for _, length in ranges)))
     found = []
     for start, length in ranges:
@@ -407,8 +411,8 @@ def checksums(fd: int, ranges: Sequence[tuple[int, int]], how: int = 0) -> list[
 
 
 class Tier:
-    """One directory. `number` is `RAM` or `SSD`; `blocking` says that reading can wait for a device (true of a disk, not of
-    tmpfs), `passthrough` that the kernel takes its files."""
+    """One directory. `number` is `RAM` or `SSD`. `blocking`: a read may wait for a device, as on a disk and not on tmpfs.
+    `passthrough`: the kernel accepts its files as backing files. Times are of `clock`, in seconds."""
 
     def __init__(
         self,
@@ -427,20 +431,21 @@ class Tier:
         self.cap_bytes = cap_bytes
         self.blocking = blocking
         self.passthrough = True
-        self.registered = 0  # files that the kernel may have now, idle ones among them
+        self.registered = 0  # backing files that the kernel may have now, including idle ones
         self.used_bytes = 0
         self.unlisted_bytes = 0
         self.pinned_bytes = 0
         self.remote_owned_bytes = 0
         self.blocks = 0
-        self.reads_now = True  # until the file system says that it cannot read without waiting
+        self.reads_now = True  # False once the file system has refused RWF_NOWAIT
         self.errors_in_a_row = 0
         self.last_error = ""
         self._keep_free_bytes = keep_free_bytes
         self._clock = clock
         self._retry_at = 0.0
         self._free_bytes = 0
-        self._free_files = math.inf  # that may be made before the disk has less than its share of inodes free
+        # Files that may be made before the disk's free inodes fall below the share kept free.
+        self._free_files = math.inf
         self._free_read_again_at = -1e9
         self._used_at_reading = 0
         self.disk = Disk(name, path)
@@ -458,29 +463,29 @@ class Tier:
             self._identity = _identity(path)
         except OSError as exc:
             if exc.errno in (errno.ENOSPC, errno.EDQUOT):
-                self.full()  # what is there can still be read
+                self.full()  # cached blocks can still be read
                 return
             raise CacheUnusable(f"cannot write to the cache directory {path}: {exc.strerror}") from exc
 
-    # -- what it may take --------------------------------------------------------------------------
+    # -- limits and health -------------------------------------------------------------------------
 
     def limit_bytes(self, here: int = 0) -> int:
-        """The cap now: what was asked for, or less when the disk has less to give. `here` are bytes that lie on its disk
-        already and are about to be the tier's."""
+        """How many bytes the tier may use now: the cap, or less if the disk has too little free space. `here` are bytes that
+        lie on the disk already and are about to become the tier's."""
         if self._clock() >= self._free_read_again_at:
             self._read_free()
-        # What this tier took since the reading came out of the same free space.
+        # Bytes that this tier took since the reading came out of the same free space.
         room = self._used_at_reading + here + self._free_bytes - self._keep_free_bytes
         return max(0, min(self.cap_bytes, room))
 
     def spare_bytes(self) -> int:
-        """Bytes that the disk has now beyond what is kept free; below 0 if it has less."""
+        """Free bytes of the disk now, minus those that are kept free. May be negative."""
         self._read_free()
         return self._free_bytes - self._keep_free_bytes
 
     @property
     def takes_files(self) -> bool:
-        """True if the disk has an inode for one more file. The same part of its inodes stays free as of its bytes."""
+        """True if the disk has an inode for one more file. The share of inodes kept free is that of its bytes."""
         if self._clock() >= self._free_read_again_at:
             self._read_free()
         return self._free_files - max(0, self.disposal.going_files - GOING_FILES) >= 1
@@ -499,7 +504,7 @@ class Tier:
             stats = os.statvfs(self.path)
             self._free_bytes = stats.f_bavail * stats.f_frsize
             self._free_files = math.inf
-            if stats.f_files:  # else the file system makes inodes as it needs them (btrfs)
+            if stats.f_files:  # 0 where the file system makes inodes as it needs them (btrfs)
                 share = self._keep_free_bytes / max(1, stats.f_blocks * stats.f_frsize)
                 kept_free = math.ceil(share * stats.f_files)
                 self._free_files = stats.f_favail + self.disposal.going_files - kept_free
@@ -508,13 +513,13 @@ class Tier:
         self._used_at_reading = self.used_bytes + self.disposal.going_bytes
 
     def full(self) -> None:
-        """The disk said ENOSPC: the limit is what is used now, until the next reading."""
+        """The disk returned ENOSPC: the limit is what is used now, until the next reading of its free space."""
         self._free_read_again_at = self._clock() + FREE_SPACE_EVERY_S
         self._free_bytes = self._keep_free_bytes
         self._used_at_reading = self.used_bytes + self.disposal.going_bytes
 
     def writable(self) -> bool:
-        """True if new blocks may be offered to it now."""
+        """True if the tier takes cache writes now."""
         return not self.disk.down and (self.errors_in_a_row == 0 or self._clock() >= self._retry_at)
 
     @property
@@ -528,12 +533,12 @@ class Tier:
         return "unstable" if self.errors_in_a_row < 3 else "down"
 
     def failed(self, exc: OSError) -> None:
-        """An I/O error happened on this tier."""
+        """Record an I/O error of this tier. It takes no writes for `RETRY_AFTER_S`."""
         if exc.errno in (errno.ENOSPC, errno.EDQUOT):
             self.full()
             return
         if exc.errno == errno.ENOENT:
-            return  # a file vanished: its blocks are a miss, the tier does not fail
+            return  # another program removed a file: its blocks are a miss, and the tier is well
         before = self.state
         self.errors_in_a_row += 1
         self.last_error = f"{os.strerror(exc.errno or 0)}"
@@ -542,68 +547,69 @@ class Tier:
             log.warning("cache tier %s (%s) is %s: %s", self.name, self.path, self.state, self.last_error)
 
     def worked(self) -> None:
-        """A write succeeded."""
+        """Record a successful write: the tier is well again."""
         if self.errors_in_a_row:
             log.warning("cache tier %s (%s) works again", self.name, self.path)
             self.errors_in_a_row = 0
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of this node's own copies."""
+        """Used bytes of extents that no other node owns."""
         return self.used_bytes - self.remote_owned_bytes
 
     def counted_bytes(self) -> int:
-        """Bytes that count as used when blocks are to come: with those on their way out, beyond the first of them."""
-        going = self.disposal.going_bytes
-        free = max(GOING_BYTES, self.cap_bytes // GOING_SHARE) if going else 0
-        return self.used_bytes + max(0, going - free)
+        """Bytes to compare with the limit before a write: used ones, and those waiting for removal beyond an allowance."""
+        removing = self.disposal.going_bytes
+        allowance = max(GOING_BYTES, self.cap_bytes // GOING_SHARE) if removing else 0
+        return self.used_bytes + max(0, removing - allowance)
 
     # -- accounting --------------------------------------------------------------------------------
 
     def reserve(self, count: int, here: int = 0) -> None:
-        """Bytes will come. The disk has `here` of them already: these come out of no free space."""
+        """Count `count` bytes as used before they are written. `here` of them lie on the disk already, so they take no free
+        space."""
         self.used_bytes += count
         self.unlisted_bytes += count
         self._used_at_reading += here
 
     def committed(self, count: int) -> None:
-        """Reserved bytes have come: a row speaks of them."""
+        """Reserved bytes are written, and an index row accounts for them."""
         self.unlisted_bytes -= count
 
     def forgot(self, count: int) -> None:
-        """No row speaks of these bytes any more, but they are still there."""
+        """No index row accounts for these bytes any more, but they are not freed yet."""
         self.unlisted_bytes += count
 
     def freed(self, count: int) -> None:
-        """Unlisted bytes are gone."""
+        """Unlisted bytes are freed: they are no longer used."""
         self.used_bytes -= count
         self.unlisted_bytes -= count
 
     # -- files -------------------------------------------------------------------------------------
 
     def file_path(self, digest: bytes) -> Path:
-        """Where the version `digest` lies. 256 directories keep a million files at 4,000 each."""
+        """The path of the version `digest`. There are 256 directories, so a million files are 4,000 in each."""
         return Path(self._file(digest))
 
     def _file(self, digest: bytes) -> str:
-        # As text: a small file's fetch comes here five times, and each Path takes 4 µs to put together.
+        # A str, not a Path: the fetch of a small file calls this five times, and making a Path takes 4 µs.
         name = digest.hex()
         return f"{self._objects}/{name[:2]}/{name[2:]}"
 
     def open_file(self, digest: bytes) -> int:
-        """A descriptor of the version's file, for reading only if it is immutable and we are not root. OSError(ENOENT) when
-        it is not there."""
+        """Open the version's file; returns the descriptor. It is read-only if the file is immutable and this process is not
+        root's. OSError(ENOENT) if there is no file."""
         path = self._file(digest)
         try:
             return os.open(path, _WRITING)
         except OSError as exc:
             if exc.errno not in (errno.EACCES, errno.EROFS):
                 raise
-            # It is immutable, or its file system was remounted read-only after an error.
+            # The file is immutable, or its file system was remounted read-only after an error.
             return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
 
     def new_file(self, digest: bytes, size: int) -> int | None:
-        """A descriptor of the version's file, made here, for `size` bytes; None when there is one already."""
+        """Create the version's file, for `size` bytes; returns the descriptor, or None if the file exists."""
         path, flags = self._file(digest), _WRITING | os.O_CREAT | os.O_EXCL
         try:
             try:
@@ -615,15 +621,15 @@ class Tier:
             return None
         self._free_files -= 1
         if not self.blocking and size > HUGE_PAGE:
-            # A tmpfs has huge pages only below the end of the file. Measured: writing 16 MiB in their order then takes
-            # 0.05 s a GiB, without it 0.4 to 2.5.
+            # A tmpfs uses huge pages only below the end of the file. Measured, writing 16 MiB in order: 0.05 s a GiB with
+            # this call, 0.4 to 2.5 s without.
             os.ftruncate(fd, size)
         return fd
 
     def open_for_writing(self, digest: bytes, size: int, *, known: bool) -> int:
-        """A descriptor of the version's file, of `size` bytes, to write blocks into it; `known` when it must be there
-        already. Blocking, and waits for what is still to go of it. OSError(ENOENT) when it is not there, OSError(EROFS) when
-        it is immutable."""
+        """Open the version's file to write blocks into it; returns the descriptor. Unless it is `known` to exist, it may be
+        created, for `size` bytes. Blocking: waits for its pending removals, too. OSError(ENOENT) if it does not exist,
+        OSError(EROFS) if it is immutable."""
         self.disposal.settle(digest)
         with self.disk.busy():
             fd = None if known else self.new_file(digest, size)
@@ -639,9 +645,10 @@ class Tier:
             return fd
 
     def _make_folder(self, path: str) -> None:
-        """For a file that is to come."""
+        """Make the directories of a file's path that are missing."""
         if self._mounted and not os.path.ismount(self.path):
-            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))  # what is below has no cap of ours
+            # The tmpfs is gone; what lies below it has no cap.
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
         for folder in (self.path, self._objects, os.path.dirname(path)):
             try:
                 os.mkdir(folder, 0o700)
@@ -650,8 +657,8 @@ class Tier:
             self._free_files -= 1
 
     def take(self, file: Path, digest: bytes) -> bool:
-        """A file of the same file system becomes the version's, immutable, in place of any other. False where the file
-        system keeps no modes; then, and when it raises OSError, it is where it was."""
+        """Rename `file`, on the same file system, to the version's file, replacing any, and make it immutable. False if the
+        file system keeps no modes; then, and after an OSError, the file is at its old path."""
         path = self._file(digest)
         try:
             os.rename(file, path)
@@ -668,8 +675,8 @@ class Tier:
         return False
 
     def put(self, digest: bytes, data: bytes) -> bool:
-        """A file that holds `data` becomes the version's, immutable. False where there is one already, or the file system
-        keeps no modes; then, and when this raises OSError, nothing is left of it."""
+        """Create the version's file with the content `data`, immutable. False if there is one already, or the file system
+        keeps no modes; then, and after an OSError, no new file is left."""
         fd = self.new_file(digest, len(data))
         if fd is None:
             return False
@@ -687,8 +694,8 @@ class Tier:
                 os.unlink(self._file(digest))
 
     def give(self, digest: bytes, path: Path) -> int:
-        """The version's file goes to `path`, on the same file system, and may be written there. Returns a descriptor, for
-        reading only. When this raises OSError, the file is where it was."""
+        """Rename the version's file to `path`, on the same file system, and make it writable. Returns a read-only
+        descriptor. After an OSError the file is at its old path."""
         fd = os.open(self._file(digest), os.O_RDONLY | os.O_NOFOLLOW)
         try:
             os.rename(self._file(digest), path)
@@ -703,15 +710,15 @@ class Tier:
         return fd
 
     def link(self, digest: bytes, other: bytes) -> bool:
-        """The file of a version gets a second name, that of another: True. OSError where that one has a file already."""
+        """Hard-link the file of the version `digest` to that of `other`. Returns True. OSError if `other` has a file."""
         path = self._file(other)
         self._make_folder(path)
         os.link(self._file(digest), path)
         return True
 
     def make_immutable(self, digest: bytes, size: int) -> int:
-        """A descriptor, for the kernel, of the version's file, which is not written any more from here on. OSError when that
-        cannot be promised, or when it has not the size that the kernel will be told."""
+        """Make the version's file immutable; returns a read-only descriptor to register with the kernel. OSError if the file
+        system keeps no modes, or if the file has not the object's `size`."""
         fd = os.open(self._file(digest), os.O_RDONLY | os.O_NOFOLLOW)
         try:
             found = os.fstat(fd)
@@ -721,7 +728,7 @@ class Tier:
                 if is_immutable(os.fstat(fd)):
                     if self._keeps_atime is None:
                         self._keeps_atime = not os.fstatvfs(fd).f_flag & os.ST_NOATIME
-                    if self._keeps_atime:  # a memory tier is mounted so that it keeps none
+                    if self._keeps_atime:  # our own tmpfs is mounted with noatime
                         _set_noatime(fd)
                     return fd
         except OSError:
@@ -731,10 +738,10 @@ class Tier:
         raise OSError(errno.EINVAL, "its file has another size, or its file system keeps no modes")
 
     def immutable(self, digest: bytes) -> bool:
-        """True if the version's file was ever opened in passthrough, or adopted; or its disk does not tell, for then nothing
-        must be written to it, either."""
+        """True if the version's file is immutable (opened in passthrough once, or adopted). Also True if the disk does not
+        answer, because the file must not be written then, either."""
         if self.disposal.pending(digest):
-            return False  # it goes; or it is being punched, which no immutable one ever is
+            return False  # it is being removed, or punched, and an immutable file is never punched
         path = self._file(digest)
         try:
             found = cached_lstat(path) if self.blocking else os.lstat(path)
@@ -744,7 +751,7 @@ class Tier:
             return False
 
     def unlink(self, digest: bytes, count: int = 0) -> None:
-        """Its file goes, with the bytes that it takes: at once from memory, soon from a disk."""
+        """Remove the version's file of `count` bytes: from memory at once, from a disk through the disposal queue."""
         if self.blocking:
             self.disposal.remove(digest, self._file(digest), (), count)
             self._free_files += 1
@@ -758,15 +765,15 @@ class Tier:
             self.failed(exc)
 
     def dispose_of(self, digest: bytes, ranges: list[tuple[int, int]], count: int) -> None:
-        """Byte ranges of its file go soon, with so many bytes."""
+        """Queue the removal of (offset, length) ranges of the version's file, which take `count` bytes."""
         self.disposal.remove(digest, self._file(digest), ranges, count)
 
     def remove(self) -> None:
-        """Give up the whole tier: its files go, and its directory if nothing else lies there. Blocking."""
+        """Remove all files of the tier, and its directory if it is empty then. Blocking."""
         take_away(self.path)
 
     def sync(self) -> bool:
-        """Wait until all its files are on the device; False if that failed. Blocking."""
+        """Write all files of the tier to the device (syncfs). False if that failed. Blocking."""
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError:
@@ -778,13 +785,13 @@ class Tier:
             os.close(fd)
 
     def punch(self, fd: int, offset: int, length: int) -> bool:
-        """Give the bytes back to the file system; False where it cannot do that."""
+        """Punch a hole into an open file. False if the file system cannot do that."""
         done: int = libc.fallocate(fd, PUNCH, ctypes.c_long(offset), ctypes.c_long(length))
         return done == 0
 
 
 def _set_noatime(fd: int) -> None:
-    """Keep no access times of a cache file. Measured: the kernel then answers 6 % more small reads a second."""
+    """Turn off access times of a cache file. Measured: the kernel then answers 6 % more small reads a second."""
     flags = bytearray(8)
     try:
         fcntl.ioctl(fd, _GETFLAGS, flags)

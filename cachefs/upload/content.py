@@ -1,5 +1,5 @@
-"""The states of a dirty file: what it holds, whether the origin or the cache has that, and what is being done with it. One
-function for each transition.
+"""The states of a dirty file: whether the origin or the cache has its content, and what is being done with it. One method
+for each transition.
 
 | state | its staging file | the origin has | transitions |
 |---|---|---|---|
@@ -9,9 +9,9 @@ function for each transition.
 | `SETTLING` | is being given to the cache | what it held then | `settled` → `ADOPTED`, `CLEAN`, `DIRTY` |
 | `ADOPTED` | is the cache's | what it holds | `renewed`, with a copy → `CLEAN` |
 
-Beside it, `removed` says that its name is gone, or goes: its file is its handles' alone. What was under way ends as if the
-name were there, because it comes back if the origin refuses its removal. `Row` is what the journal says. A dirty file is
-*acknowledged* when its row brings it back after a crash.
+Besides the state, `removed` says that its name is removed or being removed, so that only its handles use the file. A running
+transition ends as if the name were there, because the name comes back if the origin refuses the removal. `Row` is what the
+journal has of it. A dirty file is *acknowledged* if its row restores it after a crash.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from cachefs.origin import ObjectInfo
 
 
 class Attempt:
-    """One upload of what the dirty file held at `generation`: its first `frozen` bytes, which are not to be changed until it
-    is `done`."""
+    """One upload of the content of `generation`: its first `frozen` bytes, which must not change until it is `done`.
+    `waiters` is how many tasks wait for it."""
 
     def __init__(self) -> None:
         self.begun, self.done = trio.Event(), trio.Event()
@@ -39,8 +39,8 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The last version that it made: of the content at `generation`. `overtaken`: the origin shows `info`, which is another
-    client's, because that came right after it."""
+    """The last version that was uploaded, with the content of `generation`. `overtaken`: `info` is another client's version,
+    which replaced it right after the upload."""
 
     generation: int
     info: ObjectInfo
@@ -52,7 +52,7 @@ class State(enum.Enum):
 
 
 class Row(enum.IntEnum):
-    """What the journal has: nothing; what is to be cleared away after a crash; what is to come back."""
+    """What the journal has of a dirty file: nothing; uploads to abort after a crash; all that restores it after a crash."""
 
     NONE = 0
     NOTED = 1
@@ -60,8 +60,8 @@ class Row(enum.IntEnum):
 
 
 class Content:
-    """`generation` counts the changes; `synced` is the last one that is surely on the disk. `attempt` is the upload that is
-    under way: there is one in the state COMMITTING only."""
+    """The state of one dirty file. `generation` counts the changes; `synced` is the last generation that is surely on the
+    disk. `attempt` is the running upload, which exists in the state COMMITTING only."""
 
     def __init__(self) -> None:
         self.state = State.DIRTY
@@ -73,7 +73,7 @@ class Content:
 
     @property
     def dirty(self) -> bool:
-        """True if it holds something that the origin does not have."""
+        """True if the origin does not have its present content."""
         return self.stored is None or self.stored.generation != self.generation
 
     @property
@@ -83,13 +83,13 @@ class Content:
 
     @property
     def is_ours(self) -> bool:
-        """False while the cache is taking its file, and afterwards."""
+        """True if the staging file belongs to the dirty file: the cache neither has it nor is adopting it."""
         return self.state not in (State.SETTLING, State.ADOPTED)
 
     # Transitions.
 
     def changed(self) -> None:
-        """It holds something else now."""
+        """Note a change of the content."""
         assert self.state is not State.ADOPTED
         self.generation += 1
         if self.state is State.CLEAN:
@@ -100,24 +100,24 @@ class Content:
         self.state, self.attempt = State.COMMITTING, attempt
 
     def stored_as(self, stored: Stored) -> None:
-        """The origin has it as it was at that generation."""
+        """Note that the origin has the content of a generation."""
         self.stored = stored
         if self.state in (State.DIRTY, State.CLEAN):
             self._rest()
 
     def end(self) -> None:
-        """The attempt is over, however it went."""
+        """End the attempt, which has succeeded or failed."""
         assert self.state is State.COMMITTING
         self.attempt = None
         self._rest()
 
     def settle(self) -> None:
-        """The cache begins to take the file."""
+        """Begin to give the file to the cache."""
         assert self.state is State.CLEAN
         self.state = State.SETTLING
 
     def settled(self, adopted: bool) -> None:
-        """The cache has the file, or it is ours still."""
+        """End that: the cache has `adopted` the file, or has refused it."""
         assert self.state is State.SETTLING
         if adopted:
             self.state = State.ADOPTED
@@ -125,10 +125,10 @@ class Content:
             self._rest()
 
     def renewed(self) -> None:
-        """It has a file of its own again, with the same content."""
+        """Note that it has a staging file of its own again, with the same content."""
         assert self.state is State.ADOPTED
         self._rest()
 
     def _rest(self) -> None:
-        """Nothing is being done with it: what the origin has decides."""
+        """Set the state of a file with which nothing is being done: DIRTY or CLEAN."""
         self.state = State.DIRTY if self.dirty else State.CLEAN

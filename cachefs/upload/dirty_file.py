@@ -1,8 +1,7 @@
-"""A dirty file: the new content of one file on its way to the origin.
+"""A dirty file: the new content of one file, which is to be uploaded.
 
-Its bytes are in a staging file. Writers take turns, and readers read beside them. Bytes that are being sent do not change
-meanwhile: a writer that reaches such bytes waits for an upload that a caller waits
-for, and cancels any other.
+Its bytes are in a staging file. One writer at a time changes it, while readers may read. Bytes do not change while they are
+being sent: a writer of such bytes waits for the upload if a caller waits for it, and cancels the upload otherwise.
 """
 
 from __future__ import annotations
@@ -26,13 +25,14 @@ if TYPE_CHECKING:
     from cachefs.upload.uploads import Uploads
 
 TOKENS = 8
-"""Attempts of unknown outcome that are remembered. Guessed: the last one, and a few that came late."""
+"""Attempts of unknown outcome whose tokens are remembered. Guessed: the last one, and a few that arrive late."""
 
 
 class Trying:
-    """How its uploads go. `due` is when the next one begins, by the clock of trio; `overdue`: that time came while a process
-    was changing it. `failure` is why the last one failed, until one succeeds, after `failures` in a row; `told`: a caller
-    knows. `unsure`: the outcome of one is unknown. The holder of the `turn` begins attempts, or renames it."""
+    """The state of its uploads. `due` is when the next one begins, by trio's clock; `overdue`: that time came while a
+    process was changing the file. `failure` is the error of the last one, until one succeeds; `failures` is how many failed
+    in a row; `told`: a caller got the error. `unsure`: the outcome of one is unknown. The holder of the `turn` begins
+    attempts, renames or removes."""
 
     def __init__(self) -> None:
         self.turn = trio.Lock()
@@ -43,10 +43,11 @@ class Trying:
 
 
 class Record:
-    """What its row in the journal remembers: `tokens` of attempts whose outcome is unknown, the `upload` in parts, and the
-    dirty file that had its name before (`over`), which does not come back. The holder of the `turn` writes the row. The
-    journal has the content of the generation `content_of` (-1: of none that is known). What the next daemon goes on from has
-    the inode `ino` (0: there is no such thing), and may say that the origin has its content."""
+    """The contents of its row in the journal: the `tokens` of attempts whose outcome is unknown, the state of the multipart
+    `upload`, and the dirty file that it has replaced (`over`), which a crash must not restore. The holder of the `turn`
+    writes the row. The journal has the bytes of the generation `content_of` (-1: of none, or of an unknown one). The record
+    for the next daemon has the inode `ino` (0: there is no record); `says_clean`: it says that the origin has the
+    content."""
 
     def __init__(self) -> None:
         self.turn = trio.Lock()
@@ -58,22 +59,22 @@ class Record:
 
 
 class Way(enum.Enum):
-    """How its bytes change."""
+    """How the bytes of its staging file may change."""
 
     HERE = enum.auto()
-    """By `write` and its like alone."""
+    """Only through this daemon: by `write`, `truncate` and `allocate`."""
     PASSTHROUGH = enum.auto()
-    """A process may write the file without our hearing of it."""
+    """A process may write the file in passthrough, which the daemon does not see."""
     SHARED = enum.auto()
-    """Here, and it is the backing file of readers, which may map it."""
+    """Through this daemon; and it is the backing file of its users, which may map it and write through the mapping."""
     MAPPED = enum.auto()
-    """The same, no writer has it open, and one may still write it through a mapping."""
+    """As SHARED, but no writer has it open any more, and a mapping of one may still exist."""
 
 
 class Kernel:
-    """The kernel's use of its file: the `backing` file as long as a process has it open, and the `writers`, open handles
-    whose process writes it in passthrough. `shape` is the file as it was looked at last. `suspected` is the generation that
-    stands for a change which nothing has shown yet."""
+    """The kernel's use of its file: the `backing` file as long as a process has it open, and the number of `writers`, which
+    are open handles whose process writes in passthrough. `shape` is the file's size and times at the last look. `suspected`
+    is the generation of a change that was assumed and not seen (-1: none)."""
 
     def __init__(self) -> None:
         self.way = Way.HERE
@@ -96,10 +97,10 @@ class Kernel:
 
 
 class DirtyFile:
-    """Made by `Uploads` only, and used from the trio thread.
+    """A dirty file. Only `Uploads` makes it; it is used on the trio thread.
 
     `size` is in bytes; `mtime_ns` is the time of the last write, or what utimensat set. `base` is the etag of the version
-    that it replaces. `attrs` is the filesystem's to fill and comes back after a crash. `handles` are its open users. The
+    that it replaces. `attrs` belongs to the filesystem, and is restored after a crash. `handles` counts its users. Only the
     holder of the `lock` changes its content."""
 
     def __init__(
@@ -136,12 +137,12 @@ class DirtyFile:
 
     @property
     def dirty(self) -> bool:
-        """Whether it holds something that the origin does not have."""
+        """True if the origin does not have its present content."""
         return self.content.dirty
 
     @property
     def ino(self) -> int:
-        """Its inode, where the next daemon could go on with it; else 0."""
+        """Its inode, if the next daemon could go on with it; else 0."""
         return self.record.ino
 
     @property
@@ -150,7 +151,7 @@ class DirtyFile:
 
     @property
     def acknowledged(self) -> bool:
-        """True if it comes back after a crash."""
+        """True if its row restores it after a crash."""
         return self.content.row is Row.ACKNOWLEDGED
 
     @property
@@ -167,56 +168,56 @@ class DirtyFile:
 
     @property
     def committed(self) -> ObjectInfo | None:
-        """The version of the origin that has exactly this content; None while dirty, or while a mapping may make it so."""
+        """The origin's version with exactly this content; None while it is dirty, or while a mapping may make it so."""
         return None if self.content.dirty or self.kernel.mapped else self.stored
 
     @property
     def stored(self) -> ObjectInfo | None:
-        """The last version that it made, of whatever content."""
+        """The last version that was uploaded, of the present content or an earlier one."""
         stored = self.content.stored
         return None if stored is None else stored.info
 
     @property
     def between(self) -> bool:
-        """True if a process that has it open has changed it since it was last closed or synced: what it holds now may be
-        half of what is meant."""
+        """True if it is open and was changed since the last close or sync, so that its content may be incomplete."""
         return self.handles > 0 and self.content.synced < self.content.generation
 
     @property
     def waits(self) -> bool:
-        """True if it needs an upload, and none is under way or planned."""
+        """True if it needs an upload, and none is running or planned."""
         return self.attempt is None and self.trying.due == math.inf and self.dirty and not self.discarded
 
     def has(self, generation: int) -> bool:
-        """Whether the origin has had what it held then, or later."""
+        """True if the content of this generation, or of a later one, was uploaded."""
         stored = self.content.stored
         return stored is not None and stored.generation >= generation
 
     def is_own(self, etag: str, token: str) -> bool:
-        """Whether the origin's object under its name is a version that it began with or made, perhaps without being told."""
+        """True if an object of the origin is a version that it began with, or one that it made, even if the reply was
+        lost."""
         return etag in (self.base, self.stored and self.stored.etag) or token in self.record.tokens
 
     @property
     def conflicts(self) -> bool:
-        """Whether what the origin has under its name is another client's object, which was not to be replaced."""
+        """True if its last upload failed because another client's object is at its key, which it must not replace."""
         return isinstance(self.failure, Conflict)
 
     def copied(self, own: ObjectInfo, info: ObjectInfo) -> None:
-        """What it had at the origin is under its new name, as `info`."""
+        """Note that the origin has copied its version `own` to its new key, as `info`."""
         self.trying.unsure = False
         stored = self.content.stored
         if stored is not None and stored.info.etag == own.etag:
             self.content.stored_as(replace(stored, info=info))
 
     def moved(self, origin: Origin, key: str, base: str | None) -> None:
-        """It is on its way to another key. Nothing of it is under way, or sent."""
+        """Set another key. No upload may be running, and no part may be at the origin."""
         self.origin, self.key, self.base = origin, key, base
         self.sender = Sender(self, self.parts)
         self.record.upload, self.record.tokens = None, []
         self._owner.noted(self)
 
     def row(self) -> dict[str, Any]:
-        """What the journal keeps of it."""
+        """Its row in the journal."""
         over = self.record.over
         return {
             "source": self.origin.source,
@@ -232,7 +233,7 @@ class DirtyFile:
         }
 
     def resumed_row(self) -> dict[str, Any]:
-        """What the next daemon needs of it, if this one dies."""
+        """Its record for the next daemon."""
         return {
             **self.row(),
             "ino": self.ino,
@@ -243,18 +244,18 @@ class DirtyFile:
         }
 
     def noted(self) -> None:
-        """What a next daemon would go on from is another by now."""
+        """Update its record for the next daemon."""
         self._owner.noted(self)
 
     def has_token(self, token: str) -> None:
-        """An object with this token is an earlier attempt's."""
+        """Remember the token of an attempt: an object with it is its own."""
         self.record.tokens = [*self.record.tokens[1 - TOKENS :], token]
         self._owner.noted(self)
 
     # -- content -----------------------------------------------------------------------------------
 
     def read_now(self, offset: int, size: int) -> Buffer | None:
-        """The bytes, clipped to the content; None: use `read`."""
+        """The bytes, clipped to the content; None if `read` has to be awaited."""
         count = min(size, self.size - offset)
         return self.file.read_now(offset, count) if count > 0 else b""
 
@@ -264,8 +265,8 @@ class DirtyFile:
         return await self.file.read(offset, count) if count > 0 else b""
 
     async def write(self, offset: int, data: Buffer) -> None:
-        """Raises `NoRoom` when the disk stays full, `TooLarge` beyond what the origin takes. Waits while too much is
-        unsent. `data` must not change until this has returned."""
+        """Write at an offset. Waits while too many bytes are unsent. `data` must not change until this has returned. Raises
+        `NoRoom` if the disk stays full, `TooLarge` beyond the origin's limit."""
         async with self.lock:
             count, before = len(data), self.size
             if not count:
@@ -277,11 +278,11 @@ class DirtyFile:
             await self._may_change(min(offset, before))
             await self._owner.room.admit(self, count)
             try:
-                # What was acknowledged comes back after a crash with all that was written since.
+                # Not `appends` for an acknowledged file, which a crash must restore with all later writes.
                 appends = offset == before and self.kernel.way is Way.HERE and not self.acknowledged
                 await self._with_room(count, lambda: self.file.write(offset, data, appends=appends))
             except CachefsError:
-                # How much of it was written is unknown, but for the end, which is where it was.
+                # How much was written is unknown, but the file's end is where it was.
                 if offset < before:
                     self.parts.wrote(offset, min(count, before - offset))
                     self._changed()
@@ -290,7 +291,7 @@ class DirtyFile:
             self._changed()
 
     def write_now(self, offset: int, data: Buffer) -> bool:
-        """The same if that takes no waiting: into memory. False: nothing has happened."""
+        """`write` into memory, if that takes no waiting. False, with nothing changed, if it does."""
         count, attempt = len(data), self.attempt
         if not count or not self.file.ends_in_memory or self.kernel.way is not Way.HERE:
             return False
@@ -307,7 +308,7 @@ class DirtyFile:
         return True
 
     async def truncate(self, size: int) -> None:
-        """The content ends at `size`; what is new of it is zeros."""
+        """Cut or extend the content to `size` bytes; new bytes are zeros."""
         async with self.lock:
             self.within_limits(size)
             self.look()
@@ -319,7 +320,7 @@ class DirtyFile:
             self._changed()
 
     async def allocate(self, offset: int, length: int) -> None:
-        """Room on the disk for [offset, offset + length); the content grows by zeros to its end."""
+        """Allocate disk space for [offset, offset + length), and extend the content with zeros to its end."""
         async with self.lock:
             end = offset + length
             self.within_limits(end)
@@ -340,13 +341,14 @@ class DirtyFile:
             await change()
 
     async def _may_change(self, offset: int) -> None:
-        """Return when bytes from `offset` on may be changed."""
+        """Wait until bytes from `offset` on may be changed."""
         await self.unsent(offset)
         if self.content.adopted:
             await self._move(await self._owner.renew(self))
 
     async def unsent(self, offset: int) -> None:
-        """Return when no byte from `offset` on is being sent (-1: nothing is). The caller holds the `lock`."""
+        """Wait until no byte from `offset` on is being sent (-1: no attempt is running). The caller holds the `lock`. An
+        attempt without a waiter is cancelled."""
         while (attempt := self.attempt) is not None and offset < attempt.frozen:
             if not attempt.waiters and not self.sender.final:
                 attempt.scope.cancel()
@@ -367,42 +369,42 @@ class DirtyFile:
         self._owner.wrote(self)
 
     def within_limits(self, size: int) -> None:
-        """Raises `TooLarge` where the origin cannot take so many bytes."""
+        """Raise `TooLarge` if the origin does not take so many bytes."""
         if size > self.origin.limits.largest_object:
             raise TooLarge(
                 f"{self.origin.name(self.key)}: the origin takes {self.origin.limits.largest_object} bytes at most"
             )
 
-    # -- written by others -------------------------------------------------------------------------
+    # -- written in passthrough --------------------------------------------------------------------
 
     def begin_passthrough(self, shape: Shape) -> None:
-        """From now on a process may write its file, which is like this, in passthrough, unseen here."""
+        """Note that a process may write its file in passthrough from now on. `shape` is the file's present one."""
         self.kernel.shape, self.kernel.way = shape, Way.PASSTHROUGH
         self._owner.noted(self)
 
     def share(self) -> None:
-        """From now on all that have it open read and map its file by themselves, and write it here. What one writes through
-        a mapping is not heard of; its file tells (`look`)."""
+        """Note that its users read and map its file in passthrough from now on, and write through the daemon. `look` finds
+        what they write through mappings."""
         with self.file.used():
             self.kernel.shape = self.file.shared()
         self.kernel.way = Way.SHARED
 
     def look_for_mappings(self) -> None:
-        """Of one that is shared and that no writer has open: find out what is written, and if more may be. Raises
-        `CacheUnusable`."""
-        self.kernel.way = Way.MAPPED  # also if this raises
+        """For a shared file that no writer has open: find changes made through mappings, and whether a mapping remains.
+        Raises `CacheUnusable`."""
+        self.kernel.way = Way.MAPPED  # set first, so that it holds if the next line raises
         if not self.file.written():
             self.kernel.way = Way.SHARED
         self.look()
 
     def may_be_written(self) -> None:
-        """An earlier run may have had it in passthrough."""
+        """Treat it as being in passthrough, because an earlier run may have had it so."""
         self.kernel.way, self.file.in_passthrough = Way.PASSTHROUGH, True
         self.kernel.shape = self.file.shape()
 
     def resumed(self, row: Mapping[str, Any]) -> None:
-        """Go on from what a daemon that has died says of it (`resumed_row`). What it holds is not compared with the
-        origin's object: it may have been written since, so it is dirty."""
+        """Restore its state from the previous daemon's record (`resumed_row`). It counts as dirty, because it may have been
+        written after the record."""
         self.record.ino = row["ino"]
         self.content.removed = row["removed"]
         self.file.resumed(spoiled=row["spoiled"], removed=row["removed"])
@@ -415,8 +417,9 @@ class DirtyFile:
                 self.mtime_ns = self.kernel.shape.mtime_ns
 
     def look(self) -> bool:
-        """True if passthrough writers have changed it since the last look. `size` and `mtime_ns` are right after it."""
-        # Its file is the cache's, or removed, while its name is still shown, or being changed.
+        """Examine its file, if it may be written in passthrough. True if it has changed since the last look. `size` and
+        `mtime_ns` are right afterwards."""
+        # The cache has its file, or the file is removed, while a name may still show it.
         if self.content.adopted or (not self.handles and (self.discarded or self.file.removed)):
             return False
         if self.kernel.way is Way.HERE or (shape := self.file.shape()) == self.kernel.shape:
@@ -433,14 +436,15 @@ class DirtyFile:
         self._owner.on_changed(self)
 
     def suspect_change(self, *, shows: bool) -> None:
-        """A process may still change it after its last close, through a mapping. `shows`: its time would show that."""
+        """Count it as changed, because a process may still write it through a mapping after its last close. `shows`: the
+        file system would show such a write in its mtime."""
         never_written = self.kernel.shape is not None and self.kernel.shape.mtime_ns == LONG_AGO_NS
         self.found_changed()
-        if shows and never_written:  # a later time may be that of the next write, too
+        if shows and never_written:  # after a write, the next one may leave the same mtime
             self.kernel.suspected = self.content.generation
 
     def clear_suspicion(self) -> ObjectInfo | None:
-        """After `reclaim`: the origin's version, if no process has changed the file after all. It is not dirty any more."""
+        """After `reclaim`: if no process has changed the file since `suspect_change`, make it clean; returns its version."""
         stored = self.content.stored
         if stored is None or self.kernel.suspected != self.content.generation:
             return None
@@ -448,7 +452,7 @@ class DirtyFile:
         return self.committed
 
     def reclaim(self) -> bool:
-        """True if no process writes it in passthrough any more. Then it changes only through this room."""
+        """Take it out of passthrough if no process can write it any more. True if it only changes through the daemon now."""
         if self.kernel.writers or self.file.written():
             return False
         self.look()
@@ -458,13 +462,13 @@ class DirtyFile:
     # -- for its sender ----------------------------------------------------------------------------
 
     async def source(self, size: int) -> Source:
-        """Its first `size` bytes, to be sent. The caller is a user of its file until they are."""
+        """The first `size` bytes, for an upload. The caller must be a user of its file until they are sent."""
         if self.record.content_of == self.content.generation:
             content = self._owner.journaled(self)
             if content is not None and len(content) == size:
                 if self.file.read_now(0, size) != content:
-                    # The page cache has none of it any more, or other bytes. It was not synced, and a disk that fails to
-                    # take such a file tells no writer.
+                    # The page cache has dropped the bytes, or has others: the file was not synced, and no writer is told of
+                    # a disk that failed to write it.
                     await self.file.restore(content)
                 return InMemory(content)
         return await self.file.source(size)

@@ -1,15 +1,15 @@
-"""Staging files that the kernel writes without the daemon: passthrough while a process has them open for writing.
+"""Passthrough of staging files: the kernel writes them without the daemon while a process has them open for writing.
 
-The daemon does not hear of such a write. So nothing of a file in passthrough is sent, its size and time are read from the
-file itself (`DirtyFile.look`), and each promise syncs it again. It goes to the origin when its last writer has closed it.
+The daemon does not see such a write. So a file in passthrough is not sent, its size and mtime are read from the file itself
+(`DirtyFile.look`), and each commit syncs it again. It is uploaded after its last writer has closed it.
 
-A mapping outlives the close, and a writer outlives the daemon; the daemon hears of neither. But the kernel grants no read
-lease on a file that a process has open for writing: so a lease is requested before anything is sent, or given to the cache
-(`StagingFile.written`). For this to mean something, a file in passthrough is open for reading only here, and as such handed
-to the kernel.
+A mapping outlives the close, and a writer outlives the daemon; the daemon sees neither. But the kernel grants no read lease
+on a file that a process has open for writing. So a lease is requested before the file is sent, or given to the cache
+(`StagingFile.written`). For the lease to tell this, the daemon itself has the file open for reading only, and registers that
+descriptor with the kernel.
 
-Where a close is an upload (`direct`), writers come through the daemon, except that a file which readers have in passthrough
-stays their backing file (`DirtyFile.share`): then it is mapped past the daemon, and read and written through it."""
+If a close is an upload (`direct`), writers write through the daemon. But a file that readers have open in passthrough stays
+their backing file (`DirtyFile.share`): then mappings bypass the daemon, and writers read and write through the daemon."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ from cachefs.upload.staging import LOOK_S, can_lease, tells_of_mappings
 log = logging.getLogger(__name__)
 
 LOOKS, LETS_GO_S = 6, 0.0002
-"""Looks at a close whether the kernel has let the file go, and seconds between two. Measured on two processors with a load
-of 12: of 1,500 closes of a file that was not changed, 117 were refused a lease at the first look, and 1 at the sixth, 0.1 ms
-apart. The loop stands still meanwhile: about a millisecond at most."""
+"""How often a lease is requested at a close, until the kernel has released the file, and the seconds between two requests.
+Measured on two processors with a load of 12: of 1,500 closes of an unchanged file, 117 were refused the first lease, and 1
+the sixth, 0.1 ms apart. The trio thread is blocked meanwhile, for about a millisecond at most."""
 
 
 class Passthrough:
-    """`relieve` is called regularly while a file is in passthrough: such writers do not ask for room."""
+    """The staging files in passthrough. `relieve` is called regularly while there are writers, because their writes are not
+    admitted by `StagingRoom`."""
 
     def __init__(self, staging: Path, relieve: Callable[[], Awaitable[None]]) -> None:
         self._staging = staging
         self._relieve = relieve
-        self.possible = False  # as long as the backend or the staging directory's file system cannot do this
+        self.possible = False  # True if the backend and the file system of the staging directory can do this
         self._direct = self._tells = False
         self._tell: Callable[[BackingFile], None] = lambda backing: None
         self._retire: Callable[[BackingFile], None] = lambda backing: None
@@ -54,15 +55,15 @@ class Passthrough:
         *,
         direct: bool,
     ) -> None:
-        """The backend takes backing files: `tell` registers one with the kernel (OSError: it does not take it), `retire`
-        that there will be no more use for it. `direct` says that writers come through the daemon."""
+        """Enable passthrough, because the backend takes backing files: `tell` registers one with the kernel (OSError if that
+        refuses it), `retire` unregisters it. `direct`: writers write through the daemon."""
         self._tell, self._retire, self._direct = tell, retire, direct
         self.possible = can_lease(self._staging)
         self._tells = tells_of_mappings(self._staging)
         if not self.possible:
             log.info("%s has no leases: what is written comes through the daemon", self._staging)
         elif direct and not self._tells:
-            self.possible = False  # what a mapping writes behind a commit would stay here
+            self.possible = False  # writes through a mapping after a commit would not be uploaded
             log.info("%s is on a tmpfs, which does not tell what a mapping writes", self._staging)
 
     async def open_backing(self, dirty_file: DirtyFile) -> BackingFile | None:
@@ -75,11 +76,11 @@ class Passthrough:
         async with taken(dirty_file.lock):
             await dirty_file.unsent(-1)
             if not dirty_file.content.is_ours:
-                return None  # the file is the cache's
+                return None  # the cache has the file
             begun = dirty_file.kernel.in_passthrough
             shape = dirty_file.kernel.shape if begun else await dirty_file.file.open_backing()
             if shape is None:
-                return None  # its content comes through here, and waits for the disk
+                return None  # its content is written through the daemon, and waits for the disk
             if dirty_file.kernel.backing is None:
                 dirty_file.kernel.backing = self._told(dirty_file)
             if dirty_file.kernel.backing is None:
@@ -93,14 +94,14 @@ class Passthrough:
             return dirty_file.kernel.backing
 
     def share(self, dirty_file: DirtyFile, backing_id: int) -> None:
-        """The kernel has its file already, for readers."""
+        """Note that its file is registered with the kernel already, for readers."""
         dirty_file.kernel.backing = BackingFile(-1)
         dirty_file.kernel.backing.id = backing_id
         if self._direct:
             dirty_file.share()
 
     def resume(self, dirty_file: DirtyFile, backing_id: int, *, writes: bool) -> BackingFile:
-        """A handle of a daemon that has died has its file in passthrough."""
+        """The backing file of a handle of the previous daemon, which has the file in passthrough."""
         backing = dirty_file.kernel.backing
         if backing is None:
             backing = dirty_file.kernel.backing = BackingFile(-1)
@@ -126,7 +127,7 @@ class Passthrough:
         return backing
 
     def returned(self, dirty_file: DirtyFile) -> None:
-        """One of its writers has closed it."""
+        """Remove a writer, which has closed the file."""
         dirty_file.kernel.writers -= 1
         if self._direct:
             if not dirty_file.kernel.writers and not dirty_file.discarded:
@@ -147,19 +148,19 @@ class Passthrough:
             dirty_file.suspect_change(shows=self._tells)
 
     def released(self, dirty_file: DirtyFile) -> None:
-        """No process has it open any more."""
+        """Unregister its file, because no process has it open any more."""
         backing, dirty_file.kernel.backing = dirty_file.kernel.backing, None
         if backing is not None:
             self._retire(backing)
 
     def unmounted(self, dirty_files: Iterable[DirtyFile]) -> None:
-        """See `Uploads.unmounted`; of all files."""
+        """Remove the writers of all dirty files; see `Uploads.unmounted`."""
         self._writers = 0
         for dirty_file in dirty_files:
             dirty_file.kernel.writers = 0
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Call `relieve` while there are writers, until cancelled."""
         while True:
             await self._begun.wait()
             while self._writers:
@@ -169,16 +170,16 @@ class Passthrough:
 
 
 def _let_go(dirty_file: DirtyFile) -> bool:
-    """`reclaim` at the close of its last writer.
+    """`reclaim` at the close of its last writer, with retries. True if it is reclaimed.
 
-    The kernel sends RELEASE, and lets its own file go when the closing process returns to its program: until then it refuses
-    the lease. This waits, because a program that opens the name next is shown the origin's version of a file that was not
-    changed, and what a mapping might still change has to be said before that."""
+    The kernel sends RELEASE, and releases its own reference to the file when the closing process returns from the system
+    call. Until then it refuses the lease. This waits, because the next open of an unchanged file gets the origin's version,
+    and before that it must be known whether a mapping may still change the file."""
     for look in range(LOOKS):
         if look:
             time.sleep(LETS_GO_S)
         if dirty_file.reclaim():
             return True
-        if dirty_file.dirty:  # it is sent in any case, when it is let go
+        if dirty_file.dirty:  # it is uploaded anyway, once the kernel has released it
             break
     return False

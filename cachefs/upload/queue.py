@@ -1,7 +1,7 @@
-"""When which dirty file goes to the origin, and its waiters.
+"""The schedule of uploads: when each dirty file is uploaded, and the tasks that wait for it.
 
-An upload is an *attempt*, a task of its own that waiters join; cancelling a waiter does not end it. What fails is tried
-again, at growing intervals, as long as it is pending."""
+An upload is an *attempt*, a task of its own that waiters join; cancelling a waiter does not end it. A failed upload is
+retried at growing intervals, as long as the dirty file is pending."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ from cachefs.upload.staging import LOOK_S, Lost
 log = logging.getLogger(__name__)
 
 IN_BACKGROUND = 64
-"""Attempts without a waiter, and dirty files that one `flush` waits for, at a time. Derived from the usual concurrency of an
+"""Concurrent attempts without a waiter, and concurrent uploads of one `flush`. Derived from the usual concurrency of an
 origin, whose gate bounds their requests."""
 
 ABOUT_THE_STORE = (OriginFailed, Transient, NoSuchUpload)
-"""What may pass by itself. Any other error stays until the user removes its cause."""
+"""Errors that may end by themselves. Any other stays until a user removes its cause."""
 
 
 class Queue:
-    """`committed` is told of each version before its waiters wake; `settle` is given dirty files that the origin has.
-    `conditional`: an upload replaces no other client's object. A file is sent `delay_s` after its last change."""
+    """The queue of uploads. `committed` is called with each version before its waiters wake, `settle` with clean files that
+    are not in use. `conditional`: an upload replaces no other client's object. A file is sent `delay_s` seconds after its
+    last change."""
 
     def __init__(
         self,
@@ -66,21 +67,21 @@ class Queue:
         self._changed = trio.Event()
 
     def plan(self, dirty_file: DirtyFile, in_s: float) -> None:
-        """Upload it then, unless that was done meanwhile."""
+        """Have the file uploaded in `in_s` seconds, unless it was uploaded before. Replaces an earlier plan."""
         dirty_file.trying.due = trio.current_time() + in_s
         if not self._closed:
             planned = dirty_file.trying.due, next(self._numbers), dirty_file
             heapq.heappush(self._due, planned)
-            if self._due[0] is planned:  # else `run` looks again before that time
+            if self._due[0] is planned:  # otherwise `run` wakes earlier anyway
                 self._changed.set()
 
     def close(self) -> None:
-        """Nothing is begun any more."""
+        """Begin no more planned uploads."""
         self._closed = True
         self._due.clear()
 
     async def run(self) -> None:
-        """Start what is due, until cancelled."""
+        """Start uploads that are due, until cancelled."""
         while True:
             self._changed = trio.Event()
             now = trio.current_time()
@@ -88,9 +89,9 @@ class Queue:
                 due, _, dirty_file = heapq.heappop(self._due)
                 if dirty_file.trying.due != due:
                     continue
-                dirty_file.trying.due = math.inf  # also if nothing is to be sent now: a later plan counts
+                dirty_file.trying.due = math.inf  # also if no attempt begins, so that a later plan counts
                 if dirty_file.between:
-                    dirty_file.trying.overdue = True  # the next close or fsync has it sent
+                    dirty_file.trying.overdue = True  # the next close or fsync begins the upload
                 elif dirty_file.attempt is None:
                     self._busy += 1
                     contained(
@@ -108,19 +109,19 @@ class Queue:
             elif attempt is not None:
                 await attempt.done.wait()
         except CachefsError:
-            pass  # said, and planned again
+            pass  # it was logged, and the next attempt is planned
         finally:
             self._busy -= 1
             self._changed.set()
 
     async def begin(self, dirty_file: DirtyFile) -> None:
-        """Return when an upload of what the dirty file holds now has begun: then writing it further does not change that."""
+        """Wait until an upload of the file's present content has begun: later writes do not change what it sends."""
         attempt = await self._started(dirty_file)
         if attempt is not None:
             await attempt.begun.wait()
 
     async def upload(self, dirty_file: DirtyFile) -> None:
-        """Return when the origin has what the dirty file holds now, or it was removed. Raises the upload's error."""
+        """Wait until the origin has the file's present content, or the file was removed. Raises the upload's error."""
         wanted = dirty_file.content.generation
         while not dirty_file.has(wanted):
             attempt = await self._started(dirty_file)
@@ -136,9 +137,9 @@ class Queue:
                 raise type(attempt.error)(*attempt.error.args) from attempt.error
 
     async def halt(self, dirty_file: DirtyFile, *, gives_up: bool = False) -> None:
-        """No attempt is in progress afterwards. The caller holds the dirty file's `turn`, so that none begins. One whose
-        outcome is out of our hands is waited for. `gives_up`: raises `DiskHangs` while a disk is known to hang, because the
-        last step of an attempt, its row, waits for the disk without a limit."""
+        """End the running attempt. The caller holds the dirty file's `turn`, so that none begins. An attempt is cancelled,
+        or waited for if the origin may already be carrying it out. `gives_up`: raises `DiskHangs` while a disk is known to
+        hang, because the last step of an attempt, its row, waits for the disk without a limit."""
         while (attempt := dirty_file.attempt) is not None:
             if not dirty_file.sender.final:
                 attempt.scope.cancel()
@@ -151,16 +152,17 @@ class Queue:
                     )
 
     async def _started(self, dirty_file: DirtyFile) -> Attempt | None:
-        """The attempt under way, or a new one, in a task of its own."""
+        """The running attempt, or a new one in a task of its own; None if there is nothing to upload, or not now."""
         attempt, is_new = await self._joined(dirty_file)
         if is_new and attempt is not None:
             contained(self.nursery, f"the upload of {dirty_file.key}", self._attempt, dirty_file, attempt)
         return attempt
 
     async def _joined(self, dirty_file: DirtyFile) -> tuple[Attempt | None, bool]:
-        """The attempt under way, or a new one, which the caller carries out at once; and whether it is new."""
+        """(the running attempt, False), or (a new one, True), which the caller must carry out at once. The attempt is None
+        if there is nothing to upload, or not now."""
         if dirty_file.attempt is None:
-            async with taken(dirty_file.trying.turn):  # not while it is being renamed
+            async with taken(dirty_file.trying.turn):  # a rename holds it
                 if dirty_file.attempt is not None or dirty_file.discarded or not self._is_quiet(dirty_file):
                     return dirty_file.attempt, False
                 if dirty_file.dirty and (info := dirty_file.clear_suspicion()) is not None:
@@ -173,19 +175,19 @@ class Queue:
         return dirty_file.attempt, False
 
     async def _unchanged(self, dirty_file: DirtyFile, info: ObjectInfo) -> None:
-        """No process has changed it after all: the origin has it."""
+        """Handle a file that no process has changed, contrary to the suspicion: the origin has its content."""
         self._committed(dirty_file, info)
         await self._records.forget(dirty_file)
         if not dirty_file.handles and not dirty_file.dirty:
             contained(self.nursery, f"settling {dirty_file.key}", self._settle, dirty_file)
 
     def _is_quiet(self, dirty_file: DirtyFile) -> bool:
-        """False while a program writes it in passthrough; its last close, or time, brings it here again."""
+        """True if no program writes the file in passthrough. If False, its last close, or a new plan, tries again."""
         try:
             if not dirty_file.kernel.in_passthrough or dirty_file.reclaim():
                 return True
         except CachefsError:
-            return True  # its file cannot be opened: the attempt finds that, too, and says so
+            return True  # its file cannot be opened: the attempt meets that error, too, and reports it
         dirty_file.trying.due = math.inf
         if not dirty_file.kernel.writers:
             self.plan(dirty_file, LOOK_S)
@@ -197,15 +199,15 @@ class Queue:
         try:
             with attempt.scope, dirty_file.file.used():
                 async with taken(dirty_file.lock):
-                    if dirty_file.kernel.in_passthrough:  # just now
+                    if dirty_file.kernel.in_passthrough:  # since `_joined` has checked it
                         attempt.scope.cancel()
                         await trio.lowlevel.checkpoint()
-                    if dirty_file.between and not attempt.waiters:  # just now
+                    if dirty_file.between and not attempt.waiters:  # since the plan was due
                         dirty_file.trying.overdue = True
                         attempt.scope.cancel()
                         await trio.lowlevel.checkpoint()
                     if dirty_file.kernel.shared:
-                        # After the sync each store through a mapping moves the file's time on, so the next look finds it.
+                        # After the sync each store through a mapping changes the file's mtime, so the next look finds it.
                         dirty_file.look()
                         await dirty_file.file.sync()
                     dirty_file.file.check()
@@ -229,25 +231,25 @@ class Queue:
             dirty_file.content.end()
             attempt.begun.set()
             attempt.done.set()
-            if dirty_file.waits:  # broken off, or written meanwhile
+            if dirty_file.waits:  # the attempt was cancelled, or the file written meanwhile
                 self.plan(dirty_file, self.delay_s)
         if not dirty_file.dirty and not dirty_file.handles:
             await self._settle(dirty_file)
 
     async def _finish(self, dirty_file: DirtyFile, pieces: list[Piece], size: int) -> tuple[ObjectInfo, bool]:
-        """The version that the origin shows, and whether another client has overtaken this one."""
+        """Upload; returns (the version that the origin shows, whether that is another client's, which came right after)."""
         earlier = list(dirty_file.record.tokens)
         try:
             try:
                 preconditions = await self._preconditions(dirty_file)
                 return await dirty_file.sender.finish(pieces, size, preconditions), False
             except Conflict as exc:
-                # Is it of an earlier attempt, whose reply was lost, perhaps with the process that waited for it?
+                # The object may be that of an earlier attempt whose reply was lost, perhaps with the process.
                 dirty_file.base = await self._ours(dirty_file, earlier, exc)
                 preconditions = await self._preconditions(dirty_file)
                 return await dirty_file.sender.finish(pieces, size, preconditions), False
         except ObjectChanged:
-            # It was there, and another client's object came after it: the last one wins.
+            # The upload succeeded, and then another client's object replaced it: the last one wins.
             return await dirty_file.origin.head(dirty_file.key), True
 
     async def _ours(self, dirty_file: DirtyFile, tokens: list[str], conflict: Conflict) -> str:
@@ -259,18 +261,19 @@ class Queue:
         raise conflict
 
     async def _preconditions(self, dirty_file: DirtyFile) -> Preconditions:
-        """What the next attempt may replace."""
+        """The preconditions of the next request, with a new token, which the record gets first."""
         token = new_token()
         dirty_file.has_token(token)
         if not self._conditional:
             return Preconditions(token=token)
         if dirty_file.acknowledged:
-            await self._records.keep(dirty_file)  # before: a later run must know its own object
+            # Before the request, so that a later run knows its own object.
+            await self._records.keep(dirty_file)
         return Preconditions(dirty_file.base, dirty_file.base is None, token)
 
     async def _stored(self, dirty_file: DirtyFile, stored: Stored, *, patient: bool) -> None:
         info, trying = stored.info, dirty_file.trying
-        if not info.mtime_ns:  # asking for it would double the time that a small file takes
+        if not info.mtime_ns:  # a HEAD for it would double the time of a small file
             info = replace(info, mtime_ns=dirty_file.mtime_ns)
         dirty_file.content.stored_as(replace(stored, info=info))
         dirty_file.base = info.etag
@@ -303,8 +306,8 @@ class Queue:
         return wait_s
 
     def warn(self, dirty_file: DirtyFile, exc: Exception, text: str) -> None:
-        """Log why a file is not at the origin, or not kept here: each kind of error of a source once a minute, or each time
-        at level debug. Else any user whose files fail could fill the log. The status counts all of them."""
+        """Log why a file is not at the origin, or not kept here: each kind of error of a source once a minute, so that a
+        user whose files fail cannot fill the log; at level debug each time. The status counts all of them."""
         left_out: int | None = 0
         if not log.isEnabledFor(logging.DEBUG):
             left_out = self._repeats.admit((dirty_file.origin.source, type(exc)))
@@ -317,5 +320,5 @@ class Queue:
 
 
 def in_vain(error: CachefsError) -> bool:
-    """Whether the same again would most probably come to the same."""
+    """True if a retry would most probably fail with the same error."""
     return not isinstance(error, ABOUT_THE_STORE)

@@ -1,10 +1,10 @@
-"""How much may be written and not be at the origin: when a writer waits, and what it gets when the disk is full.
+"""Bounds of the bytes that are written and not uploaded: when a writer waits, and when it gets `NoRoom`.
 
-Two bounds. Of one file, `UNSENT` bytes may wait for their turn on the wire, where they are sent while the file is written:
-beyond that the writer goes as fast as the origin. Of the disk, `keep_free` bytes shall stay free: the cache gives way first,
-then the writer waits for other files to be uploaded and given to the cache, which can evict them. If that does not help, it
-may write into what is kept free, because that is kept free for users' files. The last tenth of it is left to other
-programs: then this writer alone gets `NoRoom`.
+There are two bounds. If parts of a file are sent while it is written, at most `UNSENT` of its bytes may be unsent; beyond
+that the writer waits for the origin. And `keep_free` bytes of the disk should stay free: first the cache evicts, then the
+writer waits until other files are uploaded and adopted by the cache, which can evict them. If that does not help, the writer
+may use the space that is kept free, because it is kept free for users' files. The last tenth of it is left to other
+programs: there the writer gets `NoRoom`.
 """
 
 from __future__ import annotations
@@ -23,45 +23,46 @@ from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.staging import LOOK_S, existing, translated
 
 UNSENT = 512 << 20
-"""Guessed: seconds of a fast store, and less than what a node has of page cache."""
+"""Bytes of one file that may wait to be sent. Guessed: seconds of a fast origin, and less than a node's page cache."""
 
 WAIT_S = 30.0
-"""Guessed: as long as programs wait for a slow disk before a user looks."""
+"""How long a writer waits for space. Guessed: as long as programs wait for a slow disk before a user looks."""
 
 LEFT_TO_OTHERS = 10
-"""This part of what is kept free is not written into. Guessed: of the usual 10 %, one of the disk."""
+"""One part of so many of the space kept free is left to other programs. Guessed: 1 % of the disk, of the usual 10 %."""
 
 UNASKED = 1 << 30
-"""With less room than this, a writer has to ask, so it gets no passthrough. Derived: a disk of 4 GB/s (PCIe 3.0, 4 lanes)
-takes it from one look to the next (`LOOK_S`)."""
+"""Free space below which a writer gets no passthrough, because each write has to be admitted. Derived: a disk of 4 GB/s
+(PCIe 3.0, 4 lanes) writes so many bytes between two looks (`LOOK_S`)."""
 
 
 class Cache(Protocol):
-    """What `StagingRoom` asks of the cache store."""
+    """The methods of the cache store that the uploads use."""
 
     @property
     def hangs(self) -> bool:
-        """Whether its disk is known not to answer."""
+        """True if its disk is known to hang."""
 
     async def adopt(self, obj_id: ObjectId, path: Path) -> bool:
-        """Take the file as the whole content of a version; False: it is still there, and the caller's."""
+        """Make the file, which is a version's whole content, its cache file. False if it is refused and still at `path`."""
 
     async def adopt_bytes(self, versions: Sequence[tuple[ObjectId, bytes]]) -> list[bool]:
-        """The same for several with their whole contents in memory; False: it is not kept."""
+        """`adopt` for several whole contents in memory. False for each that is refused."""
 
     def take_out(self, backing: Any, users: int, path: Path) -> int | None:
-        """The file of a version goes to `path`, with its users; a descriptor of it. None while others use it."""
+        """Rename a version's cache file to `path`; its users go on with it. Returns a descriptor; None while others use
+        it."""
 
     async def recast(self, old: ObjectId, new: ObjectId) -> bool:
-        """The origin shows `old` as `new` now."""
+        """Make the cached blocks of `old` those of `new`, its name at the origin now. False if they are not."""
 
     async def evict_to_hold(self, wanted: int) -> bool:
-        """Evict so that the disk gets freer."""
+        """Evict until the disk has `wanted` bytes more than are kept free. False if nothing more can be evicted."""
 
 
 @dataclass(eq=False, repr=False)
 class StagingRoom:
-    """The disk that the staging files lie on. `_hopeful` says whether uploads are on their way that will free some."""
+    """Space on the disk of the staging files. `_hopeful` returns whether other uploads are running that will free some."""
 
     _directory: Path
     _keep_free: int
@@ -70,29 +71,29 @@ class StagingRoom:
     _impatient_until: float = float("-inf")
 
     def free_bytes(self) -> int:
-        """What may be written now. Raises `CacheUnusable`."""
+        """Bytes that may be written without using the space kept free; may be negative. Raises `CacheUnusable`."""
         try:
             try:
                 disk = os.statvfs(self._directory)
-            except FileNotFoundError:  # it was removed, and is made again for the next file
+            except FileNotFoundError:  # the directory was removed, and is made again for the next file
                 disk = os.statvfs(existing(self._directory))
         except OSError as exc:
             raise translated(exc, self._directory) from exc
         return disk.f_bavail * disk.f_frsize - self._keep_free
 
     def admits(self, dirty_file: DirtyFile, count: int) -> bool:
-        """Whether `admit` would return at once."""
+        """True if `admit` would return at once."""
         try:
             return not self._is_ahead(dirty_file) and self.free_bytes() >= count
         except CacheUnusable:
             return False
 
     def _is_ahead(self, dirty_file: DirtyFile) -> bool:
-        """Whether too much of it waits for its turn on the wire."""
+        """True if parts of it are being sent, and too many of its bytes are unsent."""
         return bool(dirty_file.parts.under_way) and dirty_file.parts.waiting_bytes > UNSENT
 
     async def admit(self, dirty_file: DirtyFile, count: int) -> None:
-        """Return when `count` bytes may be written. Raises `NoRoom`."""
+        """Wait until `count` bytes may be written. Raises `NoRoom`."""
         while self._is_ahead(dirty_file):
             await dirty_file.sender.part_ended()
         if self.free_bytes() < count and not await self.more(dirty_file, count):
@@ -101,12 +102,13 @@ class StagingRoom:
                 raise NoRoom(f"the disk of {self._directory} has no room for what is written")
 
     async def relieve(self) -> None:
-        """A passthrough writer, which does not ask for room, is writing: evict, and upload what waits."""
+        """Evict if the free space is used up, and upload waiting files if eviction does not help. Called while there are
+        passthrough writers, whose writes are not admitted."""
         if self.free_bytes() < 0 and not await self._cache.evict_to_hold(0):
             self._hopeful(None)
 
     async def more(self, dirty_file: DirtyFile, count: int) -> bool:
-        """Have the cache make room, then wait for uploads. Whether there is room now."""
+        """Have the cache evict, then wait for uploads, `WAIT_S` at most. True if `count` bytes may be written now."""
         since = trio.current_time()
         while True:
             gives_way = await self._cache.evict_to_hold(count)
@@ -116,7 +118,7 @@ class StagingRoom:
             if now < self._impatient_until or not (gives_way or self._hopeful(dirty_file)):
                 return False
             if now >= since + WAIT_S:
-                # A writer that waited in vain does not wait again at each write.
+                # After a wait in vain, further writes do not wait for a while.
                 self._impatient_until = now + WAIT_S
                 return False
             await trio.sleep(LOOK_S)

@@ -1,14 +1,14 @@
-"""The way of one dirty file to one key: parts while it is written, the rest at the commit, or all in one request.
+"""Sending one dirty file to one key: parts while it is written and the rest at the commit, or all in one request.
 
-A commit that finds no part sent puts a small file whole: one request. A larger one goes in parts, several at a time. What
-the origin has forgotten (`NoSuchUpload`) is begun again, once.
+If no part was sent before, the commit sends a small file whole, in one request, and a larger one in parts, several at a
+time. A multipart upload that the origin does not know any more (`NoSuchUpload`) is begun again, once.
 
-`Parts` says which bytes go in which part, and when: pure policy.
+`Parts` decides which bytes are sent in which part, and when. It is pure policy.
 
-The cuts are fixed by the origin's limits alone (part n begins where part n-1 ends, as long as `Limits.part_size` says), so
-a part's number follows from its offset. While the file is written, a part is *ready* once the *frontier*, as far as the
-file was written from its beginning without a gap, has gone beyond it: a program that writes in order does not come back.
-One that does makes the part *stale*, and it is sent again at the commit, with all else that is *missing*.
+The origin's limits alone determine the cuts (part n begins where part n-1 ends, with the length `Limits.part_size`), so a
+part's number follows from its offset. While the file is written, a part is *ready* once the *frontier* has passed its end:
+the frontier is the end of what was written from the beginning without a gap, and a program that writes in order does not go
+back. If a program does, the part is *stale*, and is sent again at the commit, with all other *missing* parts.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from cachefs.upload.staging import StagingFile
 log = logging.getLogger(__name__)
 
 PUT_BYTES = 16 << 20
-"""Up to this size a file that nothing was sent of goes in one request. Derived: at 100 MB/s a connection and 20 ms a
-round trip, two parts at once and the requests around them take as long."""
+"""Largest file that is sent in one request, if no part was sent before. Derived: at 100 MB/s a connection and 20 ms a round
+trip, two concurrent parts and the requests around them take as long."""
 
 HASHED = 1 << 20
-"""Read at once for a digest."""
+"""Bytes of one read for a digest."""
 
 AT_ONCE = 16
 """Parts of one dirty file in flight while it is written, and as many at its commit. Derived: 128 MiB hide a round trip of
-100 ms at 1 GB/s; the gate bounds all dirty files."""
+100 ms at 1 GB/s. The gate bounds the requests of all dirty files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preconditions:
-    """What the object is to replace: the version `if_match`, or nothing with `if_absent`; whatever there is without. It
-    shows `token` when it was put whole."""
+    """What an upload may replace: the version `if_match`, nothing (`if_absent`), or any object if neither is set. An object
+    sent in one request carries the `token`."""
 
     if_match: str | None = None
     if_absent: bool = False
@@ -54,7 +54,7 @@ class Preconditions:
 
 
 class Piece(NamedTuple):
-    """Part `number` as bytes [start, stop) of the file; `touches` tells one content of it from the next."""
+    """Part `number` as bytes [start, stop) of the file; `touches` counts its changes, to tell its contents apart."""
 
     number: int
     start: int
@@ -63,7 +63,8 @@ class Piece(NamedTuple):
 
 
 class Parts:
-    """What of a file of `size` bytes the origin has, of one multipart upload."""
+    """The parts of one multipart upload of a file of `size` bytes: which the origin has, and which are in flight
+    (`under_way`)."""
 
     def __init__(self, limits: Limits, size: int = 0) -> None:
         self.size = size
@@ -71,16 +72,17 @@ class Parts:
         self._limits = limits
         self._cuts = [0]
         self._frontier = 0
-        self._next = 1  # the first part that was not ready yet
+        self._next = 1  # number of the first part that was not sent early
         self._touches: dict[int, int] = {}
         self._rewrites = 0
         self._sent: dict[int, Piece] = {}
         self._bytes_under_way = 0
 
-    # What happens to the file.
+    # Changes of the file.
 
     def wrote(self, offset: int, length: int) -> None:
-        """Bytes [offset, offset + length) have other content; a gap before them is zeros, and its parts are longer now."""
+        """Note a write of [offset, offset + length). If it begins behind the end, the gap is zeros, and its parts are
+        longer."""
         if not length:
             return
         end = offset + length
@@ -90,7 +92,7 @@ class Parts:
             self._frontier = end
 
     def resized(self, size: int) -> None:
-        """The file ends at `size`; what is new of it is zeros."""
+        """Note that the file was cut or extended with zeros to `size` bytes."""
         if size == self.size:
             return
         self._touch(min(size, self.size), max(size, self.size))
@@ -99,15 +101,15 @@ class Parts:
         self._next = min(self._next, self._number(self._frontier))
 
     def rewritten(self, size: int) -> None:
-        """All of it may have other content, and it ends at `size`."""
+        """Note that all bytes of the file may have changed, and that it has `size` bytes."""
         self.size = size
         self._rewrites += 1
 
     def resumed(self) -> None:
-        """An earlier run has sent parts of it: those that are whole now are left to the commit, which compares them."""
+        """Send no present part early, because an earlier run has sent some: the commit compares them."""
         self._frontier, self._next = self.size, self._number(self.size)
 
-    # What is to be sent.
+    # Parts to send.
 
     @property
     def count(self) -> int:
@@ -126,20 +128,20 @@ class Parts:
         return [self._piece(number) for number in range(1, self.count + 1)]
 
     def missing(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """Those of `pieces` that the origin does not have just so, except where something is under way for their number."""
+        """Those of `pieces` that the origin does not have with their present content, and whose number is not in flight."""
         return [p for p in pieces if self._sent.get(p.number) != p and p.number not in self.under_way]
 
     @property
     def waiting_bytes(self) -> int:
-        """What is ready, and not at the origin yet."""
+        """Bytes that could be sent, or are in flight."""
         return max(0, self._frontier - self._cut(self._next - 1)) + self._bytes_under_way
 
     @property
     def sent_bytes(self) -> int:
-        """What the origin has as it is now."""
+        """Bytes that the origin has with their present content."""
         return sum(p.stop - p.start for p in self._sent.values() if p == self._piece(p.number))
 
-    # What becomes of it.
+    # Progress of parts.
 
     def begin(self, piece: Piece) -> None:
         self.under_way[piece.number] = piece
@@ -148,18 +150,19 @@ class Parts:
             self._next += 1
 
     def ended(self, piece: Piece, *, stored: bool) -> None:
-        """It is under way no more. What was written meanwhile makes it stale."""
+        """Note that a part is no longer in flight; `stored`: the origin has it. A write meanwhile makes it stale."""
         del self.under_way[piece.number]
         self._bytes_under_way -= piece.stop - piece.start
         if stored:
             self._sent[piece.number] = piece
 
     def is_current(self, piece: Piece) -> bool:
-        """Whether its bytes are still those that it was cut from."""
+        """True if its bytes have not changed since it was made."""
         return piece == self._piece(piece.number)
 
     def forget(self) -> None:
-        """The origin has nothing of it: the upload is completed, or gone. What is under way counts for nothing."""
+        """Note that the origin has no parts: the multipart upload is completed, aborted or lost. Parts in flight do not
+        count."""
         self._sent.clear()
         self._next = 1
 
@@ -175,37 +178,38 @@ class Parts:
             self._touches[number] = self._touches.get(number, 0) + 1
 
     def _cut(self, number: int) -> int:
-        """Where part `number` ends, in a file that goes on."""
+        """The offset where part `number` ends, if the file is long enough."""
         while len(self._cuts) <= number:
             self._cuts.append(self._cuts[-1] + self._limits.part_size(self._cuts[-1]))
         return self._cuts[number]
 
     def _number(self, offset: int) -> int:
-        """The part that holds the byte at `offset`."""
+        """The number of the part with the byte at `offset`."""
         while self._cuts[-1] <= offset:
             self._cut(len(self._cuts))
         return bisect_right(self._cuts, offset)
 
 
 class Sent(Protocol):
-    """What is sent, where to, and what remembers over a crash that something is there."""
+    """The file to send, its key, and the calls that record an upload, so that a crash does not leave it at the origin."""
 
     origin: Origin
     key: str
     file: StagingFile
 
     async def source(self, size: int) -> Source:
-        """The first `size` bytes, in one request."""
+        """The first `size` bytes, for one request."""
 
     async def begun(self, upload: Upload) -> None:
-        """There is an upload, and no part of it yet."""
+        """Record a multipart upload, before its first part."""
 
     async def orphaned(self, upload: Upload) -> None:
-        """It could not be aborted now."""
+        """Record a multipart upload that could not be aborted."""
 
 
 class Sender:
-    """`final` is True while the outcome of a commit is out of our hands; `failed` is why no part is sent early any more."""
+    """Sends a dirty file. `final`: the origin may be carrying a commit out, so it must not be cancelled. `failed` is the
+    error after which no part is sent early. `background`: no caller waits."""
 
     def __init__(self, what: Sent, parts: Parts) -> None:
         self.parts = parts
@@ -214,8 +218,8 @@ class Sender:
         self.background = True
         self.upload: Upload | None = None
         self._what = what
-        self._quiet = False  # no part is sent early
-        self._found: dict[int, Part] | None = {}  # of an earlier run; None: not looked at yet
+        self._quiet = False  # True: no part is sent early
+        self._found: dict[int, Part] | None = {}  # parts sent by an earlier run; None: not listed yet
         self._beginning = trio.Lock()
         self._early: dict[int, trio.CancelScope] = {}
         self._tickets: set[Ticket] = set()
@@ -224,7 +228,7 @@ class Sender:
     # While the file is written.
 
     def push(self, nursery: trio.Nursery) -> None:
-        """Send what is ready, as many parts as may be in flight. A failure ends this until the commit, which reports it."""
+        """Send ready parts, up to `AT_ONCE` in flight. After a failure none is sent until the commit, which reports it."""
         if self._quiet or self.failed is not None:
             return
         while len(self._early) < AT_ONCE and (piece := self.parts.ready()):
@@ -237,21 +241,21 @@ class Sender:
             with scope:
                 await self._send(piece)
         except Exception as exc:
-            # Else the file was cut, or rewritten under it; and a commit sends by itself what is missing.
+            # If the part has changed meanwhile, the failure does not count. A commit (`_quiet`) sends missing parts itself.
             if self.parts.is_current(piece) and not self._quiet:
                 self.failed = expected(exc)
                 bug = None if isinstance(exc, CachefsError) else exc
                 log.info("%s; trying again at the commit", self.failed, exc_info=bug)
         finally:
-            del self._early[piece.number]  # before the tasks that its end has woken go on
+            del self._early[piece.number]  # before the tasks run that its end has woken
             self.push(nursery)
 
     async def part_ended(self) -> None:
-        """Return when the next part has ended, one way or the other."""
+        """Wait until the next part in flight has succeeded or failed."""
         await self._part_ended.park()
 
     async def break_off(self) -> None:
-        """Nothing is under way afterwards, nor sent early any more. Parts that the origin has stay."""
+        """Cancel the parts that are sent early, and send no more. Parts that the origin has stay."""
         self._quiet = True
         for scope in self._early.values():
             scope.cancel()
@@ -259,21 +263,21 @@ class Sender:
             await self._part_ended.park()
 
     def resume(self, upload: Upload) -> None:
-        """Go on with what an earlier run has begun. Parts that hold what the file holds are not sent again."""
+        """Continue an earlier run's multipart upload. Parts with the same bytes as the file are not sent again."""
         self.upload, self._found = upload, None
 
     # At the commit.
 
     def promote(self) -> None:
-        """A caller waits for it now."""
+        """Give its requests the priority of demand, because a caller waits now."""
         self.background = False
         for ticket in self._tickets:
             ticket.promote()
 
     async def finish(self, pieces: list[Piece], size: int, preconditions: Preconditions) -> ObjectInfo:
-        """Make the object of the first `size` bytes, which are `pieces` and stay as they are until this has returned or
-        raised; more may follow them. What is returned has no `mtime_ns` (0) where only a HEAD would tell it. Raises what
-        `Origin.put` and `Upload` raise."""
+        """Upload the first `size` bytes as the object. They are the `pieces`, and must not change until this has returned or
+        raised; the file may be longer. The result has no `mtime_ns` (0) if only a HEAD would give it. Raises the errors of
+        `Origin.put` and `Upload`."""
         self.failed, self._quiet = None, True
         try:
             try:
@@ -288,9 +292,10 @@ class Sender:
             self._quiet = self.final = False
 
     async def abandon(self) -> None:
-        """Nothing is in progress afterwards, and no unrecorded upload is left at the origin, also when this is cancelled."""
+        """End all transfers and abort the multipart upload. An upload that cannot be aborted is recorded, also if this is
+        cancelled."""
         self._quiet = True
-        if self._early:  # a scope costs as much as all the rest of a removal here
+        if self._early:  # only then, because a scope costs as much as the rest of a removal here
             with trio.CancelScope(shield=True):
                 await self.break_off()
         upload, self.upload, self._found = self.upload, None, {}
@@ -300,7 +305,7 @@ class Sender:
                 await upload.abort()
             except (
                 BaseException
-            ) as exc:  # also of a caller that is cancelled: nothing else knows of it any more
+            ) as exc:  # also if cancelled, because nothing else refers to the upload any more
                 await self._what.orphaned(upload)
                 if not isinstance(exc, CachefsError):
                     raise
@@ -351,7 +356,7 @@ class Sender:
         await self._send(piece)
 
     async def _send(self, piece: Piece) -> None:
-        """`piece` is under way, and is no more afterwards."""
+        """Send a part that is marked as in flight, and unmark it at the end."""
         upload, stored = None, False
         try:
             upload = await self._open_upload()
@@ -370,8 +375,10 @@ class Sender:
         async with self._beginning:
             if self.upload is None:
                 if self.failed is not None:
-                    raise self.failed  # just now, and no other early part asks again
-                with trio.CancelScope(shield=True):  # within the origin's deadline: nothing else records it
+                    # Another early part has failed to begin the upload, so this one does not try.
+                    raise self.failed
+                # Shielded for at most the origin's deadline, because an upload must be recorded once it exists.
+                with trio.CancelScope(shield=True):
                     await self._begin()
             assert self.upload is not None
             return self.upload
@@ -396,14 +403,15 @@ class Sender:
 
 
 def expected(exc: Exception) -> CachefsError:
-    """A failure as the committing caller is told it. One that is our bug ends neither the task's nursery nor the file."""
+    """The error that the committing caller gets. An unexpected one, a bug, becomes `OriginFailed`, and ends neither the
+    nursery nor the file."""
     if isinstance(exc, CachefsError):
         return exc
     return OriginFailed(f"unexpected {type(exc).__name__}")
 
 
 def same(part: Part, fd: int, start: int, length: int) -> bool:
-    """Whether the origin's part holds these bytes: its etag is their MD5, as S3 has it. Elsewhere it is unknown."""
+    """True if the origin's part has these bytes, because its etag is their MD5, as on S3. False if that is unknown."""
     wanted = part.etag.strip('"').lower()
     if part.size != length or len(wanted) != 32:
         return False

@@ -1,15 +1,16 @@
-"""All dirty files of this node: begun by a write, brought to the origin by a commit, kept until the origin has them.
+"""All dirty files of this node: a write begins one, a commit uploads it, and it is kept until the origin has its content.
 
-Durable: a commit is an upload. With `writeback` it only makes sure of the bytes and of a row in the journal, and the upload
-follows by itself. Without, a dirty file has a row only while something of it would have to be cleared away after a crash (an
-upload in parts), or kept (its upload failed, and the writer was told so).
+By default a commit is an upload. With `writeback` a commit syncs the bytes and a row of the journal, and the upload follows
+in the background. Without it, a dirty file has a row only if a crash would leave something to remove at the origin (an
+upload in parts), or something to keep (its upload failed, and the writer got the error).
 
-In the end the staging file becomes the version's file in the cache, so what was written here is warm here.
+At last the cache adopts the staging file as the version's cache file, so that files written here are cached here.
 
-A rename holds the turn of the dirty file and first ends the attempt in progress: it cancels it, or, where the outcome is up
-to the origin, waits for it. What the origin has under the old name then may be the dirty file's *own*: the version it began
-with, one it made, or one that carries the token of an attempt of unknown outcome. A dirty file that no writer is changing is
-sent under the new name before that goes; otherwise it is copied there. Another client's object stays where it is.
+A rename takes the dirty file's `trying.turn` and first ends the running attempt: it cancels it, or waits for it if the
+origin may already be carrying it out. The origin's object at the old key may then be the dirty file's *own*: the version it
+began with, one it made, or one with the token of an attempt of unknown outcome. A dirty file that no writer is changing is
+uploaded under the new key before its own object is deleted; otherwise that object is copied to the new key. Another client's
+object stays where it is.
 """
 
 from __future__ import annotations
@@ -54,28 +55,28 @@ from cachefs.upload.staging import (
 log = logging.getLogger(__name__)
 
 FLUSH_RETRY_S = 5.0
-"""How long at most `flush` leaves a failed dirty file alone. Guessed: a user waits."""
+"""Longest wait of `flush` before it tries a failed upload again. Guessed: a user waits for it."""
 
 SHOWN = 20
 """Dirty files that are shown one by one. Derived: a screen of 24 lines has place for them and for a
 heading."""
 
 REPEATED_S = 2.0
-"""How long what was not open when a daemon died waits for its upload: an open that was not answered is repeated meanwhile.
-Guessed: the kernel repeats all requests at once."""
+"""How long the upload of a file that was not open when a daemon died waits, because the kernel may repeat an open of it that
+was not answered. Guessed: the kernel repeats all requests at once."""
 
 PIECE = 1 << 20
-"""Read at once: a block."""
+"""Bytes of one read of the base version: a block."""
 
 TOGETHER, TOGETHER_S = 16, 0.1
-"""Small files that the cache is given together, and how long at most the first of them waits for others. Derived: a turn of
-a thread, and a task, cost as much as making the cache file of one; their memory is in use meanwhile (`MEMORY_KEPT`)."""
+"""Small files that are given to the cache together, and how long the first of them waits for others at most. Derived: a call
+in a thread and a task cost as much as making one cache file; the files' memory is in use until then (`MEMORY_KEPT`)."""
 
 OnConflict = Literal["overwrite", "fail"]
 
 
 class Reader(Protocol):
-    """What is used of `Fetcher`."""
+    """The methods of `Fetcher` that are used here."""
 
     def open(self, origin: Origin, object_id: ObjectId) -> Any: ...
     def close(self, opened: Any) -> None: ...
@@ -83,7 +84,7 @@ class Reader(Protocol):
 
 
 class Together:
-    """Small files that wait for others; `work` is given them, in a task."""
+    """Gathers small files, and calls `work` with them in a task once there are `TOGETHER`, or after `TOGETHER_S`."""
 
     def __init__(self, queue: Queue, work: Callable[[Sequence[DirtyFile]], Awaitable[None]]) -> None:
         self.waiting: list[DirtyFile] = []
@@ -106,14 +107,14 @@ class Together:
 
 
 class Uploads:
-    """`reader` reads what a dirty file begins with; `keep_free_bytes` stay free of the disk. `on_committed` is told of each
-    version that the origin has from now on, before its waiters wake (its `mtime_ns` is the dirty file's, where the origin's
-    would cost a request). `on_settling` is asked before a dirty file is settled, which waits while it says False.
-    `on_settled` is told that a dirty file's content is the cache's or the origin's alone: until then it can be opened.
-    `on_changed` is told that one in passthrough was written. With `memory`, which outlives this process, files that are
-    being written do so, too. For `killed` see `Database`.
+    """The dirty files, and their uploads. `reader` reads the version that a dirty file begins with. `keep_free_bytes` of the
+    disk stay free. `on_committed` is called with each version that the origin has got, before its waiters wake; its
+    `mtime_ns` is the dirty file's if the origin's would cost a request. `on_settling` is called before a dirty file is
+    settled; while it returns False, settling waits. `on_settled` is called once the content lies in the cache or at the
+    origin alone; until then the dirty file can be opened. `on_changed` is called when a file in passthrough was written.
+    With `memory`, which outlives this process, files that are being written outlive it, too. For `killed` see `Database`.
 
-    Opens the journal, which blocks: make it before the mount is. Raises `CacheUnusable`."""
+    The constructor opens the journal, which blocks, so call it before mounting. Raises `CacheUnusable`."""
 
     def __init__(
         self,
@@ -176,10 +177,10 @@ class Uploads:
         mtime_ns: int | None = None,
         attrs: Mapping[str, Any] | None = None,
     ) -> DirtyFile:
-        """A dirty file for `key`, dirty, with the content of `base` (its first `upto` bytes) or none. `base` is also what
-        the dirty file may replace where conflicts are failures; None: nothing.
+        """Make a dirty file for `key`, with the content of `base` (its first `upto` bytes) or empty. If conflicts are
+        failures, `base` is also the version that it may replace (None: it may replace nothing).
 
-        Raises `NoRoom`, `CacheUnusable`, and what reading `base` does; nothing is left then."""
+        Raises `NoRoom`, `CacheUnusable`, and the errors of reading `base`; then no staging file is left."""
         name = uuid4().hex
         count = 0 if base is None else base.size if upto is None else min(upto, base.size)
         dirty_file = DirtyFile(
@@ -194,7 +195,7 @@ class Uploads:
             attrs=attrs or {},
         )
         try:
-            if not dirty_file.file.ends_in_memory:  # too many do
+            if not dirty_file.file.ends_in_memory:  # too many files have their end in memory
                 with dirty_file.file.used():
                     await dirty_file.file.spill()
             if base is not None and count:
@@ -207,15 +208,15 @@ class Uploads:
         return dirty_file
 
     async def disk_answers(self) -> None:
-        """Return when the disk of the staging files has taken a change, as `take` makes one on the loop."""
+        """Wait until the staging directory's disk has carried out a change, before `take` makes one on the trio thread."""
         await self._disk.run(partial(touch, self._disk.directory))
 
     def take(
         self, origin: Origin, base: ObjectInfo, backing: Any, users: int, attrs: Mapping[str, Any]
     ) -> DirtyFile | None:
-        """A dirty file that is to replace `base` and holds its content, so it is not dirty: its staging file is the cache's
-        file of that version, which the kernel has as `backing` for as many `users`, all of them the caller's. None while
-        others use that file."""
+        """Make a dirty file whose staging file is the cache file of `base`. It has the content of `base`, so it is clean;
+        its changes will replace `base`. The kernel has the file as `backing`, with `users`, all of them the caller's. None
+        if the file has other users, or passthrough is impossible."""
         name = uuid4().hex
         path = self._disk.directory / name
         fd = self._store.take_out(backing, users, path) if self.passthrough.possible else None
@@ -241,13 +242,13 @@ class Uploads:
         return dirty_file
 
     def open(self, dirty_file: DirtyFile) -> None:
-        """Add one user, a reader or a writer."""
+        """Add a user, a reader or a writer."""
         dirty_file.open()
         if dirty_file.handles == 1 and not self._is_noted(dirty_file):
             self.noted(dirty_file)
 
     def release(self, dirty_file: DirtyFile) -> None:
-        """Remove one user. After the last one has gone, a file that is dirty is uploaded without a caller."""
+        """Remove a user. After the last one, a dirty file is uploaded in the background, and a clean one is settled."""
         if dirty_file.handles == 1 and self._shown_from_cache(dirty_file):
             self._release_later(dirty_file)
             return
@@ -258,7 +259,7 @@ class Uploads:
         if dirty_file.backing is not None:
             self.passthrough.released(dirty_file)
         if dirty_file.discarded:
-            if not dirty_file.trying.turn.locked():  # or its name is still going, and may stay
+            if not dirty_file.trying.turn.locked():  # otherwise its removal is not done, and may fail
                 self._dirty_files.pop(dirty_file.id, None)
                 self._forget(dirty_file)
         elif not dirty_file.dirty:
@@ -267,9 +268,9 @@ class Uploads:
             contained(self._queue.nursery, f"closing {dirty_file.key}", self._after_release, dirty_file)
 
     def _settle_soon(self, dirty_file: DirtyFile) -> None:
-        """Begin to settle a file that is not in use and that the origin has."""
+        """Begin to settle a clean file that is not in use."""
         if dirty_file.content.adopted:
-            # At once: its file is the cache's, so it cannot be opened here any more.
+            # At once, because the cache has its file, so it cannot be opened here any more.
             self._settled(dirty_file)
         elif dirty_file.file.held is None or dirty_file.kernel.way is not Way.HERE:
             contained(self._queue.nursery, f"settling {dirty_file.key}", self._settle, dirty_file)
@@ -277,7 +278,8 @@ class Uploads:
             self._together.add(dirty_file)
 
     def _shown_from_cache(self, dirty_file: DirtyFile) -> bool:
-        """True if a name shows it and the cache has its file: only while that is open can a reader of the name open it."""
+        """True if the cache has its file while a name still shows the dirty file. It must then stay open, because a reader
+        that comes by this name cannot open a closed one."""
         return dirty_file.content.adopted and not self.on_settling(dirty_file)
 
     def _release_later(self, dirty_file: DirtyFile) -> None:
@@ -291,19 +293,20 @@ class Uploads:
     def enable_passthrough(
         self, tell: Callable[[BackingFile], None], retire: Callable[[BackingFile], None]
     ) -> None:
-        """From now on the kernel writes files by itself; see `Passthrough`. Not where parts are sent while they are
-        written: there only what it has for readers."""
+        """Let the kernel write files by itself; see `Passthrough.to`. Without `writeback`, where parts are sent while a file
+        is written, only files that it has open for readers."""
         self.passthrough.to(tell, retire, direct=not self._writeback)
 
     async def open_backing(self, dirty_file: DirtyFile) -> BackingFile | None:
-        """Its backing file for one passthrough writer, until `returned`; None: no passthrough. The same one until
-        the last user has gone. Nothing of it is sent meanwhile; an upload that a caller waits for is waited for."""
+        """The backing file for one more passthrough writer, until `returned`; None if there is no passthrough. All users of
+        a dirty file get the same one. Nothing is uploaded until `returned`; this waits for an upload that a caller waits
+        for."""
         if dirty_file.backing is None and (self.room.free_bytes() < UNASKED or self.journal.removed):
-            return None  # without a journal a commit is an upload, which waits for no passthrough writer
+            return None  # without a journal a commit is an upload, which cannot wait for passthrough writers
         return await self.passthrough.open_backing(dirty_file)
 
     def returned(self, dirty_file: DirtyFile) -> None:
-        """One passthrough writer has closed it. Never raises, never waits."""
+        """Remove a passthrough writer, which has closed the file. Never raises, never waits."""
         self.passthrough.returned(dirty_file)
         if not dirty_file.kernel.writers and (dirty_file.acknowledged or dirty_file.kernel.shared):
             self._plan(dirty_file)
@@ -311,11 +314,11 @@ class Uploads:
             contained(self._queue.nursery, f"mappings of {dirty_file.key}", self._until_unmapped, dirty_file)
 
     async def _until_unmapped(self, dirty_file: DirtyFile) -> None:
-        """Upload what is written through mappings that outlive their close, until there are none."""
+        """Upload changes made through mappings that outlive their close, until there are no mappings."""
         while dirty_file.kernel.mapped:
             await trio.sleep(LOOK_S)
             if dirty_file.kernel.writers or dirty_file.discarded:
-                return  # the last of them begins again, if need be
+                return  # the last writer's close starts this again, if need be
             with suppress(CachefsError):
                 dirty_file.look_for_mappings()
             self._plan(dirty_file)
@@ -325,7 +328,7 @@ class Uploads:
                 await self._settle(dirty_file)
 
     def unmounted(self) -> None:
-        """The kernel will report no more closes. Files that are still being written are found before they are sent."""
+        """Note that the kernel reports no more closes. Files that are still written are noticed before they are uploaded."""
         self.passthrough.unmounted(self._dirty_files.values())
 
     async def _after_release(self, dirty_file: DirtyFile) -> None:
@@ -338,10 +341,9 @@ class Uploads:
         self._queue.plan(dirty_file, self._queue.delay_s if self._writeback else 0.0)
 
     async def commit(self, dirty_file: DirtyFile) -> None:
-        """Durable: what it holds now is at the origin. Writeback: on this disk, and will be at the origin;
-        or at the origin, where the journal was removed. Raises what failed:
-        the dirty file stays pending then, and is tried again by itself. With writeback, the failure of an upload since the
-        last commit is raised, once."""
+        """Make the present content durable: at the origin, or with `writeback` on this disk, to be uploaded later. If the
+        journal was removed, at the origin. Raises the error; then the dirty file stays pending, and its upload is retried in
+        the background. With `writeback`, also raises the failure of an upload since the last commit, once."""
         dirty_file.look()
         if dirty_file.discarded or not dirty_file.dirty:
             return
@@ -352,7 +354,7 @@ class Uploads:
         wanted = dirty_file.content.generation
         try:
             await self._records.acknowledge(dirty_file)
-        except JournalRemoved:  # nothing can be promised here any more, until the next mount
+        except JournalRemoved:  # this disk cannot make it durable until the next mount, but the origin can
             await self._queue.upload(dirty_file)
             if not dirty_file.has(wanted):
                 raise
@@ -370,12 +372,12 @@ class Uploads:
             self._queue.plan(dirty_file, self._queue.delay_s)
 
     async def moved(self, old: ObjectId, new: ObjectId) -> None:
-        """The origin has copied a version: what is cached of `was` here belongs to the copy from now on."""
+        """Make the cached blocks of `old` those of `new`, because the origin has copied or moved the object."""
         if not self._hangs():
             await self._store.recast(old, new)
 
     def nameless(self) -> list[DirtyFile]:
-        """Those that were removed, and that handles of the daemon before have open."""
+        """The dirty files that were removed, and that are open. After `recover`: those of the previous daemon's handles."""
         return [dirty_file for dirty_file in self._dirty_files.values() if dirty_file.discarded]
 
     def pending(self) -> list[DirtyFile]:
@@ -388,22 +390,23 @@ class Uploads:
 
     @property
     def elsewhere(self) -> list[tuple[str, int]]:
-        """Sources of which an earlier run has left files that this one cannot send, and the size of each file."""
+        """(source, size in bytes) of each file of an earlier run that this one cannot upload, because the source is not
+        mounted."""
         return self._records.elsewhere
 
     async def note(self, name: str, row: Mapping[str, Any] | None) -> None:
-        """Keep a JSON object over a crash, for the rooms above; None removes it. Raises `NoRoom`, `CacheUnusable`."""
+        """Store a JSON object durably, for the rooms above; None removes it. Raises `NoRoom`, `CacheUnusable`."""
         await self.journal.write(NOTES, name, row, within_s=HANGS_AFTER_S)
 
     def notes(self) -> dict[str, dict[str, Any]]:
-        """What an earlier run has noted and not removed."""
+        """The objects that `note` has stored and not removed, by name."""
         return self.journal.rows(NOTES)
 
-    # -- what outlives this process ------------------------------------------------------------------
+    # -- records for the next daemon -----------------------------------------------------------------
 
     def outlive(self, dirty_file: DirtyFile, ino: int, *, named: bool) -> None:
-        """It is of this inode: where the connection to the kernel outlives this process, the next daemon goes on with it.
-        One that no name shows is about to be discarded."""
+        """Set the inode, so that the next daemon can go on with the file if the connection outlives this process. A file
+        that is not `named` is about to be discarded, and gets no record yet."""
         if self._disk.shared is not None:
             dirty_file.record.ino = ino
             if named:
@@ -414,7 +417,7 @@ class Uploads:
             return
         if dirty_file.handles or not dirty_file.acknowledged:
             self._put_record(dirty_file)
-        else:  # the journal has it; a record that stayed would say what was before
+        else:  # the journal has it, and a record would become out of date
             self._forget(dirty_file)
 
     def _is_noted(self, dirty_file: DirtyFile) -> bool:
@@ -427,17 +430,18 @@ class Uploads:
             log.info("%s: too many files are being written to outlive this process", dirty_file.key)
 
     def _forget_acknowledged(self, dirty_file: DirtyFile) -> None:
-        """The journal has it, and no process has it open: many may wait for their upload."""
+        """Remove the record of a file that the journal has and no process has open: many such files may wait for uploads."""
         if dirty_file.acknowledged and not dirty_file.handles:
             self._forget(dirty_file)
 
     def resume_backing(self, dirty_file: DirtyFile, backing_id: int, *, writes: bool) -> BackingFile:
-        """The kernel has its file for a handle of the daemon before: to write it until `returned`, or to read it."""
+        """The backing file of a handle of the previous daemon, registered as `backing_id`: for a writer until `returned`, or
+        for a reader."""
         return self.passthrough.resume(dirty_file, backing_id, writes=writes)
 
     async def _resume(self, open_inos: Container[int]) -> tuple[dict[str, DirtyFile], set[str]]:
-        """What the daemon before was writing: the dirty files by id, and the ids of those that they have replaced. What was
-        in memory lies on the disk then. `open_inos` are the inodes that the kernel has open."""
+        """(dirty files of the previous daemon by id, ids of the files that they have replaced). Ends of files that were in
+        memory are on the disk afterwards. `open_inos` are the inodes that the kernel has open."""
         assert self._disk.shared is not None
         records, found = self._disk.shared.records, dict[str, DirtyFile]()
         rows = records.found()
@@ -446,7 +450,7 @@ class Uploads:
         for name, (mtime_ns, row) in rows.items():
             origin = self._records.origin(row["source"], row["key"])
             row["removed"] |= name in over
-            # What is written in passthrough, or through a mapping, may not be known to be.
+            # A file in passthrough, or one that is mapped, may have been written without this being known.
             is_new = (row["dirty"] or row["way"] != Way.HERE.name) and not row["removed"]
             if origin is not None and (is_new or row["ino"] in open_inos):
                 going_on[name] = mtime_ns, row, origin
@@ -455,7 +459,7 @@ class Uploads:
         files = {row["file"]: mtime_ns for mtime_ns, row, _ in going_on.values()}
         lost = dict[str, str]()
         for tail in self._disk.shared.tails.found():
-            if tail.name in files:  # else it is not needed, and no row would name its file
+            if tail.name in files:  # otherwise no dirty file needs it
                 spill = partial(spill_tail, self._disk.directory, tail, files[tail.name])
                 try:
                     await trio.to_thread.run_sync(spill)
@@ -476,7 +480,7 @@ class Uploads:
         return found, over
 
     def _again(self, name: str, row: Mapping[str, Any], mtime_ns: int, origin: Origin) -> DirtyFile:
-        """A dirty file of an earlier run, whose upload goes on."""
+        """Make the dirty file of an earlier run again, from its row; its multipart upload is resumed."""
         file = StagingFile(self._disk, row["file"])
         size, base, attrs = file.path.stat().st_size, row["base"], row["attrs"]
         dirty_file = DirtyFile(
@@ -488,12 +492,12 @@ class Uploads:
         return dirty_file
 
     def _forget(self, dirty_file: DirtyFile) -> None:
-        """Remove a dirty file that is not needed any more."""
+        """Remove the record of a dirty file for the next daemon."""
         if self._disk.shared is not None:
             self._disk.shared.records.drop(dirty_file.id)
 
     def _drop(self, dirty_file: DirtyFile) -> None:
-        """Remove the staging file of a dirty file that lost its name. Open handles keep it."""
+        """Remove the staging file of a dirty file that has lost its name. Open handles can still use it."""
         if self._disk.shared is not None and dirty_file.ino and dirty_file.handles:
             self._put_record(dirty_file)
         else:
@@ -516,14 +520,14 @@ class Uploads:
         upload: bool = True,
         leaves: Callable[[ObjectInfo], Awaitable[object]] | None = None,
     ) -> bool:
-        """Its content goes to `key` (of the same origin). `base` is the etag of what it is to replace there, `over` the
-        dirty file, which the caller is discarding: after a crash at most one of them is back. Free as long as nothing of it
-        is at the origin; else it is uploaded under the new name first, or, if it is half a change, or all at the origin, or
-        `upload` is not wanted, what the origin has is copied.
+        """Move a dirty file to `key` (of the same origin). `base` is the etag of the version to replace there, `over` the
+        dirty file to replace, which the caller discards: after a crash at most one of the two is back. This makes no upload
+        if the origin has no version of the file. Otherwise the file is uploaded under the new key first. If it is half
+        written, or clean, or without `upload`, the origin's object is copied instead.
 
-        Returns whether the origin has something of it under the old key still, which the caller deletes; `leaves` is told
-        what, before a crash may bring the dirty file back under the new one. Raises what uploads and copies do, and then it
-        has its old name."""
+        True if the origin still has a version of it at the old key, which the caller deletes. `leaves` is called with that
+        version before a crash could bring the dirty file back under the new key. Raises the errors of uploads and copies;
+        then the file has its old key."""
         async with dirty_file.trying.turn:
             await self._queue.halt(dirty_file, gives_up=True)
             if dirty_file.discarded:
@@ -565,7 +569,7 @@ class Uploads:
         source = dirty_file.origin.source
         await self._move(dirty_file, origin, key, info.etag, over)
         dirty_file.copied(own, info)
-        # Behind `copied`: if the cache takes the file just now and has not got it yet, `_adopted_as` looks again.
+        # After `copied`: if the cache is adopting the file just now, `_adopted_as` sees the new version afterwards.
         await self.moved(own.version(source), info.version(origin.source))
         if not dirty_file.acknowledged:
             await self._records.forget(dirty_file)
@@ -576,7 +580,7 @@ class Uploads:
         self, dirty_file: DirtyFile, origin: Origin, key: str, base: str | None, over: DirtyFile | None
     ) -> None:
         before = dirty_file.origin, dirty_file.key, dirty_file.base
-        await dirty_file.sender.abandon()  # of what was written meanwhile, too
+        await dirty_file.sender.abandon()  # parts written since the attempt ended are given up, too
         try:
             dirty_file.record.over = over
             dirty_file.moved(origin, key, base)
@@ -593,8 +597,8 @@ class Uploads:
     async def _send_renamed(
         self, dirty_file: DirtyFile, origin: Origin, key: str, base: str | None, tokens: list[str]
     ) -> None:
-        """Return when the origin has the file under its new name. If that fails, the file gets its old name back, which is
-        `key` at `origin`, with `base` and `tokens`."""
+        """Upload the file under its new key. If that fails, the file gets its old `key` at `origin`, with `base` and
+        `tokens`, back."""
         wanted = dirty_file.content.generation
         error: CachefsError = OriginFailed(
             f"{dirty_file.origin.name(dirty_file.key)} is being written: it keeps its name"
@@ -626,7 +630,7 @@ class Uploads:
                 dirty_file.record.tokens, dirty_file.trying.unsure = tokens, True
 
     def _soon(self, dirty_file: DirtyFile) -> None:
-        """Retry at once an upload that was refused under another name."""
+        """Retry a failed upload at once, because the file has another key now."""
         if dirty_file.trying.failures and dirty_file.acknowledged:
             dirty_file.trying.failures = 0
             if dirty_file.conflicts:
@@ -640,10 +644,10 @@ class Uploads:
         replaced: bool = False,
         instead: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
-        """Give a dirty file up, because its name goes. Nothing of it is uploaded any more, and its users keep what they
-        have. Unless the name was `replaced` by another file, an object that an upload under way may just have made is
-        deleted at the origin. `instead` takes the name away; it is called when no upload is under way. Until it has
-        returned, the dirty file survives a crash; when it raises, nothing has happened."""
+        """Give a dirty file up, because its name is removed. Nothing of it is uploaded any more; its users can still read
+        and write it. `instead` removes the name; it is called when no upload is running. Until it has returned, the dirty
+        file survives a crash; if it raises, nothing has changed. Unless another file has `replaced` the name, an object that
+        a last upload may have made is deleted at the origin."""
         stored = dirty_file.stored
         dirty_file.content.removed = True
         async with taken(dirty_file.trying.turn):
@@ -655,36 +659,36 @@ class Uploads:
                 dirty_file.content.removed = False
                 if dirty_file.dirty and (dirty_file.acknowledged or not dirty_file.handles):
                     self._queue.plan(dirty_file, 0.0)
-                elif not dirty_file.handles:  # its last user has gone meanwhile
+                elif not dirty_file.handles:  # its last user has closed it meanwhile
                     self._settle_soon(dirty_file)
                 raise
             try:
                 await dirty_file.sender.abandon()
-            finally:  # also of a caller that is cancelled: the name is gone
+            finally:  # also if the caller is cancelled, because the name is removed
                 try:
                     with trio.CancelScope(shield=True):
-                        # What is not dirty may be on its way to the cache, as the file that it is.
+                        # The cache may be adopting the file of a clean one.
                         unlinks = dirty_file.content.is_ours and dirty_file.dirty
                         await self._records.forget(dirty_file, HANGS_AFTER_S, unlinks=unlinks)
                 finally:
-                    # Or a file that is replaced again and again would keep all that it ever was.
+                    # Otherwise a file that is replaced again and again would keep all of its predecessors in memory.
                     dirty_file.record.over = None
                     self._drop(dirty_file)
             made = dirty_file.trying.unsure or dirty_file.stored is not stored
             if made and not replaced and (not dirty_file.conflicts or await self._own(dirty_file)):
                 await dirty_file.origin.delete(dirty_file.key)
 
-    # -- what dirty files ask -----------------------------------------------------------------------
+    # -- called by dirty files ----------------------------------------------------------------------
 
     def wrote(self, dirty_file: DirtyFile) -> None:
-        """Its content has changed."""
+        """Handle a change of its content here: set its mtime, and send parts that are ready."""
         dirty_file.mtime_ns = self._now_ns()
         self.changed(dirty_file)
         self._push(dirty_file)
 
     def changed(self, dirty_file: DirtyFile) -> None:
-        """Its content is another, and so is its time. What a next daemon would go on from is the same, if that says already
-        that it is dirty."""
+        """Update the record for the next daemon after a change of content and mtime. If the record says that the file is
+        dirty, only the mtime is written."""
         if self._disk.shared is None:
             return
         if dirty_file.record.says_clean:
@@ -697,7 +701,7 @@ class Uploads:
             dirty_file.sender.push(self._queue.nursery)
 
     async def renew(self, dirty_file: DirtyFile) -> StagingFile:
-        """A new staging file for it, with its content: the cache has the old one."""
+        """A new staging file with its content, because the cache has the old one."""
         file = StagingFile(self._disk, uuid4().hex, new=True)
         try:
             await dirty_file.file.copy_to(file, dirty_file.size)
@@ -710,15 +714,15 @@ class Uploads:
         await self._records.keep(dirty_file)
 
     def journaled(self, dirty_file: DirtyFile) -> bytes | None:
-        """The content that the journal has of it."""
+        """The content that is stored in the journal, if any."""
         return self.journal.content(dirty_file.id)
 
     async def orphaned(self, dirty_file: DirtyFile, upload: Upload) -> None:
-        """This upload will not be completed."""
+        """Record an upload that will not be completed, so that it is aborted later."""
         await self._records.orphaned(dirty_file.origin.source, upload.key, upload.state())
 
     def _hopeful(self, dirty_file: DirtyFile | None) -> bool:
-        """Whether others are on their way, which begin now if they only wait for their time."""
+        """True if uploads of other dirty files are running or due. Those that only wait for `upload_delay_s` begin now."""
         found = False
         for other in self._dirty_files.values():
             if other is dirty_file:
@@ -732,8 +736,8 @@ class Uploads:
     # -- settling ------------------------------------------------------------------------------------
 
     async def _settle_together(self, waiting: Sequence[DirtyFile]) -> None:
-        """Small files that lie in memory, and are not in use: the cache makes its files of them in one turn of a thread. One
-        that was removed meanwhile has cost nothing of that."""
+        """Settle small files that are in memory and not in use: one call in a thread makes all their cache files. Files that
+        were removed meanwhile are left out."""
         going = list[DirtyFile]()
         for dirty_file in waiting:
             if self._dirty_files.get(dirty_file.id) is not dirty_file:
@@ -755,7 +759,7 @@ class Uploads:
             await self._settle(dirty_file, adopt=False)
 
     def _goes_with_others(self, dirty_file: DirtyFile) -> bool:
-        """Whether the cache may be given it as it is; `_settle` knows what else is to be done."""
+        """True if it can be given to the cache with others. If not, `_settle` handles it."""
         if dirty_file.handles or dirty_file.discarded or dirty_file.lock.locked():
             return False
         if dirty_file.content.state is not State.CLEAN or dirty_file.sender.upload is not None:
@@ -763,30 +767,31 @@ class Uploads:
         return bool(dirty_file.file.held) and not dirty_file.file.spoiled
 
     async def _settle(self, dirty_file: DirtyFile, *, adopt: bool = True) -> None:
-        """It is not in use and the origin has it: the cache adopts the file, unless it has refused it."""
+        """Settle a clean file that is not in use: give its file to the cache (with `adopt`), or remove it. Retried later
+        while that is not possible."""
         async with taken(dirty_file.lock):
             try:
                 if dirty_file.kernel.in_passthrough and not dirty_file.reclaim():
                     return
-            except CachefsError:  # its file cannot be opened now
+            except CachefsError:  # its file cannot be examined now
                 self._settle_later(dirty_file)
                 return
             info = dirty_file.committed
             if dirty_file.handles or info is None or self._dirty_files.get(dirty_file.id) is not dirty_file:
                 return
             if dirty_file.attempt is not None:
-                return  # its task settles it at its end
+                return  # the attempt's task settles the file at its end
             if not self.on_settling(dirty_file):
                 self._settle_later(dirty_file)
                 return
             if dirty_file.sender.upload is not None:
-                # For example of a completion that another client's newer object hides.
+                # For example after a completion that another client's newer object hides.
                 await dirty_file.sender.abandon()
             if not dirty_file.content.adopted and adopt:
                 dirty_file.content.settle()
                 await self._give_to_cache([dirty_file])
             if dirty_file.handles or dirty_file.dirty or dirty_file.discarded:
-                return  # the last user that came meanwhile does the rest
+                return  # a user has opened it meanwhile, and the last `release` settles it
             if not self.on_settling(dirty_file):
                 self._settle_later(dirty_file)
                 return
@@ -800,7 +805,8 @@ class Uploads:
             self.on_settled(dirty_file)
 
     async def _give_to_cache(self, dirty_files: Sequence[DirtyFile]) -> None:
-        """The cache takes the files of these, if it will. All are settling, and the caller holds their locks."""
+        """Give the files of these to the cache, which may refuse. The caller holds their locks. All are in the state
+        SETTLING, and none is afterwards."""
         adopted, stored = (
             [False] * len(dirty_files),
             [dirty_file.content.stored for dirty_file in dirty_files],
@@ -808,7 +814,7 @@ class Uploads:
         with ExitStack() as used:
             try:
                 for dirty_file in dirty_files:
-                    with suppress(CachefsError):  # then the cache says why
+                    with suppress(CachefsError):  # `_adopt` meets the error again, and logs it
                         used.enter_context(dirty_file.file.used())
                 adopted = await self._adopt(dirty_files, stored)
                 for dirty_file, done, one in zip(dirty_files, adopted, stored, strict=True):
@@ -818,12 +824,12 @@ class Uploads:
                 for dirty_file, done in zip(dirty_files, adopted, strict=True):
                     dirty_file.content.settled(done)
             for dirty_file, done in zip(dirty_files, adopted, strict=True):
-                # A removal that is under way may fail: then the file stays, or else `_drop` removes it.
+                # While the removal is running (`turn` is locked), the file stays: it may fail, or `_drop` removes the file.
                 if dirty_file.discarded and not done and not dirty_file.trying.turn.locked():
                     dirty_file.file.remove()
                 if not done or dirty_file.handles or dirty_file.discarded:
                     continue
-                # Its file is the cache's, and cannot be opened here once this has ended. So no await lies in between.
+                # The cache has its file, which cannot be opened here after `used` has ended. So no await comes before that.
                 if self._shown_from_cache(dirty_file):
                     dirty_file.open()
                     self._release_later(dirty_file)
@@ -831,7 +837,7 @@ class Uploads:
                     self._settled(dirty_file)
 
     async def _adopt(self, dirty_files: Sequence[DirtyFile], stored: Sequence[Stored | None]) -> list[bool]:
-        """For each, whether the cache has its file now as the version that is `stored`."""
+        """Give each file to the cache as its version in `stored`. Returns for each whether the cache has taken it."""
         adopted, in_memory = [False] * len(dirty_files), dict[int, tuple[ObjectId, bytes]]()
         try:
             for place, (dirty_file, one) in enumerate(zip(dirty_files, stored, strict=True)):
@@ -864,7 +870,7 @@ class Uploads:
         return adopted
 
     async def _adopted_as(self, dirty_file: DirtyFile, stored: Stored) -> None:
-        """The cache has it as `stored`. If it was renamed meanwhile, it is cached under its new name."""
+        """After the cache has taken it as `stored`: if it was renamed meanwhile, have it cached as its new version."""
         while (now := dirty_file.content.stored) is not None and now is not stored:
             source = dirty_file.origin.source
             await self.moved(stored.info.version(source), now.info.version(source))
@@ -878,13 +884,13 @@ class Uploads:
         contained(self._queue.nursery, f"settling {dirty_file.key}", settle)
 
     def _hangs(self) -> bool:
-        """Whether the disk is known not to answer. One caller whose deadline passed spares the others their own wait."""
+        """True if the disk is known to hang. Once a caller's deadline has passed, the others need not wait for their own."""
         return self._store.hangs or self.journal.hangs or self._disk.hangs
 
     # -- the life of the room ----------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Uploads that are due, and what is to be cleared away, until cancelled."""
+        """Upload due files and clear up at the origin, until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._records.run)
             nursery.start_soon(self.passthrough.run)
@@ -897,9 +903,10 @@ class Uploads:
         *,
         at_the_end: bool = False,
     ) -> list[DirtyFile]:
-        """Wait until the origin has all that was acknowledged or closed (of those that `under` chooses), but for what is
-        being changed just now, unless it is `at_the_end`; returns what it has not. Without a deadline each is tried once,
-        with one until then, except where it would be in vain."""
+        """Wait until the origin has all acknowledged or closed dirty files (of those that `under` chooses). Files with
+        changes that are neither closed nor synced are left out, unless `at_the_end`. Without a deadline each upload is tried
+        once; with one, repeated until then, unless a retry would be in vain. Returns the files that the origin does not
+        have."""
         chosen = [
             dirty_file for dirty_file in self.pending() if dirty_file.acknowledged or not dirty_file.handles
         ]
@@ -921,9 +928,9 @@ class Uploads:
         return [dirty_file for dirty_file in chosen if dirty_file.dirty and not dirty_file.discarded]
 
     async def recover(self, open_inos: Container[int] = frozenset()) -> list[DirtyFile]:
-        """What an earlier run has left: call once, before anything else. Acknowledged dirty files are pending again, and are
-        returned; the rest is cleared away, where the origin has a part of it in the background. What was being written goes
-        on where there is `memory`; `open_inos` are the inodes that the kernel has open."""
+        """Restore what an earlier run has left. Call once, before anything else. Acknowledged dirty files are pending again,
+        and are returned. All else is removed, at the origin in the background; with `memory`, files that were being written
+        go on. `open_inos` are the inodes that the kernel has open."""
         resumed, over = (
             (dict[str, DirtyFile](), set[str]())
             if self._disk.shared is None
@@ -933,11 +940,12 @@ class Uploads:
         for dirty_file in resumed.values():
             self._dirty_files[dirty_file.id] = dirty_file
             if dirty_file.discarded:
-                self._put_record(dirty_file)  # the one that has replaced it will not be there to say so
+                # The new record says that it is removed: that of the file that replaced it may be dropped earlier.
+                self._put_record(dirty_file)
             elif dirty_file.ino not in open_inos:
-                # Its last close is repeated; or the kernel repeats its open, meanwhile.
+                # It has had its last close. The upload waits, because the kernel may repeat an open.
                 if self._writeback:
-                    with suppress(CachefsError):  # its upload says why
+                    with suppress(CachefsError):  # its upload meets the error again
                         await self._records.acknowledge(dirty_file)
                 self._queue.plan(dirty_file, max(REPEATED_S, self._queue.delay_s if self._writeback else 0.0))
         for dirty_file in found:
@@ -948,20 +956,21 @@ class Uploads:
     def _revive(self, name: str, row: Mapping[str, Any], origin: Origin) -> DirtyFile:
         dirty_file = self._again(name, row, row["mtime_ns"], origin)
         dirty_file.content.row = Row.ACKNOWLEDGED
-        dirty_file.may_be_written()  # by a process that has outlived that run
+        dirty_file.may_be_written()  # a process of that run's time may still write it in passthrough
         dirty_file.content.synced = dirty_file.content.generation
         return dirty_file
 
     async def hand_over(self) -> None:
-        """Instead of `aclose`, once all tasks have ended: another daemon goes on with all that there is."""
+        """Close the journal for a daemon that takes over all dirty files. Instead of `aclose`, after all tasks have
+        ended."""
         with trio.CancelScope(shield=True):
             with trio.move_on_after(HANGS_AFTER_S):
                 await self._disk.quiet()
             await trio.to_thread.run_sync(self.journal.close)
 
     async def aclose(self, deadline_s: float) -> list[DirtyFile]:
-        """Upload what can be uploaded until the deadline; returns what is left for the next run. What is being written and
-        was never acknowledged is given up. Works also when the nursery it was made with has been cancelled."""
+        """Upload as much as possible until the deadline; returns the files left for the next run. Open files that were never
+        acknowledged are given up. Works also if the nursery of the constructor has been cancelled."""
         with trio.CancelScope(shield=True):
             async with trio.open_nursery() as nursery:
                 self._queue.nursery = nursery
@@ -983,10 +992,10 @@ class Uploads:
             await self._settle(dirty_file)
         elif dirty_file.acknowledged or not dirty_file.handles:
             try:
-                # Before its upload is waited for: that may hang, and the next run is promised all that is left.
+                # Before `halt`, which may hang: the next run must find all remaining files.
                 await self._records.acknowledge(dirty_file)
             except CachefsError as exc:
-                dirty_file.trying.failure = exc  # says whether the next mount finds it
+                dirty_file.trying.failure = exc  # tells the daemon whether the next mount finds the file
                 self._queue.warn(dirty_file, exc, f"{dirty_file.origin.name(dirty_file.key)}: {exc}")
             await self._queue.halt(dirty_file)
             while dirty_file.handles:
@@ -997,11 +1006,12 @@ class Uploads:
             await self.discard(dirty_file, replaced=True)
 
     def status(self) -> dict[str, Any]:
-        """For `cachefs status`: plain values, of the longest pending dirty files first."""
+        """Plain values for `cachefs status`; the files that were changed longest ago come first."""
         return {"writeback": self._writeback, **_status(self.pending(), self._now_ns())}
 
     async def _fill(self, dirty_file: DirtyFile, base: ObjectId, count: int) -> None:
-        """Write its first `count` bytes, read like a program from the beginning on, so that readahead works for it."""
+        """Write the first `count` bytes of `base` into it, reading them in order, as a program does, so that readahead
+        works."""
         opened = self._reader.open(dirty_file.origin, base)
         try:
             for at in range(0, count, PIECE):
@@ -1019,11 +1029,11 @@ def _is_pending(dirty_file: DirtyFile) -> bool:
     try:
         return dirty_file.look() or dirty_file.dirty
     except CachefsError:
-        return True  # its file cannot be looked at now, and may hold something new
+        return True  # its file cannot be examined now, and may have changed
 
 
 def _status(pending: Sequence[DirtyFile], now_ns: int) -> dict[str, Any]:
-    """Plain values; `dirty_files` are those that were changed last longest ago."""
+    """Plain values about pending files; `dirty_files` are the `SHOWN` whose last change is the oldest."""
     pending = sorted(pending, key=lambda dirty_file: dirty_file.mtime_ns)
     failed = [dirty_file for dirty_file in pending if dirty_file.failure is not None]
     return {
