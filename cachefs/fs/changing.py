@@ -1,10 +1,10 @@
-"""Names that come, go and move: at the origin first, then here, as the origin's answer would be written.
+"""Changes of names: mkdir, rmdir, unlink and rename. Each is made at the origin first, then recorded in the tree.
 
-Renaming is, at the origin, a copy and a deletion for each object, and here an inode that gets another name. What the origin
-does not have yet moves for nothing (`Uploads.rename`). What it has is copied before it is deleted, so that at every moment
-at least one of both names shows it. A directory is all keys below it: all are copied, then all deleted, and a note in the
-journal lets the next start finish what a crash has cut short. A copy that fails undoes the others; a deletion that fails
-leaves both names and says so. For other nodes none of this is atomic.
+At the origin, a rename copies and deletes each object. On this node, the inode gets another name. A file that was not
+uploaded yet is renamed without a request (`Uploads.rename`). Objects are copied before they are deleted, so at every moment
+at least one of the two names shows them. To rename a directory, all keys below it are copied, then all are deleted; a note
+in the journal lets the next start finish a rename that a crash interrupted. If a copy fails, the others are undone. If a
+deletion fails, both names stay, and the caller gets the error. None of this is atomic for other nodes.
 
 The caller has claimed the names (`NameLocks`)."""
 
@@ -69,7 +69,7 @@ Copied = dict[str, tuple["ObjectInfo", "ObjectInfo"]]
 
 @dataclass(eq=False, repr=False)
 class Changing:
-    """`_shape` gives what is shown under a number, of a directory or not, of what the origin has."""
+    """Makes the changes. `_shape` (ino, is_dir, row) returns the attributes that are shown of a row."""
 
     _tree: Tree
     _looker: Looker
@@ -83,7 +83,7 @@ class Changing:
     # -- directories -------------------------------------------------------------------------------
 
     async def mkdir(self, directory: Directory, name: bytes) -> Found:
-        """The new directory, of which it is known that nothing is in it."""
+        """Make a directory: a marker at the origin. The directory counts as listed and empty. Raises `AlreadyExists`."""
         origin = writable(directory)
         if isinstance(await self._looker.sure(directory, name, below=True), Found):
             raise AlreadyExists(f"{directory.prefix}{name.decode()} is there")
@@ -113,11 +113,11 @@ class Changing:
             self._local_changes.written(directory, name, False)
 
     def _directory_goes(self, directory: Directory, found: Found) -> None:
-        """It has lost its name, or is about to, while `applying`: what processes that are in it see of it."""
+        """Keep a directory's attributes for processes that are in it, before it loses its name. The caller is `applying`."""
         self._files.directory_removed(directory, replace(self._shape(found.ino, True, found.row), nlink=0))
 
     async def _must_be_empty(self, origin: Origin, directory: Directory) -> None:
-        """By what is written here and by the origin's own word. Hidden keys count."""
+        """Raise `NotEmpty` if a pending file or, by a fresh listing, a key is below the directory. Hidden keys count."""
         if any(node.pending for node in self._local_changes.below(directory)):
             raise NotEmpty(f"{directory.prefix} has files in it")
         page = await origin.list_page(directory.prefix, limit=2)
@@ -131,7 +131,7 @@ class Changing:
         found = await self._found(directory, name)
         if found.is_dir:
             raise IsADirectory(f"{directory.prefix}{name.decode()} is a directory")
-        # Also of a file that the origin does not have: it may have been here when the last key went.
+        # Also for a file that was not uploaded: it may have been the reason that no marker was made when the last key went.
         await self._mark_last(origin, directory, name)
         node = self._node_of((directory, name), found)
         key = directory.prefix + name.decode()
@@ -149,7 +149,7 @@ class Changing:
 
     @contextmanager
     def _in_doubt(self, found: Found, directory: Directory, name: bytes) -> Iterator[None]:
-        """If this fails, what was found may be gone all the same: it is asked for before it is shown again."""
+        """If the block fails, have the name asked for before it is shown again: the origin may have deleted it."""
         try:
             yield
         except BaseException:
@@ -157,13 +157,13 @@ class Changing:
             raise
 
     async def _delete_stored(self, origin: Origin, key: str, node: Node) -> None:
-        """What was refused because of another client's object goes alone."""
+        """Delete a node's object, unless its upload was refused because another client's object is there: that one stays."""
         if node.dirty_file is None or not node.dirty_file.conflicts:
             await origin.delete(key)
 
     async def _mark_last(self, origin: Origin, directory: Directory, name: bytes) -> None:
-        """A directory that exists by its last key alone gets a marker before that goes: it must not vanish from under
-        processes that work in it, here or on other nodes. One PUT, and only then."""
+        """Give a directory a marker before its last key goes: otherwise it would vanish from under processes that work in
+        it, here or on other nodes. Costs one PUT, and nothing if other keys or a marker are known."""
         if directory.is_top or directory.marked:
             return
         rows = self._tree.scan(directory, b"", 2)
@@ -172,6 +172,7 @@ class Changing:
             directory.marked = True
 
     async def _found(self, directory: Directory, name: bytes) -> Found:
+        """Look a name up. Raises `NotFound`."""
         found = await self._looker.look(directory, name)
         if not isinstance(found, Found):
             raise NotFound(f"no such name in {directory.prefix}")
@@ -231,17 +232,18 @@ class Changing:
                 await self._node(node, node.dirty_file, found, to, base, replaced)
 
     def _node_of(self, place: Place, found: Found) -> Node | None:
-        """The node of what was found there. Another may be left of a file that another client has replaced."""
+        """The node of the inode that was found. None if the name's node belongs to an earlier inode, whose file another
+        client has replaced."""
         node = self._local_changes.at(*place)
         return node if node is not None and node.ino == found.ino else None
 
     def _now(self, place: Place, found: Found) -> Found:
-        """What was found there may have been stored meanwhile."""
+        """`found` with the row as it is now: the file may have been uploaded since the lookup."""
         row = self._tree.row(*place)
         return found if row is None or row.ino != found.ino else found._replace(row=row)
 
     async def _stored(self, place: Place, found: Found, to: Place, replaced: Node | None) -> None:
-        """A file that no process writes."""
+        """Rename a file that no process writes: copy the object, record the new name, delete the old object."""
         origin, key = _key(place)
         info: ObjectInfo | None = None
 
@@ -257,7 +259,7 @@ class Changing:
         await self._delete(origin, key, place, to)
 
     async def _instead(self, replaced: Node | None, work: Callable[[], Awaitable[None]]) -> None:
-        """Put another file in the place of `replaced`, which is not given up before it is there."""
+        """Await `work`, which puts another file in the place of `replaced`. If it fails, `replaced` is unchanged."""
         if replaced is None:
             await work()
         else:
@@ -272,7 +274,8 @@ class Changing:
         base: str | None,
         replaced: Node | None,
     ) -> None:
-        """A file that a process has open, or that the origin does not have."""
+        """Rename a file that a process has open for writing, or that was not uploaded yet. `base` is the etag of the object
+        that the origin has under the new name, if it has one."""
         place = node.directory, node.name
         origin, key = _key(place)
         over = None if replaced is None else replaced.dirty_file
@@ -284,18 +287,18 @@ class Changing:
             left = await self._writer.rename(dirty_file, *_key(to), base=base, over=over, leaves=leaves)
 
         async def leaves(older: ObjectInfo) -> None:
-            """Note for the next start what goes from the old name, if a crash brings the file back under the new one."""
+            """Note the older version under the old name: if a crash comes now, the next start deletes it."""
             note = uuid4().hex
             stack.push_async_callback(self._remove_note, note)
             row = {"source": origin.source, "from": key, "to": _key(to)[1], "versions": [older.etag]}
             await self._writer.note(note, row)
 
         async with AsyncExitStack() as stack:
-            stack.enter_context(self._local_changes.moving(node))  # first: its dirty file stays meanwhile
+            stack.enter_context(self._local_changes.moving(node))  # first, so that its dirty file is kept
             try:
                 await self._instead(replaced, rename)
             except BaseException:
-                self._local_changes.look_again(to)  # what was asked for may have come about
+                self._local_changes.look_again(to)  # the origin may have made the change all the same
                 raise
             clean = dirty_file.committed is not None
             node.stored = base is not None or clean or left
@@ -305,7 +308,7 @@ class Changing:
             else:
                 assert dirty_file.committed is not None
                 async with self._local_changes.applying():
-                    row = self._tree.row(*place)  # it may have been stored since it was found
+                    row = self._tree.row(*place)  # it may have been uploaded since the lookup
                     if row is None or row.ino != node.ino:
                         row = found.row._replace(ino=node.ino)
                     self._moved(place, row, to, dirty_file.committed)
@@ -317,7 +320,7 @@ class Changing:
             await self._writer.note(note, None)
 
     def _move_pending(self, node: Node, to: Place) -> None:
-        """A pending file gets another name; while `applying`."""
+        """Give a pending file another name. The caller is `applying`."""
         assert node.dirty_file is not None
         row = node.row._replace(mtime_ns=node.dirty_file.mtime_ns)
         node.attrs["ctime_ns"] = self._local_changes.now_ns()
@@ -326,7 +329,7 @@ class Changing:
         self._overrides.put(node.ino, node.attrs)
 
     def _moved(self, place: Place, row: Row, to: Place, info: ObjectInfo) -> None:
-        """Write down that a file is at another path, and that the origin has it there as `info`; while `applying`."""
+        """Record that a file has another name, and that its object there is `info`. The caller is `applying`."""
         generation = to[0].listed.generation
         self._local_changes.moves(place, to, _row_of(row, info)._replace(generation=generation))
         self._turn(to[0], row, info)
@@ -334,13 +337,13 @@ class Changing:
         self._overrides.put(row.ino, {**overrides, "ctime_ns": self._local_changes.now_ns()})
 
     def _turn(self, directory: Directory, row: Row, info: ObjectInfo) -> None:
-        """Readers of a file read on from its copy."""
+        """Make the readers of a file go on with its copy."""
         assert directory.origin is not None
         version = info.version(directory.origin.source)
         self._files.turn(row.ino, version, info.mtime_ns, reopen=directory.origin)
 
     async def _delete(self, origin: Origin, key: str, place: Place, to: Place) -> None:
-        """Nothing shows the old name meanwhile: its file has the new one."""
+        """Delete the object under the old name, which is hidden meanwhile because its file has the new name."""
         self._local_changes.hide(*place)
         try:
             await origin.delete(key)
@@ -354,10 +357,10 @@ class Changing:
     # -- renaming a directory ------------------------------------------------------------------------
 
     async def _move_directory(self, place: Place, found: Found, to: Place, there: Found | None) -> None:
-        """`there` is an empty directory at `to`, if there is one.
+        """Rename a directory. `there` is the empty directory at `to`, if there is one.
 
-        It is one step for all processes on this node: the new name stays as it was until all is there, then both names
-        change, and the old one is gone while its objects are deleted."""
+        For processes on this node it is one step: until all objects are copied, the new name shows what it did; then both
+        names change at once, and the old one stays hidden while its objects are deleted."""
         origin, source = _key(place)
         prefix, new = source + "/", _key(to)[1] + "/"
         inside = self._tree.directory(found.ino)
@@ -380,7 +383,7 @@ class Changing:
         try:
             await copies.make(objects)
             await self._send(inside, copies, sent, moving)
-            for key in local - {node.key for node, _ in sent}:  # it is the origin's alone by now
+            for key in local - {node.key for node, _ in sent}:  # uploaded meanwhile, so it has no dirty file any more
                 with suppress(NotFound):
                     objects.append(await origin.head(key))
                     await copies.make(objects[-1:])
@@ -421,8 +424,8 @@ class Changing:
     async def _send(
         self, inside: Directory, copies: _Copies, sent: list[tuple[Node, bool]], moving: ExitStack
     ) -> None:
-        """Dirty files go to their new keys, one by one; their names stay until the switch. `sent` is those that went, and
-        whether the origin has an older version under the old key."""
+        """Give the dirty files below a directory their new keys, one by one. Their names stay until `_switch`. Adds each to
+        `sent`, with whether the origin has an older version under the old key."""
         for node in self._local_changes.below(inside):
             async with node.lock:
                 dirty_file = node.dirty_file
@@ -434,7 +437,8 @@ class Changing:
                 sent.append((node, left))
 
     async def _send_back(self, inside: Directory, sent: list[tuple[Node, bool]], to: Place) -> None:
-        """What has gone to its new key comes back, as far as the origin lets it. What cannot is shown where it is."""
+        """Give the dirty files in `sent` their old keys again. A file for which the origin refuses this is shown under its
+        new name."""
         for node, _ in reversed(sent):
             dirty_file = node.dirty_file
             assert dirty_file is not None
@@ -450,7 +454,7 @@ class Changing:
                         self._move_pending(node, (self._there(node.directory, inside, moved), node.name))
 
     def _switch(self, place: Place, inside: Directory, to: Place, copies: Copied) -> None:
-        """The directory has its new name, and what is in it are the copies; in one step, while `applying`."""
+        """Record a directory's new name, and the copies as its contents, in one step. The caller is `applying`."""
         before = inside.prefix
         self._local_changes.directory_moves(place, to, inside)
         self._overrides.put(
@@ -474,7 +478,8 @@ class Changing:
                 self._is_now(directory, shown, row, made)
 
     def _is_now(self, directory: Directory, name: bytes, row: Row, info: ObjectInfo) -> None:
-        """A file below a directory that moves is at the origin as `info`: it keeps what was set of it; while `applying`."""
+        """Record that the object of a file below a renamed directory is `info`. The file keeps its attribute overrides. The
+        caller is `applying`."""
         self._tree.database.write([("names", directory.key + name, encode(_row_of(row, info)))])
         self._turn(directory, row, info)
         overrides = self._overrides.get(row.ino)
@@ -482,7 +487,7 @@ class Changing:
             self._overrides.put(row.ino, _of_copy(overrides, row.mtime_ns, info))
 
     def _goes_along(self, node: Node, left: bool) -> None:
-        """A dirty file below a directory that moves, whose key has changed already."""
+        """Update the node of a dirty file below a renamed directory. Its key has changed already. `left`: see `_send`."""
         dirty_file = node.dirty_file
         assert dirty_file is not None
         clean = dirty_file.committed is not None
@@ -496,7 +501,7 @@ class Changing:
             self._is_now(node.directory, node.name, row, dirty_file.committed)
 
     def _there(self, directory: Directory, inside: Directory, moved: Directory) -> Directory:
-        """The directory below `moved` that is what `directory` is below `inside`; while `applying`."""
+        """The directory at the path below `moved` that `directory` has below `inside`. The caller is `applying`."""
         if directory is inside:
             return moved
         assert directory.parent is not None
@@ -504,8 +509,8 @@ class Changing:
         return self._local_changes.below_as(above, name_in(directory.mark))
 
     async def recover(self, origins: Sequence[Origin], find: Find) -> None:
-        """Finish the renames that a daemon died in: of directories forward, copies first. No caller is there to be told of
-        an error; what fails is tried again at the next start. `find` gives the place of a key."""
+        """Finish the renames that were under way when a daemon died. What fails is logged, and tried again at the next
+        start. `find` returns the place of a key."""
         for name, row in self._writer.notes().items():
             origin = next((o for o in origins if _is_of(o, row)), None)
             if origin is None:
@@ -521,10 +526,11 @@ class Changing:
                 log.warning("renaming %s to %s is still unfinished: %s", row["from"], row["to"], exc)
 
     async def _remove_older(self, origin: Origin, row: dict[str, Any], find: Find) -> None:
-        """Remove what a renamed file has left under its old name, if it is under the new one, here or at the origin."""
+        """Delete the older version of a renamed file under its old name, if the new name has the file here or at the
+        origin."""
         there = {dirty_file.key for dirty_file in self._writer.pending() if dirty_file.origin is origin}
         if row["from"] in there:
-            return  # it had not moved yet
+            return  # it was not renamed yet
         try:
             if row["to"] not in there:
                 await origin.head(row["to"])
@@ -537,11 +543,12 @@ class Changing:
             log.info("removed the older version of %s, which was renamed to %s", row["from"], row["to"])
 
     async def _finish(self, origin: Origin, prefix: str, new: str, find: Find) -> None:
+        """Finish the rename of a directory from `prefix` to `new`: copy, record the new name, delete."""
         for dirty_file in self._writer.pending():
             if dirty_file.origin is origin and dirty_file.key.startswith(prefix):
                 key = new + dirty_file.key.removeprefix(prefix)
                 await self._writer.rename(dirty_file, origin, key, base=None, upload=False)
-        # What is under the new name already is of this rename, or newer: the new name was free.
+        # The new name was free, so objects below it were copied by this rename, or are newer than it.
         before = {info.key: info for info in await keys_below(origin, new)}
         there = before.keys() | {
             dirty_file.key for dirty_file in self._writer.pending() if dirty_file.origin is origin
@@ -564,7 +571,8 @@ class Changing:
 
 @dataclass(eq=False, repr=False)
 class _Copies:
-    """Of objects below one prefix, to where they are to be. `_moved` is told that the cache may take one for the other."""
+    """Copies the objects below one prefix to another. `made` has those that were copied. `_moved` (old, new) tells the cache
+    that the two versions have the same content."""
 
     _origin: Origin
     _prefix: str
@@ -576,7 +584,8 @@ class _Copies:
         return self._new + key.removeprefix(self._prefix)
 
     async def make(self, objects: Sequence[ObjectInfo]) -> None:
-        """After a failure no other is begun, but what is under way is waited for: it would change the origin unseen."""
+        """Copy the objects. After a failure no other copy begins, but those under way are awaited, because they would still
+        change the origin. Raises the first failure."""
         failed: list[CachefsError] = []
 
         async def copy(info: ObjectInfo) -> None:
@@ -595,7 +604,8 @@ class _Copies:
             raise failed[0]
 
     async def undo(self, objects: Sequence[ObjectInfo], but: set[str]) -> None:
-        """Of all these nothing is there, whether we were told of it or not, but what was there before."""
+        """Delete the copies of all these objects, also where no answer came, except the keys in `but`, which were there
+        before."""
         for info, made in self.made.values():
             await self._tell(made, info)
         keys = [self.to(info.key) for info in objects]
@@ -608,7 +618,7 @@ class _Copies:
 
 
 async def keys_below(origin: Origin, prefix: str) -> list[ObjectInfo]:
-    """All objects whose keys begin with `prefix`, those that no path can name included, by fresh listings."""
+    """All objects whose keys begin with `prefix`, by fresh listings. Keys that no path can name are included."""
     found: list[ObjectInfo] = []
     prefixes = [prefix]
 
@@ -618,7 +628,7 @@ async def keys_below(origin: Origin, prefix: str) -> list[ObjectInfo]:
             try:
                 page = await origin.list_page(below, token=token)
             except NotFound:
-                return  # an origin with real directories says it this way
+                return  # an origin with real directories answers so where nothing is below
             if page.unread:
                 page = await trio.to_thread.run_sync(page.read)
             found.extend(page.objects)
@@ -635,12 +645,12 @@ async def keys_below(origin: Origin, prefix: str) -> list[ObjectInfo]:
 
 
 def _row_of(row: Row, info: ObjectInfo) -> Row:
-    """Of a file that the origin has as `info`."""
+    """The row of a file whose object is `info`."""
     return row._replace(mtime_ns=info.mtime_ns, size=info.size, etag=info.etag, known=True)
 
 
 def _of_copy(overrides: dict[str, Any], mtime_ns: int, made: ObjectInfo) -> dict[str, Any]:
-    """What is kept of a copy of something that was set so: it shows the time of the original."""
+    """The attribute overrides for a copy: the original's, and its modification time where the copy has another one."""
     mtime_ns = overrides.get("mtime_ns", mtime_ns)
     return (
         overrides if mtime_ns == made.mtime_ns else {"atime_ns": mtime_ns, **overrides, "mtime_ns": mtime_ns}
