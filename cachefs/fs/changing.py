@@ -383,7 +383,7 @@ class Changing:
         try:
             await copies.make(objects)
             await self._send(inside, copies, sent, moving)
-            for key in local - {node.key for node, _ in sent}:  # uploaded meanwhile, so it has no dirty file any more
+            for key in local - {node.key for node, _ in sent}:  # uploaded meanwhile
                 with suppress(NotFound):
                     objects.append(await origin.head(key))
                     await copies.make(objects[-1:])
