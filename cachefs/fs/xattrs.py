@@ -1,8 +1,8 @@
 """Extended attributes under ``user.cachefs.``: the state of a file or directory, as text.
 
 A program can read them by name, but they are not listed: a program that copies a file with all its attributes (cp -a,
-rsync -X, tar) would set them on the copy, where they mean nothing. Attributes that programs set are accepted without an
-error, and not kept.
+rsync -X, tar) would set them on the copy, where they mean nothing. If a copy from another mount sets some here, they are
+accepted without an error, and not kept.
 """
 
 from __future__ import annotations
