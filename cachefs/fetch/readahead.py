@@ -2,9 +2,9 @@
 
 Reads are sorted into *streams* by (pid, offset), because forked loader workers share a file handle, and one process may read
 a file at two places. A read that continues a stream doubles its window, up to the cap. A read that is near no stream starts
-a new one. It gets a window when two reads have continued it, except at the file's start, where sequential reads are likely until
-three jumps have shown otherwise. A read of the footer starts no stream, because readers of columnar formats begin there,
-whatever they read afterwards.
+a new one. It gets a window when two reads have continued it, except at the file's start, where sequential reads are likely
+until three jumps have shown otherwise. A read of the footer starts no stream, because readers of columnar formats begin
+there, whatever they read afterwards.
 
 A stream from the file's start that has used two full windows will probably read the whole file (a shard, a checkpoint). Then
 more blocks are fetched whenever a part is written, up to the object's end, as far as the budget of all streams allows.
