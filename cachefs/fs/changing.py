@@ -185,22 +185,22 @@ class Changing:
     ) -> None:
         if flags & ~NOREPLACE:
             raise Invalid(f"renaming with flags {flags:#x}: names cannot be exchanged at an origin")
-        origin, check = writable(directory), writable(to)
+        origin, target_origin = writable(directory), writable(to)
         check_name(to, newname)
-        if origin is not check:
+        if origin is not target_origin:
             raise CrossDevice("a rename from one source to another")
         found = await self._found(directory, name)
-        seen = await (self._looker.sure if flags & NOREPLACE else self._looker.look)(to, newname)
-        there = seen if isinstance(seen, Found) else None
-        if there is None:
+        answer = await (self._looker.sure if flags & NOREPLACE else self._looker.look)(to, newname)
+        target = answer if isinstance(answer, Found) else None
+        if target is None:
             pass
         elif flags & NOREPLACE:
             raise AlreadyExists(f"{to.prefix}{newname.decode()} is there")
-        elif there.ino == found.ino:
+        elif target.ino == found.ino:
             return
-        elif found.is_dir and not there.is_dir:
+        elif found.is_dir and not target.is_dir:
             raise NotADirectory(f"{to.prefix}{newname.decode()} is a file")
-        elif there.is_dir and not found.is_dir:
+        elif target.is_dir and not found.is_dir:
             raise IsADirectory(f"{to.prefix}{newname.decode()} is a directory")
         if found.is_dir:
             inside = self._tree.directory(found.ino)
@@ -208,28 +208,28 @@ class Changing:
                 raise NotPermitted(f"{name.decode()} is a source of the mount")
             if is_below(to, inside):
                 raise Invalid("a directory cannot be moved into itself")
-            if there is not None:
-                await self._must_be_empty(origin, self._tree.directory(there.ino))
+            if target is not None:
+                await self._must_be_empty(origin, self._tree.directory(target.ino))
         if to is not directory:
             await self._mark_last(origin, directory, name)
         move = self._move_directory if found.is_dir else self._move_file
-        await move((directory, name), found, (to, newname), there)
+        await move((directory, name), found, (to, newname), target)
 
     # -- renaming a file -----------------------------------------------------------------------------
 
-    async def _move_file(self, place: Place, found: Found, to: Place, there: Found | None) -> None:
+    async def _move_file(self, place: Place, found: Found, to: Place, target: Found | None) -> None:
         node = self._node_of(place, found)
-        replaced = there and self._node_of(to, there)
+        replaced = target and self._node_of(to, target)
         async with AsyncExitStack() as locks:
-            for one in (replaced, node):
-                if one is not None:
-                    await locks.enter_async_context(one.lock)
-            found, there = self._now(place, found), there and self._now(to, there)
-            base = there.row.etag if there is not None and there.row.known else None
+            for locked in (replaced, node):
+                if locked is not None:
+                    await locks.enter_async_context(locked.lock)
+            found, target = self._current(place, found), target and self._current(to, target)
+            base = target.row.etag if target is not None and target.row.known else None
             if node is None or node.dirty_file is None:
-                await self._stored(place, found, to, replaced)
+                await self._rename_stored(place, found, to, replaced)
             else:
-                await self._node(node, node.dirty_file, found, to, base, replaced)
+                await self._rename_node(node, node.dirty_file, found, to, base, replaced)
 
     def _node_of(self, place: Place, found: Found) -> Node | None:
         """The node of the inode that was found. None if the name's node belongs to an earlier inode, whose file another
@@ -237,12 +237,12 @@ class Changing:
         node = self._local_changes.at(*place)
         return node if node is not None and node.ino == found.ino else None
 
-    def _now(self, place: Place, found: Found) -> Found:
+    def _current(self, place: Place, found: Found) -> Found:
         """`found` with the row as it is now: the file may have been uploaded since the lookup."""
         row = self._tree.row(*place)
         return found if row is None or row.ino != found.ino else found._replace(row=row)
 
-    async def _stored(self, place: Place, found: Found, to: Place, replaced: Node | None) -> None:
+    async def _rename_stored(self, place: Place, found: Found, to: Place, replaced: Node | None) -> None:
         """Rename a file that no process writes: copy the object, record the new name, delete the old object."""
         origin, key = _key(place)
         info: ObjectInfo | None = None
@@ -251,21 +251,21 @@ class Changing:
             nonlocal info
             info = await origin.copy(key, _key(to)[1], size=found.row.size, etag=found.row.etag)
 
-        await self._instead(replaced, copy)
+        await self._replace(replaced, copy)
         assert info is not None
         await self._writer.moved(object_of(*place, found.row), info.version(origin.source))
         async with self._local_changes.applying():
             self._moved(place, found.row, to, info)
         await self._delete(origin, key, place, to)
 
-    async def _instead(self, replaced: Node | None, work: Callable[[], Awaitable[None]]) -> None:
+    async def _replace(self, replaced: Node | None, work: Callable[[], Awaitable[None]]) -> None:
         """Await `work`, which puts another file in the place of `replaced`. If it fails, `replaced` is unchanged."""
         if replaced is None:
             await work()
         else:
             await self._local_changes.remove(replaced, replaced=True, instead=work)
 
-    async def _node(
+    async def _rename_node(
         self,
         node: Node,
         dirty_file: DirtyFile,
@@ -278,13 +278,15 @@ class Changing:
         that the origin has under the new name, if it has one."""
         place = node.directory, node.name
         origin, key = _key(place)
-        over = None if replaced is None else replaced.dirty_file
+        overwritten = None if replaced is None else replaced.dirty_file
         left = False
 
         async def rename() -> None:
             nonlocal base, left
-            base = base if over is None else over.base
-            left = await self._writer.rename(dirty_file, *_key(to), base=base, over=over, leaves=leaves)
+            base = base if overwritten is None else overwritten.base
+            left = await self._writer.rename(
+                dirty_file, *_key(to), base=base, over=overwritten, leaves=leaves
+            )
 
         async def leaves(older: ObjectInfo) -> None:
             """Note the older version under the old name: if a crash comes now, the next start deletes it."""
@@ -296,7 +298,7 @@ class Changing:
         async with AsyncExitStack() as stack:
             stack.enter_context(self._local_changes.moving(node))  # first, so that its dirty file is kept
             try:
-                await self._instead(replaced, rename)
+                await self._replace(replaced, rename)
             except BaseException:
                 self._local_changes.look_again(to)  # the origin may have made the change all the same
                 raise
@@ -332,11 +334,11 @@ class Changing:
         """Record that a file has another name, and that its object there is `info`. The caller is `applying`."""
         generation = to[0].listed.generation
         self._local_changes.moves(place, to, _row_of(row, info)._replace(generation=generation))
-        self._turn(to[0], row, info)
+        self._turn_to_copy(to[0], row, info)
         overrides = _of_copy(self._overrides.get(row.ino), row.mtime_ns, info)
         self._overrides.put(row.ino, {**overrides, "ctime_ns": self._local_changes.now_ns()})
 
-    def _turn(self, directory: Directory, row: Row, info: ObjectInfo) -> None:
+    def _turn_to_copy(self, directory: Directory, row: Row, info: ObjectInfo) -> None:
         """Make the readers of a file go on with its copy."""
         assert directory.origin is not None
         version = info.version(directory.origin.source)
@@ -356,8 +358,8 @@ class Changing:
 
     # -- renaming a directory ------------------------------------------------------------------------
 
-    async def _move_directory(self, place: Place, found: Found, to: Place, there: Found | None) -> None:
-        """Rename a directory. `there` is the empty directory at `to`, if there is one.
+    async def _move_directory(self, place: Place, found: Found, to: Place, target: Found | None) -> None:
+        """Rename a directory. `target` is the empty directory at `to`, if there is one.
 
         For processes on this node it is one step: until all objects are copied, the new name shows what it did; then both
         names change at once, and the old one stays hidden while its objects are deleted."""
@@ -366,7 +368,7 @@ class Changing:
         inside = self._tree.directory(found.ino)
         local = {node.key for node in self._local_changes.below(inside) if node.dirty_file is not None}
         objects = [info for info in await keys_below(origin, prefix) if info.key not in local]
-        replaced = None if there is None else self._tree.directory(there.ino)
+        replaced = None if target is None else self._tree.directory(target.ino)
         before = {new} if replaced else {info.key for info in await keys_below(origin, new)}
         if before - {new}:
             raise NotEmpty(f"{new} has something in it by now")
@@ -389,18 +391,18 @@ class Changing:
                     await copies.make(objects[-1:])
             async with self._local_changes.applying():
                 self._local_changes.unhide(*hidden)
-                if there is not None and replaced is not None:
-                    self._directory_goes(replaced, there)
+                if target is not None and replaced is not None:
+                    self._directory_goes(replaced, target)
                 self._switch(place, inside, to, copies.made)
                 for node, left in sent:
-                    self._goes_along(node, left)
+                    self._record_moved_node(node, left)
                 self._local_changes.hide(*place)
                 switched = True
             moving.close()
             with trio.CancelScope(shield=True):
                 keys = [info.key for info in objects]
                 keys += [prefix + node.key.removeprefix(new) for node, left in sent if left]
-                kept = await origin.delete_many(keys)
+                failed = await origin.delete_many(keys)
         except BaseException:
             with trio.CancelScope(shield=True):
                 if switched:
@@ -415,7 +417,7 @@ class Changing:
             self._local_changes.unhide(*hidden)
             self._local_changes.unhide(*place)
         await self._remove_note(note)
-        for key, error in kept.items():
+        for key, error in failed.items():
             if not isinstance(error, NotFound):
                 log.warning("%s was copied to %s and is still there: %s", key, new, error)
                 self._local_changes.look_again(place, to)
@@ -442,16 +444,18 @@ class Changing:
         for node, _ in reversed(sent):
             dirty_file = node.dirty_file
             assert dirty_file is not None
-            gone = dirty_file.key
+            new_key = dirty_file.key
             try:
                 if await self._writer.rename(dirty_file, node.origin, node.key, base=None, upload=False):
-                    await node.origin.delete(gone)
+                    await node.origin.delete(new_key)
             except CachefsError as exc:
-                log.warning("what was written to %s stays there: %s", gone, exc)
+                log.warning("what was written to %s stays there: %s", new_key, exc)
                 if node.pending:
                     async with self._local_changes.applying():
                         moved = self._local_changes.below_as(*to)
-                        self._move_pending(node, (self._there(node.directory, inside, moved), node.name))
+                        self._move_pending(
+                            node, (self._moved_directory(node.directory, inside, moved), node.name)
+                        )
 
     def _switch(self, place: Place, inside: Directory, to: Place, copies: Copied) -> None:
         """Record a directory's new name, and the copies as its contents, in one step. The caller is `applying`."""
@@ -475,18 +479,18 @@ class Changing:
             directory, shown = directory_at(path), name_of(name)
             row = self._tree.row(directory, shown) if directory and shown else None
             if directory and shown and row is not None and (row.etag, row.size) == (old.etag, old.size):
-                self._is_now(directory, shown, row, made)
+                self._record_copy(directory, shown, row, made)
 
-    def _is_now(self, directory: Directory, name: bytes, row: Row, info: ObjectInfo) -> None:
+    def _record_copy(self, directory: Directory, name: bytes, row: Row, info: ObjectInfo) -> None:
         """Record that the object of a file below a renamed directory is `info`. The file keeps its attribute overrides. The
         caller is `applying`."""
         self._tree.database.write([("names", directory.key + name, encode(_row_of(row, info)))])
-        self._turn(directory, row, info)
+        self._turn_to_copy(directory, row, info)
         overrides = self._overrides.get(row.ino)
         if overrides or self._files.is_open(row.ino):
             self._overrides.put(row.ino, _of_copy(overrides, row.mtime_ns, info))
 
-    def _goes_along(self, node: Node, left: bool) -> None:
+    def _record_moved_node(self, node: Node, left: bool) -> None:
         """Update the node of a dirty file below a renamed directory. Its key has changed already. `left`: see `_send`."""
         dirty_file = node.dirty_file
         assert dirty_file is not None
@@ -498,14 +502,14 @@ class Changing:
         row = self._tree.row(node.directory, node.name)
         assert dirty_file.committed is not None
         if row is not None and row.ino == node.ino:
-            self._is_now(node.directory, node.name, row, dirty_file.committed)
+            self._record_copy(node.directory, node.name, row, dirty_file.committed)
 
-    def _there(self, directory: Directory, inside: Directory, moved: Directory) -> Directory:
+    def _moved_directory(self, directory: Directory, inside: Directory, moved: Directory) -> Directory:
         """The directory at the path below `moved` that `directory` has below `inside`. The caller is `applying`."""
         if directory is inside:
             return moved
         assert directory.parent is not None
-        above = self._there(directory.parent, inside, moved)
+        above = self._moved_directory(directory.parent, inside, moved)
         return self._local_changes.below_as(above, name_in(directory.mark))
 
     async def recover(self, origins: Sequence[Origin], find: Find) -> None:
@@ -528,11 +532,11 @@ class Changing:
     async def _remove_older(self, origin: Origin, row: dict[str, Any], find: Find) -> None:
         """Delete the older version of a renamed file under its old name, if the new name has the file here or at the
         origin."""
-        there = {dirty_file.key for dirty_file in self._writer.pending() if dirty_file.origin is origin}
-        if row["from"] in there:
+        pending = {dirty_file.key for dirty_file in self._writer.pending() if dirty_file.origin is origin}
+        if row["from"] in pending:
             return  # it was not renamed yet
         try:
-            if row["to"] not in there:
+            if row["to"] not in pending:
                 await origin.head(row["to"])
             older = await origin.head(row["from"])
         except NotFound:
@@ -550,21 +554,21 @@ class Changing:
                 await self._writer.rename(dirty_file, origin, key, base=None, upload=False)
         # The new name was free, so objects below it were copied by this rename, or are newer than it.
         before = {info.key: info for info in await keys_below(origin, new)}
-        there = before.keys() | {
+        present = before.keys() | {
             dirty_file.key for dirty_file in self._writer.pending() if dirty_file.origin is origin
         }
         objects = await keys_below(origin, prefix)
 
         copies = _Copies(origin, prefix, new, self._writer.moved)
-        await copies.make([info for info in objects if copies.to(info.key) not in there])
-        both = copies.made | {
+        await copies.make([info for info in objects if copies.to(info.key) not in present])
+        pairs = copies.made | {
             info.key: (info, before[copies.to(info.key)]) for info in objects if copies.to(info.key) in before
         }
         place, to = await find(origin, prefix[:-1]), await find(origin, new[:-1])
         row = self._tree.row(place[0], mark_of_directory(place[1]))
         if row is not None:  # it had not got its new name before the crash
             async with self._local_changes.applying():
-                self._switch(place, self._tree.directory(row.ino), to, both)
+                self._switch(place, self._tree.directory(row.ino), to, pairs)
         for error in (await origin.delete_many([info.key for info in objects])).values():
             raise error
 
@@ -603,13 +607,15 @@ class _Copies:
         if failed:
             raise failed[0]
 
-    async def undo(self, objects: Sequence[ObjectInfo], but: set[str]) -> None:
-        """Delete the copies of all these objects, also where no answer came, except the keys in `but`, which were there
+    async def undo(self, objects: Sequence[ObjectInfo], existing: set[str]) -> None:
+        """Delete the copies of all these objects, also where no answer came, except the keys in `existing`, which were there
         before."""
         for info, made in self.made.values():
             await self._tell(made, info)
         keys = [self.to(info.key) for info in objects]
-        for key, error in (await self._origin.delete_many([key for key in keys if key not in but])).items():
+        for key, error in (
+            await self._origin.delete_many([key for key in keys if key not in existing])
+        ).items():
             log.warning("%s was made by a rename that failed, and cannot be removed: %s", key, error)
 
     async def _tell(self, old: ObjectInfo, new: ObjectInfo) -> None:

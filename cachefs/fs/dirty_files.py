@@ -415,34 +415,34 @@ class DirtyFiles:
             if dirty_file.ino:
                 self._resumed[dirty_file.ino] = node
 
-    def resume(self, was: Former) -> bool:
+    def resume(self, former: Former) -> bool:
         """Restore a handle of the previous daemon if its inode is being written; False if it is not."""
-        node = self._resumed.get(was.ino)
+        node = self._resumed.get(former.ino)
         if node is not None:
             number, _ = self.open_reader(node, 0)
-        elif was.writes and not was.object.etag.startswith(DIRTY_FILE_ETAG):
-            node, number = self._resume_unchanged(was)
+        elif former.writes and not former.object.etag.startswith(DIRTY_FILE_ETAG):
+            node, number = self._resume_unchanged(former)
         else:
             return False
-        self._files.renumber(number, was.fh)
+        self._files.renumber(number, former.fh)
         if node.removed:
-            self._files.lose_name(was.ino, removed=True)
-        if was.writes:
-            self._writes((was.fh, 0), node)
-        if was.backing_id and node.dirty_file is not None:
-            backing = self._writer.resume_backing(node.dirty_file, was.backing_id, writes=was.writes)
-            self._files.handles[was.fh].backing = backing
+            self._files.lose_name(former.ino, removed=True)
+        if former.writes:
+            self._writes((former.fh, 0), node)
+        if former.backing_id and node.dirty_file is not None:
+            backing = self._writer.resume_backing(node.dirty_file, former.backing_id, writes=former.writes)
+            self._files.handles[former.fh].backing = backing
         return True
 
-    def _resume_unchanged(self, was: Former) -> tuple[Node, int]:
+    def _resume_unchanged(self, former: Former) -> tuple[Node, int]:
         """Restore a handle for writing of a file that was not changed yet. Raises `ObjectChanged` if no name leads to it."""
-        node = self._local_changes.nodes.get(was.ino)
+        node = self._local_changes.nodes.get(former.ino)
         if node is None:
-            directory, name = self._local_changes.place_of(was.ino)
-            node = Node(directory, name, was.ino, stored=True)
-            node.attrs = self._overrides.get(was.ino)
-        obj = replace(was.object, key=node.key)  # it may have been renamed since
-        number, _ = self._files.open(was.ino, was.origin, obj, was.mtime_ns, 0, writes=True)
+            directory, name = self._local_changes.place_of(former.ino)
+            node = Node(directory, name, former.ino, stored=True)
+            node.attrs = self._overrides.get(former.ino)
+        obj = replace(former.object, key=node.key)  # it may have been renamed since
+        number, _ = self._files.open(former.ino, former.origin, obj, former.mtime_ns, 0, writes=True)
         self._local_changes.add(node)
         return node, number
 

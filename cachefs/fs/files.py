@@ -180,7 +180,7 @@ class OpenFiles:
             int, Attributes
         ] = {}  # of open inodes only; nlink is 0 if the name was removed here
         # Directories that were removed here, and the attributes that they show, by inode.
-        self.gone: dict[int, tuple[Directory, Attributes]] = {}
+        self.removed_directories: dict[int, tuple[Directory, Attributes]] = {}
         self._reader = reader
         self._shape = shape
         self._wall = wall
@@ -231,9 +231,9 @@ class OpenFiles:
 
     def directory_removed(self, directory: Directory, shown: Attributes) -> None:
         """Note that a directory was removed here. Processes that are in it are shown the attributes `shown`."""
-        self.gone[shown.ino] = directory, shown
-        if len(self.gone) > KEPT_DIRECTORIES:
-            del self.gone[next(iter(self.gone))]
+        self.removed_directories[shown.ino] = directory, shown
+        if len(self.removed_directories) > KEPT_DIRECTORIES:
+            del self.removed_directories[next(iter(self.removed_directories))]
 
     def withhold(self, ino: int) -> None:
         """Keep an inode from being opened in passthrough until its last handle is closed."""
@@ -338,13 +338,13 @@ class OpenFiles:
         """Go on where another daemon died: handles have numbers from `first` on, so none is given twice."""
         self._next, self.handles.follow = first, True
 
-    def restore(self, was: Former) -> None:
+    def restore(self, former: Former) -> None:
         """Make a handle that the previous daemon had given out."""
-        opened = self._reader.open(was.origin, was.object)
-        backing = self._reader.restore_backing(opened, was.backing_id) if was.backing_id else None
-        handle = FileHandle(was.ino, was.origin, was.object, was.mtime_ns, opened, 0, backing)
-        self._by_ino.setdefault(was.ino, []).append(handle)
-        self.handles[was.fh] = handle
+        opened = self._reader.open(former.origin, former.object)
+        backing = self._reader.restore_backing(opened, former.backing_id) if former.backing_id else None
+        handle = FileHandle(former.ino, former.origin, former.object, former.mtime_ns, opened, 0, backing)
+        self._by_ino.setdefault(former.ino, []).append(handle)
+        self.handles[former.fh] = handle
 
     def renumber(self, number: int, fh: int) -> None:
         """Give a handle that was just opened the number `fh`, which the previous daemon had given out."""

@@ -181,42 +181,44 @@ class FileSystem:
         """The open files, by number."""
         return self._files.handles
 
-    def restore(self, was: Former) -> bool:
+    def restore(self, former: Former) -> bool:
         """Restore a handle that an earlier daemon opened. False if it wrote, or read what was being written, and those bytes
         are lost: its requests then fail."""
         try:
             if self._writing is not None:
-                if self._writing.dirty_files.resume(was):
+                if self._writing.dirty_files.resume(former):
                     return True
-                if not was.unsaved:
+                if not former.unsaved:
                     # Pages of lost writes must not mix with pages of the version that is there now.
-                    self.on_invalidate(was.ino, 0, b"")
-                if not (was.writes or (was.backing_id and not was.unsaved)) and self._restore_present(was):
+                    self.on_invalidate(former.ino, 0, b"")
+                if not (
+                    former.writes or (former.backing_id and not former.unsaved)
+                ) and self._restore_present(former):
                     return True
         except (ObjectChanged, NotFound):
-            if not was.unsaved:
+            if not former.unsaved:
                 raise
-        if was.unsaved:
-            self._files.handles.unsaved[was.fh] = was.object.key
+        if former.unsaved:
+            self._files.handles.unsaved[former.fh] = former.object.key
             return False
-        self._files.restore(was)
+        self._files.restore(former)
         return True
 
-    def _restore_present(self, was: Former) -> bool:
+    def _restore_present(self, former: Former) -> bool:
         """Restore a handle with the version that its inode has now, which may be a dirty file. False if it is not known."""
         try:
-            directory, mark = self._tree.locate(was.ino)
+            directory, mark = self._tree.locate(former.ino)
         except ObjectChanged:
             return False
         row = self._tree.row(directory, mark)
-        if row is None or row.ino != was.ino:
+        if row is None or row.ino != former.ino:
             return False
         opened = self._write.open_reader(directory, mark, row, 0)
         if opened is not None:
-            self._files.renumber(opened[0], was.fh)
+            self._files.renumber(opened[0], former.fh)
         elif row.known and directory.origin is not None:
             version = object_of(directory, mark, row)
-            self._files.restore(was._replace(object=version, mtime_ns=row.mtime_ns, backing_id=0))
+            self._files.restore(former._replace(object=version, mtime_ns=row.mtime_ns, backing_id=0))
         else:
             return False
         return True
@@ -263,8 +265,8 @@ class FileSystem:
         if self._files.is_open(ino):
             self._files.lose_name(ino)
             return self._files.nameless[ino], 0.0
-        if ino in self._files.gone:
-            return self._files.gone[ino][1], 0.0
+        if ino in self._files.removed_directories:
+            return self._files.removed_directories[ino][1], 0.0
         for handle in self._directories.handles.values():
             if handle.ino == ino and handle.attributes is not None:
                 return replace(handle.attributes, nlink=0), 0.0
@@ -300,7 +302,7 @@ class FileSystem:
     def lookup_now(self, parent: int, name: bytes) -> tuple[Attributes | None, float] | None:
         """Attributes (None if there is no such name), and for how many seconds the kernel may keep the answer. Returns None
         if the origin has to be asked."""
-        if parent in self._files.gone:
+        if parent in self._files.removed_directories:
             return None, 0.0  # the directory was removed here, and a process is still in it
         directory = self._tree.directory(parent)
         found = self._looker.now(directory, name)
@@ -369,8 +371,8 @@ class FileSystem:
     # -- directories -------------------------------------------------------------------------------
 
     def opendir(self, ino: int) -> int:
-        gone = self._files.gone.get(ino)
-        directory = self._tree.directory(ino) if gone is None else gone[0]
+        removed = self._files.removed_directories.get(ino)
+        directory = self._tree.directory(ino) if removed is None else removed[0]
         found = self.attributes_now(ino)
         handle = DirectoryHandle(ino, directory, None if found is None else found[0])
         return self._directories.handles.add(handle)
@@ -678,10 +680,10 @@ class FileSystem:
             if (clean := without_set_ids(wanted)) != wanted:
                 mode = stat.S_IMODE(clean)
         given = {"mode": mode, "uid": uid, "gid": gid, "atime_ns": atime_ns, "mtime_ns": mtime_ns}
-        news = {name: value for name, value in given.items() if value is not None}
-        kept = bool(news) and writing.keep(ino, news)
+        changes = {name: value for name, value in given.items() if value is not None}
+        stored = bool(changes) and writing.keep(ino, changes)
         shown_now = self.attributes_now(ino)  # before the await, during which the name may go to another file
-        if kept:
+        if stored:
             await writing.overrides_committed()
         return shown_now or await self.getattr(ino)
 

@@ -246,7 +246,7 @@ class Lister:
             if page.marker is not None:
                 directory.marked = True
             extra = self._marker(directory, page)
-            entries = self._news(directory, page, changes, first=not listing.pages)
+            entries = self._to_write(directory, page, changes, first=not listing.pages)
             written = await trio.to_thread.run_sync(
                 write_names,
                 self._tree,
@@ -303,7 +303,7 @@ class Lister:
             )
             raise OriginFailed(f"listing {directory.prefix!r}: the origin does not keep the order it claims")
 
-    def _news(
+    def _to_write(
         self, directory: Directory, page: Page, changes: int, *, first: bool
     ) -> list[tuple[bytes, ObjectInfo | None]]:
         """The entries of a page without names that are pending or hidden here, or were changed here after the page was
@@ -353,7 +353,7 @@ class Lister:
         after: bytes | None = b""
         while after is not None and directory.listed.complete == generation:
             async with self._tree.writing:
-                after, gone = await trio.to_thread.run_sync(
+                after, removed = await trio.to_thread.run_sync(
                     sweep,
                     self._tree,
                     directory,
@@ -361,7 +361,7 @@ class Lister:
                     after,
                     self._freshness.pending.names_in(directory),
                 )
-            await self.lost(directory, gone)
+            await self.lost(directory, removed)
 
     def tell(self, directory: Directory, name: bytes) -> None:
         """Have the kernel look a name up again."""

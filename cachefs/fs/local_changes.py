@@ -95,7 +95,7 @@ class LocalChanges:
     nodes: dict[int, Node] = field(default_factory=dict)  # the open ones, by inode
     _places: dict[tuple[int, bytes], Node] = field(default_factory=dict)  # those with a name, pending or open
     _by_dirty_file: dict[str, Node] = field(default_factory=dict)
-    _doomed: list[int] = field(default_factory=list)  # directories that have lost their names
+    _to_erase: list[int] = field(default_factory=list)  # directories that have lost their names
 
     @property
     def pending(self) -> PendingNames:
@@ -433,8 +433,8 @@ class LocalChanges:
             row = NO_ROW._replace(ino=directory.ino)
         row = row._replace(generation=to[0].listed.generation)
         lost = move(self._tree, (place[0], mark), (to[0], new), row)
-        for one in self._tree.replace(directory, to[0], new):
-            self._lister.cancel(one)
+        for moved in self._tree.replace(directory, to[0], new):
+            self._lister.cancel(moved)
         self._tree.database.write([directory.state()])
         self._give_up(*to)
         self._moved(place, to, row, lost)
@@ -455,7 +455,7 @@ class LocalChanges:
             self._files.lose_name(ino, removed=True)
             self._overrides.put(ino, {})
             if mark.endswith(b"/"):
-                self._doomed.append(ino)
+                self._to_erase.append(ino)
 
     def now_ns(self) -> int:
         """The time for a change that is made now, in nanoseconds since the epoch."""
@@ -490,11 +490,11 @@ class LocalChanges:
 
     # -- what was done at the origin ------------------------------------------------------------------
 
-    async def write(self, directory: Directory, name: bytes, said: ObjectInfo | bool) -> int:
+    async def write(self, directory: Directory, name: bytes, answer: ObjectInfo | bool) -> int:
         """Record what the origin has under a name now: an object, a directory (True) or nothing (False). Returns the inode,
         0 for nothing."""
         async with self.applying():
-            return self.written(directory, name, said)
+            return self.written(directory, name, answer)
 
     @asynccontextmanager
     async def applying(self) -> AsyncIterator[None]:
@@ -503,13 +503,13 @@ class LocalChanges:
         with trio.CancelScope(shield=True):
             async with self._tree.writing:
                 yield
-            while self._doomed:
-                await self._lister.erase(self._doomed.pop())
+            while self._to_erase:
+                await self._lister.erase(self._to_erase.pop())
 
-    def written(self, directory: Directory, name: bytes, said: ObjectInfo | bool) -> int:
+    def written(self, directory: Directory, name: bytes, answer: ObjectInfo | bool) -> int:
         """`write` for a caller that is `applying`."""
         also = [("local", directory.key + name, None)]
-        written = write_answer(self._tree, directory, name, said, directory.listed.generation, also)
+        written = write_answer(self._tree, directory, name, answer, directory.listed.generation, also)
         self._tree.note_change(directory, name)
         self._give_up(directory, name)
         self.touch(directory)

@@ -201,23 +201,23 @@ class Looker:
                 # A listing showed the file, and has not reached the place of a directory of its name. Ask for both, once.
                 as_file = None
             prefix = directory.prefix
-            said = await _ask_origin(origin, prefix + text, as_dir, as_file)
-            said = name in self._freshness.pending.names_in(directory) or said
-            if prefix == directory.prefix and await self._write(directory, name, said, before, changes):
+            answer = await _ask_origin(origin, prefix + text, as_dir, as_file)
+            answer = name in self._freshness.pending.names_in(directory) or answer
+            if prefix == directory.prefix and await self._write(directory, name, answer, before, changes):
                 break
-        row = None if said is False else self._tree.row(directory, name + b"/" if said is True else name)
+        row = None if answer is False else self._tree.row(directory, name + b"/" if answer is True else name)
         ino = None if row is None else row.ino
         if epoch == self._tree.epoch:
             self._freshness.note_answer(directory, name, ino, asked_at)
         if row is None or ino is None:
             return directory.ttls.negative_ttl
-        return Found(ino, said is True, row, asked_at + directory.ttls.ttl)
+        return Found(ino, answer is True, row, asked_at + directory.ttls.ttl)
 
     async def _write(
         self,
         directory: Directory,
         name: bytes,
-        said: ObjectInfo | bool,
+        answer: ObjectInfo | bool,
         before: tuple[Row | None, Row | None],
         changes: int,
     ) -> bool:
@@ -229,25 +229,25 @@ class Looker:
                 return False
             cover = self._freshness.coverage(directory, name)
             generation = cover[0] if cover else 0
-            if _is_written(said, *before, generation):
+            if _is_written(answer, *before, generation):
                 return True
-            written = write_answer(self._tree, directory, name, said, generation)
+            written = write_answer(self._tree, directory, name, answer, generation)
         await self._lister.lost(directory, written.lost)
         return True
 
 
-def _is_written(said: ObjectInfo | bool, as_dir: Row | None, as_file: Row | None, generation: int) -> bool:
+def _is_written(answer: ObjectInfo | bool, as_dir: Row | None, as_file: Row | None, generation: int) -> bool:
     """True if the rows have this answer already, and are not about to be swept."""
-    if said is False:
+    if answer is False:
         return as_dir is None and as_file is None
-    if said is True:
+    if answer is True:
         return as_dir is not None and as_dir.generation >= generation
     return (
         as_dir is None
         and as_file is not None
         and as_file.known
         and as_file.generation >= generation
-        and (as_file.size, as_file.etag, as_file.mtime_ns) == (said.size, said.etag, said.mtime_ns)
+        and (as_file.size, as_file.etag, as_file.mtime_ns) == (answer.size, answer.etag, answer.mtime_ns)
     )
 
 
@@ -259,26 +259,26 @@ async def _ask_origin(origin: Origin, key: str, as_dir: Row | None, as_file: Row
         return await _has_keys(origin, key + "/") or await _head(origin, key) or False
     if as_file is not None:
         return await _head(origin, key) or await _has_keys(origin, key + "/")
-    said: dict[str, ObjectInfo | bool | CachefsError | None] = {}
+    answers: dict[str, ObjectInfo | bool | CachefsError | None] = {}
 
     async def head() -> None:
         try:
-            said["head"] = await _head(origin, key)
+            answers["head"] = await _head(origin, key)
         except CachefsError as exc:
-            said["head"] = exc
+            answers["head"] = exc
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(head)
         try:
             below = await _has_keys(origin, key + "/")
         except CachefsError as exc:
-            said["list"] = exc
+            answers["list"] = exc
             nursery.cancel_scope.cancel()
         else:
             if below:
                 nursery.cancel_scope.cancel()
-                said["list"] = True
-    for answer in (said.get("list"), said.get("head")):
+                answers["list"] = True
+    for answer in (answers.get("list"), answers.get("head")):
         if isinstance(answer, CachefsError):
             raise answer
         if answer:

@@ -112,9 +112,9 @@ def write_answer(
     as_dir, as_file = tree.find(directory, name)
     marks = {mark_of_directory(name): as_dir, name: as_file}
     if answer is False:
-        gone = forget(tree, directory, marks, extra)
+        removed = forget(tree, directory, marks, extra)
         directory.changed()
-        return Written(lost=gone)
+        return Written(lost=removed)
     lost: list[Lost] = []
     if answer is True:
         mark, info = mark_of_directory(name), None
@@ -155,8 +155,8 @@ def move(
     (directory, mark), (above, new) = place, to
     name = name_in(new)
     as_dir, as_file = tree.find(above, name)
-    there = {mark_of_directory(name): as_dir, name: as_file}
-    lost = forget(tree, above, {one: old for one, old in there.items() if old and old.ino != row.ino})
+    replaced = {mark_of_directory(name): as_dir, name: as_file}
+    lost = forget(tree, above, {one: old for one, old in replaced.items() if old and old.ino != row.ino})
     puts = [*named(above, new, row), above.state(), directory.state(), *also]
     if (before := tree.row(directory, mark)) is not None and before.ino == row.ino:
         puts.append(("names", directory.key + mark, None))
@@ -197,7 +197,7 @@ def sweep(
     start = directory.key + after + b"\0" if after else directory.key
     rows = tree.database.scan("names", start, end_of(directory.key), CHUNK)
     puts: list[Put] = []
-    gone: list[Lost] = []
+    removed: list[Lost] = []
     for key, data in rows:
         if generation_of(data) >= generation:
             continue
@@ -206,10 +206,10 @@ def sweep(
             puts.append(("names", key, encode(row._replace(generation=generation))))
             continue
         puts += [("names", key, None), ("inodes", inode_key(row.ino), None)]
-        gone.append((row.ino, mark))
+        removed.append((row.ino, mark))
     if puts:
         tree.database.write(puts)
-    return (rows[-1][0][NUMBER_BYTES:] if len(rows) == CHUNK else None), gone
+    return (rows[-1][0][NUMBER_BYTES:] if len(rows) == CHUNK else None), removed
 
 
 def erase(tree: Tree, ino: int) -> list[int] | None:

@@ -73,7 +73,7 @@ class Refreshing:
                 else:
                     # It has no row. It may be known as missing, by an answer or by the listing of this directory.
                     self._freshness.forget_answers()
-                    await self._disbelieve(directory)
+                    await self._invalidate(directory)
                     self._tell(directory, 0, name)
                 return
             directory = self._tree.directory(as_dir.ino)
@@ -92,7 +92,7 @@ class Refreshing:
     async def directory(self, directory: Directory) -> None:
         """Refresh a directory and everything below it."""
         self._freshness.forget_answers()
-        await self._disbelieve(directory)
+        await self._invalidate(directory)
         for place in [place for place in self._absent if place[0] == directory.ino]:
             del self._absent[place]
             self._tell(directory, 0, place[1])
@@ -124,7 +124,7 @@ class Refreshing:
         except CachefsError as exc:
             log.warning("%s", exc)
 
-    async def _disbelieve(self, directory: Directory) -> None:
+    async def _invalidate(self, directory: Directory) -> None:
         self._forget()
         self._lister.cancel(directory)
         puts = self._tree.refresh(directory)

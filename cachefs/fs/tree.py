@@ -193,7 +193,7 @@ def clock_of(database: WriteBehind, machine: Machine | None = None) -> SteadyClo
     return clock
 
 
-class _Turn:
+class _WriteLock:
     """The lock of all writers of names. A writer first waits while too many rows in memory wait for the disk."""
 
     def __init__(self, database: WriteBehind) -> None:
@@ -224,7 +224,7 @@ class Tree:
         self._ttls = ttls or Ttls()
         self.database = database
         self.clock = clock
-        self.writing = _Turn(database)
+        self.writing = _WriteLock(database)
         self._by_ino: weakref.WeakValueDictionary[int, Directory] = weakref.WeakValueDictionary()
         self._remembered: dict[int, Directory] = {}
         self._volumes: dict[bytes, tuple[Origin, Ttls]] = {}

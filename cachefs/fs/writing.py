@@ -189,26 +189,29 @@ class Writing:
         if node is not None and node.clears and (cleared := self._cleared(dirty_file.attrs)) is not None:
             dirty_file.attrs["mode"] = cleared
 
-    def keep(self, ino: int, news: dict[str, int]) -> bool:
+    def keep(self, ino: int, changes: dict[str, int]) -> bool:
         """Set attributes of an inode (see `Overrides.get`). They hold as long as the inode. Returns True if the caller must
         await `overrides_committed`."""
-        news = {**news, "ctime_ns": self._local_changes.now_ns()}
-        if "mode" in news:
-            news["mode"] = stat.S_IMODE(news["mode"])
+        changes = {**changes, "ctime_ns": self._local_changes.now_ns()}
+        if "mode" in changes:
+            changes["mode"] = stat.S_IMODE(changes["mode"])
         node = self._local_changes.nodes.get(ino)
         if node is not None and node.dirty_file is not None and (node.pending or node.removed):
-            return self._keep_of_node(node, node.dirty_file, news)
+            return self._keep_of_node(node, node.dirty_file, changes)
         if (shown := self._files.nameless.get(ino)) is not None:
             if node is not None:
-                node.attrs.update(news)
-            if "mode" in news:
-                news["mode"] |= stat.S_IFREG
-            self._files.nameless[ino] = replace(shown, **news)
+                node.attrs.update(changes)
+            if "mode" in changes:
+                changes["mode"] |= stat.S_IFREG
+            self._files.nameless[ino] = replace(shown, **changes)
             return False
-        if (gone := self._files.gone.get(ino)) is not None:
-            if "mode" in news:
-                news["mode"] |= stat.S_IFDIR
-            self._files.gone[ino] = (gone[0], replace(gone[1], **news))
+        if (removed_directory := self._files.removed_directories.get(ino)) is not None:
+            if "mode" in changes:
+                changes["mode"] |= stat.S_IFDIR
+            self._files.removed_directories[ino] = (
+                removed_directory[0],
+                replace(removed_directory[1], **changes),
+            )
             return False
         mtime_ns = 0
         if ino != ROOT:
@@ -216,16 +219,16 @@ class Writing:
             node = self._local_changes.at(directory, name_in(mark))
             if node is not None and node.ino == ino:
                 if node.pending and node.dirty_file is not None:
-                    return self._keep_of_node(node, node.dirty_file, news)
-                node.attrs.update(news)  # the node's first change writes `attrs` back
+                    return self._keep_of_node(node, node.dirty_file, changes)
+                node.attrs.update(changes)  # the node's first change writes `attrs` back
             row = self._tree.row(directory, mark)
             if row is not None:
                 mtime_ns = row.mtime_ns
         if (changed := self._local_changes.times.get(ino)) is not None:
             mtime_ns = changed
-            news = {"mtime_ns": mtime_ns, **news}
+            changes = {"mtime_ns": mtime_ns, **changes}
         overrides = self._overrides.get(ino)
-        self._overrides.put(ino, overrides | _with_atime(overrides, mtime_ns, news))
+        self._overrides.put(ino, overrides | _with_atime(overrides, mtime_ns, changes))
         self._local_changes.times.drop(ino)  # last, because a kill before this line must not lose the time
         return True
 
@@ -233,11 +236,11 @@ class Writing:
         """Return when the overrides set so far survive a kill. Raises `NoRoom`, `CacheUnusable`."""
         await self._overrides.written()
 
-    def _keep_of_node(self, node: Node, dirty_file: DirtyFile, news: dict[str, int]) -> bool:
+    def _keep_of_node(self, node: Node, dirty_file: DirtyFile, changes: dict[str, int]) -> bool:
         """`keep` for a dirty file. The overrides are stored, too, for the next start: the journal has them only as they were
         when the file was closed."""
         dirty_file.look()  # first: a change found later would count as newer than these attributes, and drop them
-        node.attrs.update(_with_atime(node.attrs, _content(node)[1], news))
+        node.attrs.update(_with_atime(node.attrs, _content(node)[1], changes))
         if self._local_changes.named(node):
             self._overrides.put(node.ino, node.attrs)
         return False
@@ -369,11 +372,11 @@ class Writing:
         raise NotFound(f"{key} is not below what is mounted")
 
 
-def _with_atime(overrides: dict[str, int], mtime_ns: int, news: dict[str, int]) -> dict[str, int]:
+def _with_atime(overrides: dict[str, int], mtime_ns: int, changes: dict[str, int]) -> dict[str, int]:
     """The new attributes. If the modification time is set alone, the access time that was shown until now is kept."""
-    if "mtime_ns" not in news:
-        return news
-    return {"atime_ns": overrides.get("atime_ns", mtime_ns), **news}
+    if "mtime_ns" not in changes:
+        return changes
+    return {"atime_ns": overrides.get("atime_ns", mtime_ns), **changes}
 
 
 def _content(node: Node) -> tuple[int, int]:
