@@ -21,7 +21,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count, blocks_covering
 from cachefs.base.tasks import contained
 from cachefs.fetch.readahead import Budget, Readahead
-from cachefs.fetch.upstream import Comparing, Here, Piece, Upstream
+from cachefs.fetch.upstream import Comparing, FetchHere, Piece, Upstream
 from cachefs.origin import Origin, Ticket
 from cachefs.peers.wire import Busy
 from cachefs.store import Backing, CachedObject, CacheWrite, Run, Settled, Store, Tier, TierWrite, WriteClosed
@@ -345,7 +345,7 @@ class OpenWaits:
         """Return when its fetches have ended, or after `OPEN_WAITS_S`. The ledger counts it as a read that waits."""
         in_flight: list[InFlightFetch] = list(dict.fromkeys(self._transfers.of(obj).values()))
         absent = [block for block in self._blocks(obj) if not self._store.has(obj, block)]
-        why = self._transfers.miss_reasons(self._metrics, obj, absent)
+        reasons = self._transfers.miss_reasons(self._metrics, obj, absent)
         if (call := current_call.get()) is not None:
             call.end()
         wait, cached = self._metrics.ledger.waits.begin(pid, obj.id, 0), 0
@@ -358,7 +358,7 @@ class OpenWaits:
                     await fetch.ended()
                 if all(self._store.has(obj, block) for block in absent):
                     cached = obj.id.size
-                    count_misses(self._metrics, why)  # otherwise its reads count them
+                    count_misses(self._metrics, reasons)  # otherwise its reads count them
         finally:
             wait.end(cached)
 
@@ -379,7 +379,7 @@ index."""
 PARTS_AT_ONCE = 8
 """Most parts of one object that `prefetch` has in flight. Derived: 64 MiB hide a round trip of 60 ms at 1 GB/s."""
 
-BRINGING = 64
+PARTS_OF_ALL_CALLS = 64
 """Most parts that all calls of `prefetch` have in flight. Derived from the usual concurrency: more would reserve space and
 then wait."""
 
@@ -482,11 +482,11 @@ class Fetcher:
         self._open_waits = OpenWaits(store, self.transfers, metrics)
         self._budget = Budget(self._ahead_limit // store.block_size)
         self._ahead_bytes = 0
-        few = min(BRINGING, self._ahead_limit // (self._part_blocks * store.block_size))
-        self._prefetching = trio.CapacityLimiter(max(PARTS_AT_ONCE, few))
+        parts = min(PARTS_OF_ALL_CALLS, self._ahead_limit // (self._part_blocks * store.block_size))
+        self._prefetching = trio.CapacityLimiter(max(PARTS_AT_ONCE, parts))
         # Most blocks that are fetched into memory at a time, for readers whose blocks no tier takes; the others wait.
         self._heap_slots = trio.CapacityLimiter(max(4, HEAP_BYTES // store.block_size))
-        self._flying: set[InFlightFetch] = set()
+        self._in_flight: set[InFlightFetch] = set()
         self._without_task: set[InFlightFetch] = set()
         self._none_without = trio.Event()
         for tier in store.tiers:
@@ -546,7 +546,7 @@ class Fetcher:
         obj = self._store.look(object_id)
         if obj.backing is not None:
             return False
-        return (bool(self._flying) and self._open_waits.soon(obj)) or self._store.must_make_immutable(obj)
+        return (bool(self._in_flight) and self._open_waits.soon(obj)) or self._store.must_make_immutable(obj)
 
     async def wait_until_cached(self, object_id: ObjectId, pid: int) -> None:
         obj = self._store.object(object_id)
@@ -710,9 +710,11 @@ class Fetcher:
         """As `Upstream.kept_here`."""
         return self._upstream.kept_here(object_id, start, stop, self._block_size)
 
-    async def prefetch_everywhere(self, object_id: ObjectId, start: int, stop: int, here: Here) -> int:
+    async def prefetch_everywhere(
+        self, object_id: ObjectId, start: int, stop: int, fetch_here: FetchHere
+    ) -> int:
         """Have the nodes that keep [start, stop) fetch it, as `Upstream.prefetch` says."""
-        return await self._upstream.prefetch(object_id, start, stop, self._block_size, here)
+        return await self._upstream.prefetch(object_id, start, stop, self._block_size, fetch_here)
 
     async def probe(self) -> list[str]:
         """As `Upstream.probe`."""
@@ -756,10 +758,10 @@ class Fetcher:
         if keep or not self._shared:
             return self._store.begin_writes(wanted, ahead=ahead)
         cache_writes = []
-        for one in wanted:
-            obj, start, _ = one
+        for run in wanted:
+            obj, start, _ = run
             remote_owned = not self._upstream.keeps(obj.id, start)
-            cache_writes += self._store.begin_writes([one], ahead=ahead, remote_owned=remote_owned)
+            cache_writes += self._store.begin_writes([run], ahead=ahead, remote_owned=remote_owned)
         return cache_writes
 
     def _attached(self, opened: OpenedObject) -> CachedObject:
@@ -908,21 +910,21 @@ class Fetcher:
             self._ahead_bytes += cache_write.stop - cache_write.start
         if policy is not None:
             policy.under_way += cache_write.stop_block - cache_write.start_block
-        self._flying.add(fetch)
-        if obj.id.size <= WHOLE_BYTES and fetch.begin(partial(self._over, fetch)):
+        self._in_flight.add(fetch)
+        if obj.id.size <= WHOLE_BYTES and fetch.begin(partial(self._ended_without_task, fetch)):
             if not self._without_task:
                 self._none_without = trio.Event()
                 contained(self._nursery, "transfers without a task", self._attend, self._none_without)
             self._without_task.add(fetch)
         else:
-            contained(self._nursery, f"a transfer of {obj.id.key}", self._fly, fetch)
+            contained(self._nursery, f"a transfer of {obj.id.key}", self._transfer, fetch)
         return fetch
 
-    def _over(self, fetch: InFlightFetch, repeat: bool) -> None:
+    def _ended_without_task(self, fetch: InFlightFetch, repeat: bool) -> None:
         """End a transfer without a task, or repeat it in a task."""
         self._without_task.discard(fetch)
         if repeat:
-            contained(self._nursery, f"a transfer of {fetch.object.id.key}", self._fly, fetch)
+            contained(self._nursery, f"a transfer of {fetch.object.id.key}", self._transfer, fetch)
         else:
             self._committed(fetch)
         if not self._without_task:
@@ -941,28 +943,28 @@ class Fetcher:
 
     @property
     def in_flight_fetches(self) -> int:
-        return len(self._flying)
+        return len(self._in_flight)
 
     def _disk_down(self, tier: Tier) -> None:
         """Fail the fetches into a tier whose disk does not answer, so that their readers try another way."""
-        for fetch in list(self._flying):
+        for fetch in list(self._in_flight):
             if isinstance(fetch.cache_write, TierWrite) and fetch.cache_write.tier is tier:
                 fetch.break_off(NoRoom(f"the disk of the {tier.name} tier does not answer"))
 
-    async def _fly(self, fetch: InFlightFetch) -> None:
+    async def _transfer(self, fetch: InFlightFetch) -> None:
         """Transfer in a task."""
         peers = partial(self._upstream.read, fetch.object.id, fetch.origin) if fetch.elsewhere else None
         try:
             await fetch.run(peers, self._heap_slots if fetch.cache_write.kept else None)
         except BaseException:
-            self._gone(fetch)
+            self._leave_flight(fetch)
             raise
         self._committed(fetch)
 
-    def _gone(self, fetch: InFlightFetch) -> None:
+    def _leave_flight(self, fetch: InFlightFetch) -> None:
         """Stop counting a fetch as in flight."""
         cache_write = fetch.cache_write
-        self._flying.discard(fetch)
+        self._in_flight.discard(fetch)
         if fetch.ahead:
             self._ahead_bytes -= cache_write.stop - cache_write.start
         if fetch.policy is not None:
@@ -970,7 +972,7 @@ class Fetcher:
 
     def _committed(self, fetch: InFlightFetch) -> None:
         """Finish a fetch that is over, with an error or not."""
-        self._gone(fetch)
+        self._leave_flight(fetch)
         obj, cache_write, error, policy = fetch.object, fetch.cache_write, fetch.error, fetch.policy
         if error is not None and not isinstance(error, CachefsError | WriteClosed):
             log.error("transfer of %s failed unexpectedly", obj.id.key, exc_info=error)

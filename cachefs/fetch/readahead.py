@@ -93,11 +93,11 @@ class Readahead:
             stream.covered += length
             if end <= stream.position:
                 return _NOTHING
-            here = self._here(stream)
+            block = self._block_of(stream)
             stream.position = end
             stream.hits += 1
-            self._weigh(stream)
-            if stream.hits > 2 and here == self._here(stream):
+            self._measure_density(stream)
+            if stream.hits > 2 and block == self._block_of(stream):
                 return _NOTHING  # the position is still in the same block
         return self._extend(stream)
 
@@ -112,7 +112,7 @@ class Readahead:
         """Note that the last requested blocks, from this one on, are not fetched, because no tier takes them. Blocks further
         away than a window are returned again when the reader has come that near."""
         for stream in self._streams:
-            if stream.ahead > block > self._here(stream) + stream.window:
+            if stream.ahead > block > self._block_of(stream) + stream.window:
                 stream.ahead = block
                 stream.whole = False
                 self._account(stream)
@@ -122,7 +122,7 @@ class Readahead:
         while self._streams:
             self._budget.used -= self._streams.pop().unused
 
-    def _here(self, stream: Stream) -> int:
+    def _block_of(self, stream: Stream) -> int:
         return -(-stream.position // self._block_size)
 
     def _begin(self, pid: int, offset: int, end: int) -> Stream:
@@ -136,7 +136,7 @@ class Readahead:
         self._streams.insert(0, stream)
         return stream
 
-    def _weigh(self, stream: Stream) -> None:
+    def _measure_density(self, stream: Stream) -> None:
         """Adjust a stream's window to its density. A stream that skips most of what it passes gets none, because random
         reads may lie near each other."""
         advance = stream.position - stream.mark
@@ -150,14 +150,14 @@ class Readahead:
             stream.mark, stream.covered = stream.position, 0
 
     def _extend(self, stream: Stream) -> range:
-        window, here = stream.window, self._here(stream)
-        start = max(stream.ahead, here)
-        room = window - (start - here)
+        window, block = stream.window, self._block_of(stream)
+        start = max(stream.ahead, block)
+        room = window - (start - block)
         # When half of a growing window is used up, request twice as much: so fast readers get large windows, and each
         # request is worth its round trip. A full window advances a part at a time, so that the most parts are in flight.
         full = window == self._max
         least = self._part if full else window - window // 2
-        if full and stream.whole and here >= 2 * window:
+        if full and stream.whole and block >= 2 * window:
             room = max(room, min(window - self.under_way, self._budget.blocks - self._budget.used))
         stop = _NOTHING.stop
         if window and room >= min(least, self._blocks - start):
@@ -171,7 +171,7 @@ class Readahead:
         return range(start, stop) if stop > start else _NOTHING
 
     def _account(self, stream: Stream) -> None:
-        unused = max(0, stream.ahead - self._here(stream))
+        unused = max(0, stream.ahead - self._block_of(stream))
         self._budget.used += unused - stream.unused
         stream.unused = unused
 

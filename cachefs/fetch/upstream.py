@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 ASKED_AT_ONCE = 8
 """Most extents of one file that owners are asked to fetch at a time. As `fetcher.PARTS_AT_ONCE`."""
 
-Here = Callable[[int, int], Awaitable[None]]
+FetchHere = Callable[[int, int], Awaitable[None]]
 """(start, stop): fetches these bytes of a file on this node."""
 
 Piece = tuple[int, int, bool]
@@ -78,18 +78,18 @@ class Upstream:
             more = True
             while more:
                 before = cache_write.written
-                more = await self._some(asked, object_id, cache_write, ticket, origin.transfer_rate)
+                more = await self._read_once(asked, object_id, cache_write, ticket, origin.transfer_rate)
                 if self.comparing is not None:
                     await self.comparing.received(asked, origin, object_id, cache_write, before)
                 if more and cache_write.written == cache_write.stop:
                     return
-        self._asked(object_id, cache_write, "origin")
+        self._note_asked(object_id, cache_write, "origin")
         if asked_any:
             self._metrics.peer_misses += (
                 cache_write.stop_block - cache_write.written // cache_write.block_size
             )
 
-    async def _some(
+    async def _read_once(
         self, asked: Asked, object_id: ObjectId, cache_write: CacheWrite, ticket: Ticket, origin_rate: float
     ) -> bool:
         """Send one request to a peer. True if it should be asked again, or has delivered all: it did not fail, or its reply
@@ -98,7 +98,7 @@ class Upstream:
         name, before = asked.member.name, cache_write.written
         since = trio.current_time()
         patience_s = math.inf if ticket.background else self.cluster.patience_s
-        async with self._place(name, ticket, patience_s) as admitted:
+        async with self._admitted(name, ticket, patience_s) as admitted:
             if not admitted or self.cluster.failed_since(asked, since):
                 return False  # no place in time, or the peer failed for another fetch during the wait
             try:
@@ -113,17 +113,19 @@ class Upstream:
                     others=sum(gate.in_flight for other, gate in self._gates.items() if other != name),
                 )
             except PeerFailed as exc:
-                self._asked(object_id, cache_write, f"{asked.member}: {exc.kind}")
+                self._note_asked(object_id, cache_write, f"{asked.member}: {exc.kind}")
                 log.debug("a peer did not deliver %s from %d on: %s", object_id.key, before, exc)
                 return exc.kind == "reset" and exc.delivered > 0
             else:
-                self._asked(object_id, cache_write, str(asked.member))
+                self._note_asked(object_id, cache_write, str(asked.member))
                 return True
             finally:
                 self._metrics.peer_hits += -(-(cache_write.written - before) // cache_write.block_size)
 
-    def _asked(self, object_id: ObjectId, cache_write: CacheWrite, way: str) -> None:
-        self._metrics.ledger.misses.asked(object_id.digest, cache_write.start_block // BLOCKS_PER_EXTENT, way)
+    def _note_asked(self, object_id: ObjectId, cache_write: CacheWrite, source: str) -> None:
+        self._metrics.ledger.misses.asked(
+            object_id.digest, cache_write.start_block // BLOCKS_PER_EXTENT, source
+        )
 
     def kept_here(self, object_id: ObjectId, start: int, stop: int, block_size: int) -> Iterator[Piece]:
         """Cut [start, stop) at extents into pieces that this node keeps or does not keep."""
@@ -135,17 +137,19 @@ class Upstream:
             yield start, end, kept
             start = end
 
-    async def prefetch(self, object_id: ObjectId, start: int, stop: int, block_size: int, here: Here) -> int:
+    async def prefetch(
+        self, object_id: ObjectId, start: int, stop: int, block_size: int, fetch_here: FetchHere
+    ) -> int:
         """Have the nodes that keep the extents of [start, stop) fetch them: for each extent as many nodes as there are
-        replicas, in the ring's order, without those that fail. `here` is awaited for extents that this node keeps, and for
-        those that no node fetches. Returns the bytes that only other nodes fetched. Raises what `here` raises."""
+        replicas, in the ring's order, without those that fail. `fetch_here` is awaited for extents that this node keeps, and for
+        those that no node fetches. Returns the bytes that only other nodes fetched. Raises what `fetch_here` raises."""
         extent_bytes = BLOCKS_PER_EXTENT * block_size
         first = start // extent_bytes * extent_bytes
         cuts = [max(start, first), *range(first + extent_bytes, stop, extent_bytes), stop]
         cluster, waiting = self.cluster, itertools.pairwise(cuts)
         if cluster is None:
             for start, stop in waiting:
-                await here(start, stop)
+                await fetch_here(start, stop)
             return 0
         failures: list[CachefsError] = []
         elsewhere = 0
@@ -156,11 +160,13 @@ class Upstream:
                 if failures:
                     return
                 try:
-                    came = await self._bring_part(cluster, object_id, start, stop, extent_bytes, here)
+                    fetched_here = await self._fetch_extent(
+                        cluster, object_id, start, stop, extent_bytes, fetch_here
+                    )
                 except CachefsError as exc:
                     failures.append(exc)
                 else:
-                    elsewhere += 0 if came else stop - start
+                    elsewhere += 0 if fetched_here else stop - start
 
         async with trio.open_nursery() as nursery:
             for _ in range(ASKED_AT_ONCE):
@@ -169,18 +175,24 @@ class Upstream:
             raise failures[0]
         return elsewhere
 
-    async def _bring_part(
-        self, cluster: Cluster, object_id: ObjectId, start: int, stop: int, extent_bytes: int, here: Here
+    async def _fetch_extent(
+        self,
+        cluster: Cluster,
+        object_id: ObjectId,
+        start: int,
+        stop: int,
+        extent_bytes: int,
+        fetch_here: FetchHere,
     ) -> bool:
         """Have one extent fetched on its nodes. True if this node has fetched it, too."""
-        copies, came = 0, False
+        copies, fetched_here = 0, False
         for asked in cluster.keepers(object_id.digest, start // extent_bytes):
             if asked.member.name in cluster.membership.own:
-                await here(start, stop)
-                came = True
+                await fetch_here(start, stop)
+                fetched_here = True
             else:
                 try:
-                    async with self._place(asked.member.name, Ticket(background=True)):
+                    async with self._admitted(asked.member.name, Ticket(background=True)):
                         await cluster.prefetch(asked, object_id, start, stop)
                 except PeerFailed as exc:
                     log.debug("a peer does not bring %s from %d on: %s", object_id.key, start, exc)
@@ -189,15 +201,15 @@ class Upstream:
             if copies == cluster.replicas:
                 break
         if not copies:
-            await here(start, stop)
-        return came or not copies
+            await fetch_here(start, stop)
+        return fetched_here or not copies
 
     async def probe(self) -> list[str]:
         """Probe every member. Returns the addresses of those that do not answer."""
         return await self.cluster.probe() if self.cluster is not None else []
 
     @asynccontextmanager
-    async def _place(self, name: str, ticket: Ticket, patience_s: float = math.inf) -> AsyncIterator[bool]:
+    async def _admitted(self, name: str, ticket: Ticket, patience_s: float = math.inf) -> AsyncIterator[bool]:
         """Enter the peer's gate within `patience_s`. Yields False if there was no place in time."""
         gate = self._gates.get(name)
         if gate is None:
@@ -333,7 +345,7 @@ class Comparing:
                     self._other_etags.add(origin.source)
                     log.info("%s: its etags are no MD5, and say nothing of the bytes", origin.source)
             elif real == await self._read(origin, object_id, offset, len(data)):
-                await self._lied(asked, origin, object_id, offset)
+                await self._drop_wrong(asked, origin, object_id, offset)
         except CachefsError as exc:
             log.debug("what %s sent of %s is not compared: %s", asked.member, object_id.key, exc)
         finally:
@@ -351,7 +363,7 @@ class Comparing:
             self._metrics.discarded_bytes += len(sink.data)
         return bytes(sink.data)
 
-    async def _lied(self, asked: Asked, origin: Origin, object_id: ObjectId, offset: int) -> None:
+    async def _drop_wrong(self, asked: Asked, origin: Origin, object_id: ObjectId, offset: int) -> None:
         self._metrics.peer_lies += 1
         self._cluster.lied(asked.member)
         log.warning(

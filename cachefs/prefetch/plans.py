@@ -279,13 +279,13 @@ class Plans:
     def put(self, plan: Plan) -> Plan | None:
         """Add or replace a plan. Returns the plan that was dropped for it: the one unused for longest."""
         self.drop(plan.name)
-        gone = None
+        dropped = None
         if len(self.by_name) >= MOST_PLANS:
-            gone = min(self.by_name.values(), key=lambda p: p.used_at)
-            self.drop(gone.name)
+            dropped = min(self.by_name.values(), key=lambda p: p.used_at)
+            self.drop(dropped.name)
         self.by_name[plan.name] = plan
         self._round_robin.append(plan)
-        return gone
+        return dropped
 
     def drop(self, name: str) -> Plan | None:
         plan = self.by_name.pop(name, None)
@@ -663,13 +663,13 @@ class Hints:
         self._unfinished.pop(plan, None)
 
     async def _put(self, plan: Plan) -> None:
-        gone = self._plans.put(plan)
-        if gone is not None:
-            self._orders.pop(gone.name, None)
+        dropped = self._plans.put(plan)
+        if dropped is not None:
+            self._orders.pop(dropped.name, None)
         self._on_change()
-        if gone is not None and self._plan_store is not None:
+        if dropped is not None and self._plan_store is not None:
             async with self._writing:
-                await trio.to_thread.run_sync(self._plan_store.drop, gone.name)
+                await trio.to_thread.run_sync(self._plan_store.drop, dropped.name)
 
     async def _save(self, plan: Plan) -> None:
         if self._plan_store is None:

@@ -178,11 +178,11 @@ class Prefetcher:
         self.awaited = Awaited()
         self._nursery: trio.Nursery | None = None
         self._in_flight = 0  # transfers
-        self._stirred = False
-        self._news = trio.Event()
+        self._woken = False
+        self._wake_up = trio.Event()
         self._sweep_soon = trio.Event()
         self._resume_at = float("-inf")
-        self._pause = ""
+        self._pause_reason = ""
         self._fetched_bytes = self._used_bytes = self._unknown = 0
 
     # -- events ------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class Prefetcher:
                 self._use(obj.digest)
             if ahead.candidate.walk is not None:
                 self._directories.hit(ahead.candidate.walk, self._fetcher.course.epoch(obj), now)
-            if self._pause == "no room":
+            if self._pause_reason == "no room":
                 self._resume_at = now
             self._wake()
         if self._plans.plans.by_name:
@@ -267,21 +267,21 @@ class Prefetcher:
             nursery.start_soon(self._sweep_now_and_then)
             try:
                 while True:
-                    self._stirred = False
+                    self._woken = False
                     if await self._start_some(nursery):
                         await trio.lowlevel.checkpoint()
-                    elif not self._stirred:
-                        self._news = trio.Event()
+                    elif not self._woken:
+                        self._wake_up = trio.Event()
                         with trio.move_on_at(self._resume_at if self._paused() else float("inf")):
-                            await self._news.wait()
+                            await self._wake_up.wait()
             finally:
                 self._nursery = None
                 await self.hints.aclose()
 
     def _wake(self) -> None:
         if self._has_slots:  # otherwise the end of a transfer wakes the task
-            self._stirred = True
-            self._news.set()
+            self._woken = True
+            self._wake_up.set()
 
     @property
     def _has_slots(self) -> bool:
@@ -346,17 +346,17 @@ class Prefetcher:
             if size == obj.size <= LARGE:
                 small.setdefault(origin, []).append(ahead)
             else:
-                contained(nursery, "prefetch", self._bring, origin, ahead, transfers)
+                contained(nursery, "prefetch", self._fetch, origin, ahead, transfers)
         for origin, files in small.items():
             self._start_small(nursery, origin, files)
 
     def _start_small(self, nursery: trio.Nursery, origin: Origin, files: list[_Prefetched]) -> None:
         others = self._fetcher.prefetch_small(
-            origin, [(one.object, partial(self._ended, one, 1)) for one in files]
+            origin, [(ahead.object, partial(self._ended, ahead, 1)) for ahead in files]
         )
-        for one in files if others else ():
-            if one.object in others:
-                contained(nursery, "prefetch", self._bring, origin, one, 1)
+        for ahead in files if others else ():
+            if ahead.object in others:
+                contained(nursery, "prefetch", self._fetch, origin, ahead, 1)
 
     async def _look_up(self, nursery: trio.Nursery, candidate: Candidate) -> None:
         """Look up a path that no listing has, then fetch it."""
@@ -376,7 +376,7 @@ class Prefetcher:
         elif self._wanted(candidate.found[1]):
             self._start(nursery, [candidate], self._budget())
 
-    async def _bring(self, origin: Origin, ahead: _Prefetched, transfers: int) -> None:
+    async def _fetch(self, origin: Origin, ahead: _Prefetched, transfers: int) -> None:
         fetched = 0
         failure: BaseException | None = None
         try:
@@ -405,16 +405,16 @@ class Prefetcher:
 
     def _failed(self, exc: CachefsError, candidate: Candidate) -> None:
         if isinstance(exc, NoRoom):
-            self._rest("no room")
+            self._pause_for("no room")
             candidate.put_back()
             return
         self._metrics.prefetch_errors += 1
         log.debug("prefetch: %s", exc)
         if not isinstance(exc, NotFound | IsADirectory | ObjectChanged):  # those are of this file alone
-            self._rest(str(exc))
+            self._pause_for(str(exc))
 
-    def _rest(self, reason: str) -> None:
-        self._pause = reason
+    def _pause_for(self, reason: str) -> None:
+        self._pause_reason = reason
         self._resume_at = trio.current_time() + PAUSE_S
 
     # -- housekeeping ------------------------------------------------------------------------------
@@ -463,7 +463,7 @@ class Prefetcher:
             "fetched_bytes": self._fetched_bytes,
             "used_bytes": self._used_bytes,
             "unknown_paths": self._unknown,
-            "paused": self._pause if self._paused() else full,
+            "paused": self._pause_reason if self._paused() else full,
         }
 
 

@@ -258,19 +258,19 @@ class _Walk:
         self.name = name
         self.start = mark
         self.after: bytes | None = None
-        self.round = False
+        self.second_half = False
         self.buffer: deque[Sibling] = deque()
         self.count_at = START
 
     def begin(self) -> bool:
         if not self.policy.begin_pass():
             return False
-        self.after, self.round = self.start, False
+        self.after, self.second_half = self.start, False
         return True
 
     def to_the_end(self) -> None:
         """After the last name: start again from the first, once."""
-        self.after, self.round = (None, True) if self.round else (b"", True)
+        self.after, self.second_half = (None, True) if self.second_half else (b"", True)
 
 
 class FromDirectories:
@@ -345,7 +345,7 @@ class FromDirectories:
                 walk.policy.started()
             if group:
                 return group  # without an await, during which a reader could open one of them
-            if walk is None or not more or not await self._look_on(walk):
+            if walk is None or not more or not await self._read_slice(walk):
                 self._eager.pop(key, None)
         return []
 
@@ -361,7 +361,7 @@ class FromDirectories:
                 return sibling
         return None
 
-    async def _look_on(self, walk: _Walk) -> bool:
+    async def _read_slice(self, walk: _Walk) -> bool:
         """Read a slice of the listing into the buffer. False at the end of a pass, or where the listing ends so far."""
         await trio.lowlevel.checkpoint()
         if walk.after is None and not walk.begin():
@@ -380,7 +380,7 @@ class FromDirectories:
         walk.after = after
         if after is None:
             walk.to_the_end()
-        elif walk.round and after >= walk.start:
+        elif walk.second_half and after >= walk.start:
             walk.after = None
         return True
 
