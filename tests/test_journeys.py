@@ -62,9 +62,11 @@ CEILINGS = {
 and comprehensions. The aims are 8 and 15 files in all, and 30 functions of a cold READ."""
 
 
-WRITE = (10, 46)
+WRITE = {"a file that the origin has": (10, 46), "a new file": (12, 46)}
 """Most files that the write journey may pass: in cachefs/upload and the write path of cachefs/fs, and in all. It is CREATE,
-WRITE, FLUSH and RELEASE of a small file, and its adoption by the cache. The aim is 12 in all."""
+WRITE, FLUSH and RELEASE of a small file, and its adoption by the cache. A new file passes two more,
+because its dirty file exists from the CREATE on: its open asks for a backing file and looks at the journal. The aim is 12 in
+all."""
 
 WRITE_PATH = tuple(f"fs/{name}.py" for name in ("changing", "dirty_files", "overrides", "writing"))
 
@@ -239,11 +241,16 @@ def test_a_request_passes_few_files(
     assert len(passed.functions) <= most_functions, f"{journey} passes {sorted(passed.functions)}"
 
 
+@pytest.mark.parametrize("written", WRITE)
 def test_a_write_passes_few_files(
-    passed: Passed, bucket: Lab, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+    written: str, passed: Passed, bucket: Lab, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in bucket.env.items():
         monkeypatch.setenv(name, value)
+    first, second = b"first " + written.encode(), b"second " + written.encode()
+    if written == "a file that the origin has":
+        for path in (first, second):
+            bucket.put(path.decode(), bytes(SIZE))
 
     async def write(kernel: Kernel, name: bytes, data: bytes) -> None:
         reply = await kernel.ask(Op.CREATE, ROOT, create_in(name))
@@ -258,14 +265,14 @@ def test_a_write_passes_few_files(
     async def play() -> None:
         async with mount(bucket, cache_dir, writes=True) as (kernel, _, names):
             # The first request of a process also sets up clients and connections.
-            await write(kernel, b"warm", bytes(SIZE // 30))
+            await write(kernel, first, bytes(SIZE // 30))
             await names.written()
             with counted(passed):
-                await write(kernel, b"file", bytes(SIZE // 30))
+                await write(kernel, second, bytes(SIZE // 30))
 
     in_trio(play)()
     own = [name for name in passed.files if name.startswith("upload/") or name in WRITE_PATH]
-    most_own, most = WRITE
+    most_own, most = WRITE[written]
     assert len(own) <= most_own and len(passed.files) <= most, f"a write passes {sorted(passed.files)}"
 
 

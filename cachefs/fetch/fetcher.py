@@ -1,6 +1,7 @@
-"""The ladder: the cache store, then what is in flight, then the node that owns the extent, then the origin.
+"""The ladder: a block is read from the cache store, from a fetch in flight, from the node that owns its extent, or from the
+origin, in this order.
 
-A transfer under way is an `InFlightFetch`: readers of its blocks join it. `Fetcher` is the ladder itself.
+A transfer under way is an `InFlightFetch`, and readers of its blocks join it. `Fetcher` is the ladder itself.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count, blocks_covering
 from cachefs.base.tasks import contained
 from cachefs.fetch.readahead import Budget, Readahead
-from cachefs.fetch.upstream import Comparing, Here, Piece, Upstream
+from cachefs.fetch.upstream import Comparing, FetchHere, Piece, Upstream
 from cachefs.origin import Origin, Ticket
 from cachefs.peers.wire import Busy
 from cachefs.store import Backing, CachedObject, CacheWrite, Run, Settled, Store, Tier, TierWrite, WriteClosed
@@ -35,10 +36,10 @@ _NONE: Mapping[int, InFlightFetch] = {}
 # -- transfers under way ---------------------------------------------------------------------------
 
 AskPeers = Callable[[CacheWrite, Ticket], Awaitable[None]]
-"""Has peers deliver as much of a cache write as they can; the rest is the origin's."""
+"""Has peers deliver as much of a cache write as they can. The origin delivers the rest."""
 
 OnEnd = Callable[[int, CachefsError | None], None]
-"""(bytes that came, what failed): a file that was fetched in the background. Never raises."""
+"""(bytes fetched, error or None): called when the background fetch of a file is over. Never raises."""
 
 
 class Transfers:
@@ -48,7 +49,7 @@ class Transfers:
         self._versions: dict[bytes, dict[int, InFlightFetch]] = {}
 
     def of(self, obj: CachedObject) -> Mapping[int, InFlightFetch]:
-        """Block → the fetch that brings it, of one version."""
+        """The fetches of one version, by block."""
         return self._versions.get(obj.id.digest, _NONE)
 
     def add(self, fetch: InFlightFetch) -> None:
@@ -66,7 +67,7 @@ class Transfers:
             self._versions.pop(fetch.object.id.digest, None)
 
     def miss_reasons(self, metrics: Metrics, obj: CachedObject, missing: Iterable[int]) -> Counter[str]:
-        """Why each of these blocks is not here, in the ledger's words; the ledger remembers them as missed now."""
+        """Count why each of these blocks is not cached, by the ledger's reasons. The ledger notes them as missed."""
         in_flight = self.of(obj)
         found: Counter[str] = Counter()
         for block in missing:
@@ -78,7 +79,7 @@ class Transfers:
 
 
 def count_misses(metrics: Metrics, reasons: Counter[str]) -> None:
-    """A reader has waited for so many blocks, for these reasons."""
+    """Count blocks that a reader had to wait for, by reason."""
     metrics.misses += reasons.total()
     for reason, blocks in reasons.items():
         name = f"misses_{reason}"
@@ -86,9 +87,9 @@ def count_misses(metrics: Metrics, reasons: Counter[str]) -> None:
 
 
 class InFlightFetch:
-    """Brings the blocks of one cache write, and holds their object until it is over. `ahead` says that it began before any
-    reader waited; `elsewhere`, that peers are being asked; `error` is set when it failed. `policy` is told when it has
-    been written, `on_end` when it is over. One that was given up ends with neither its blocks nor an error."""
+    """Fetches the blocks of one cache write, and holds their object until it is over. `ahead`: it began before any reader
+    waited. `elsewhere`: peers are being asked. `error` is set if it failed. `policy` is told when all is written, `on_end`
+    when it is over. A fetch that was given up ends without its blocks and without an error."""
 
     def __init__(
         self,
@@ -116,9 +117,9 @@ class InFlightFetch:
         self.waits: list[Wait] = []  # of reads that wait for it
         self._began = trio.current_time()
         self._ticket = Ticket(background=ahead)
-        self._end_early: Callable[[], None] | None = None  # of what transfers now
+        self._end_early: Callable[[], None] | None = None  # cancels the current transfer
         self._given_up = False
-        self._failed: tuple[CachefsError, float] | None = None  # how and since when that attempt failed
+        self._failed: tuple[CachefsError, float] | None = None  # (error, begin) of the attempt without a task
         self._joined: set[int] = set()
         self._store = store
         self._waiters: list[tuple[int, trio.Event]] = []
@@ -128,8 +129,8 @@ class InFlightFetch:
         obj.hold()
 
     def join(self, blocks: Iterable[int]) -> int:
-        """A reader waits for these blocks: from now on the fetch is demand, and overtakes prefetch. Returns how many of
-        them were prefetched, and are late for the first time."""
+        """Note that a reader waits for these blocks. From now on the fetch counts as demand, and overtakes prefetch. Returns
+        how many of the blocks were being prefetched and had no reader that waited before."""
         self._ticket.promote()
         late = {
             b
@@ -141,18 +142,18 @@ class InFlightFetch:
         return len(late)
 
     def left_s(self) -> float:
-        """Seconds until it is over, at the pace so far. Before its first byte, as long as it has lasted."""
+        """Estimate the seconds until it is over, from its rate so far. Before its first byte: as long as it has lasted."""
         so_far, came = trio.current_time() - self._began, self.cache_write.written - self.cache_write.start
         return so_far * (self.cache_write.stop - self.cache_write.written) / came if came else so_far
 
     def waited_for(self, wait: Wait, thread: int) -> None:
-        """A read of `thread` waits for it; its requests count for the first such thread."""
+        """Note that a read of `thread` waits for it. Its requests to the origin count for the first such thread."""
         self.waits.append(wait)
         wait.now_for(PEER if self.elsewhere else ORIGIN)
         self._ticket.thread = self._ticket.thread or thread
 
     def give_up(self) -> None:
-        """End it, unless a reader waits for it."""
+        """Cancel it, unless a reader waits for it."""
         if self._ticket.background and not self._waiters:
             self._cancel()
 
@@ -162,15 +163,15 @@ class InFlightFetch:
             self._end_early()
 
     def break_off(self, error: CachefsError) -> None:
-        """Its readers stop waiting, and look for the bytes elsewhere. A write under way ends by itself, however long that
-        takes."""
+        """Fail it with `error` at once: its readers stop waiting, and try another way. A write to a disk that is under way
+        is not waited for."""
         self.error = error
         self._leave()
         self._wake_all()
         self._cancel()
 
     def _leave(self) -> None:
-        """No reader joins it from here on."""
+        """Make it unavailable to further readers."""
         self.done = True
         self._transfers.discard(self)
 
@@ -186,7 +187,7 @@ class InFlightFetch:
             await self._wait(target)
 
     async def ended(self) -> None:
-        """Return when it is over, and what it brought exists."""
+        """Return when it is over, and the blocks that it wrote are in the store."""
         if not self.done:
             await self._wait(_NEVER)
 
@@ -195,7 +196,9 @@ class InFlightFetch:
         waiter = (target, event)
         self._waiters.append(waiter)
         self.cache_write.wake_at = min(self.cache_write.wake_at, target)
-        if self.cache_write.written >= target:  # the thread may have passed it between the two looks
+        if (
+            self.cache_write.written >= target
+        ):  # the writing thread may have passed it before `wake_at` was set
             self.wake()
         try:
             await event.wait()
@@ -205,7 +208,7 @@ class InFlightFetch:
             raise
 
     def read(self, offset: int, size: int) -> bytes | None:
-        """Bytes that this fetch has brought; None if they are not there yet, not its own, or it is over."""
+        """Bytes that this fetch has written; None if they are not written yet, outside its blocks, or it is over."""
         cache_write = self.cache_write
         if (
             (self.done and not cache_write.kept)
@@ -220,7 +223,7 @@ class InFlightFetch:
         return data if len(data) == size else None
 
     def wake(self) -> None:
-        """Settle what is written and wake the readers that wait for it. Trio thread."""
+        """Settle the written blocks in the store, and wake the readers that wait for them. On the trio thread."""
         if self.done:
             return
         self._store.settle(self.object, self.cache_write)
@@ -239,8 +242,8 @@ class InFlightFetch:
             self.cache_write.on_written()  # type: ignore[misc]
 
     def begin(self, over: Callable[[bool], None]) -> bool:
-        """Begin the transfer of a whole object without a task, if it has to wait for nothing. When it has ended, `over` is
-        told whether `run` must go on with it."""
+        """Begin the transfer of a whole object without a task, if it needs no wait. Returns whether it has begun. When it
+        has ended, `over` is called, with True if `run` must repeat it."""
         cache_write, object_id = self.cache_write, self.object.id
         if self.elsewhere or cache_write.kept or cache_write.written or cache_write.stop != object_id.size:
             return False
@@ -264,8 +267,8 @@ class InFlightFetch:
         return self._end_early is not None
 
     async def run(self, ask_peers: AskPeers | None, slots: trio.CapacityLimiter | None) -> None:
-        """Transfer, from peers first if they are to be asked, holding one of the slots if there are any. Raises nothing but
-        cancellation; `error` says how it ended."""
+        """Transfer the blocks: first from peers, if `ask_peers` is given, while holding one of the `slots`, if given. Raises
+        nothing but cancellation; a failure is in `error`."""
         cache_write, object_id = self.cache_write, self.object.id
         try:
             with trio.CancelScope() as scope:
@@ -297,7 +300,7 @@ class InFlightFetch:
 
     def _end(self) -> None:
         self._leave()
-        # Both lead back here: memory of a circle is given back late.
+        # Both refer back to this object, and a cycle is freed late.
         self._end_early = self.cache_write.on_written = None
         try:
             self._store.end_write(self.object, self.cache_write)
@@ -308,20 +311,20 @@ class InFlightFetch:
 
 # -- opens that wait a moment, for a file that is about to be whole --------------------------------
 #
-# How a file is read is decided when it is opened: by the kernel itself (passthrough), if it is whole here, or through the
-# daemon, with a message and two more copies for each part of it. A prefetched file is often opened while the last of it
-# comes; its reader is better off if the open returns a moment later. No transfer is begun here, and no open fails here: a
-# file that does not come in time is opened as it is.
+# The open decides how a file is read: in passthrough, if it is wholly cached, or through the daemon, with a message and two
+# more copies for each part of it. A prefetched file is often opened while its last blocks come. Its reader is then faster if
+# the open waits a moment. An open begins no transfer here, and never fails here: if the file does not come in time, it is
+# opened as it is.
 
 OPEN_WAITS_S = 0.2
-"""How long an open waits at most, and only when the file may be whole by then. A reader of all of it loses nothing,
-because it waits for its end in any case; a reader of its first bytes loses no more than a slow answer of an origin takes.
+"""How long an open waits at most, and only if the file should be whole by then. A reader of the whole file loses nothing,
+because it waits for its end in any case. A reader of its first bytes loses no more than a slow answer of an origin takes.
 Measured: of 64 files of 16 MiB from another node, opened by four readers as fast as they come, 33 to 46 were opened in
 passthrough when opens waited for 0.05 or 0.1 s, and 42 to 53 with 0.2."""
 
 
 class OpenWaits:
-    """Watches files that are about to be whole."""
+    """Has opens wait for files that should be wholly cached in a moment."""
 
     def __init__(self, store: Store, transfers: Transfers, metrics: Metrics) -> None:
         self._store = store
@@ -342,7 +345,7 @@ class OpenWaits:
         """Return when its fetches have ended, or after `OPEN_WAITS_S`. The ledger counts it as a read that waits."""
         in_flight: list[InFlightFetch] = list(dict.fromkeys(self._transfers.of(obj).values()))
         absent = [block for block in self._blocks(obj) if not self._store.has(obj, block)]
-        why = self._transfers.miss_reasons(self._metrics, obj, absent)
+        reasons = self._transfers.miss_reasons(self._metrics, obj, absent)
         if (call := current_call.get()) is not None:
             call.end()
         wait, cached = self._metrics.ledger.waits.begin(pid, obj.id, 0), 0
@@ -355,7 +358,7 @@ class OpenWaits:
                     await fetch.ended()
                 if all(self._store.has(obj, block) for block in absent):
                     cached = obj.id.size
-                    count_misses(self._metrics, why)  # otherwise its reads will find them missing
+                    count_misses(self._metrics, reasons)  # otherwise its reads count them
         finally:
             wait.end(cached)
 
@@ -366,23 +369,23 @@ class OpenWaits:
 # -- the ladder ------------------------------------------------------------------------------------
 
 WHOLE_BYTES = 4 << 20
-"""Objects up to this size come in one GET whatever is read of them: a round trip costs more than the bytes (at 20 ms and
-200 MB/s they are equal at 4 MB). Derived."""
+"""Objects up to this size are fetched in one GET, however little of them is read, because a round trip costs more than the
+bytes (at 20 ms and 200 MB/s they cost the same at 4 MB). Derived."""
 
 COUNTED_BYTES = 4 << 30
-"""Larger versions are not looked at when a handle of which no READ came is closed. Derived: 4 GiB are 256 rows of the
+"""When a handle without a READ is closed, blocks of larger versions are not counted. Derived: 4 GiB are 256 rows of the
 index."""
 
 PARTS_AT_ONCE = 8
-"""Parts of one object that `prefetch` has under way. Derived: 64 MiB hide a round trip of 60 ms at 1 GB/s."""
+"""Most parts of one object that `prefetch` has in flight. Derived: 64 MiB hide a round trip of 60 ms at 1 GB/s."""
 
-BRINGING = 64
-"""Parts that all calls of `prefetch` have under way. Derived from the usual concurrency: more would take room and then
-wait."""
+PARTS_OF_ALL_CALLS = 64
+"""Most parts that all calls of `prefetch` have in flight. Derived from the usual concurrency: more would reserve space and
+then wait."""
 
 ATTEMPTS = 8
-"""How often one read may find its blocks gone again (evicted, bad checksum, a failing tier) before it gives up. In the
-second half of them, what is missing bypasses the tiers: under great pressure a block can be evicted before its reader runs.
+"""How often one read may find its blocks missing again (evicted, bad checksum, a failing tier) before it fails. In the
+second half of the attempts, missing blocks bypass the tiers, because a full cache can evict a block before its reader runs.
 Guessed."""
 
 Buffer = bytes | bytearray | memoryview
@@ -391,13 +394,13 @@ ReadHook = Callable[[ObjectId, int, int], None]
 """(object, offset, size): a part of a large file was read through the daemon. Never raises."""
 
 REPETITION_S = 0.1
-"""The kernel repeats a read-ahead that failed as a read of its own, at once. One read of the same handle within this time
-gets the same failure: otherwise an application would wait for two deadlines. Derived: the repetition comes within 1 ms, and
-a loaded daemon may be a hundred times slower."""
+"""When a read-ahead fails, the kernel repeats it at once as a read. One read of the same handle within this time gets the
+same failure, or an application would wait for two deadlines. Derived: the repetition comes within 1 ms, and a loaded daemon
+may be a hundred times slower."""
 
 
 class OpenedObject:
-    """What a reader's `open` returns. `cached` is there from the first read on."""
+    """A version that a reader has opened. `cached` is set from the first read on."""
 
     __slots__ = ("_failed", "cached", "id", "origin", "readahead")
 
@@ -409,11 +412,11 @@ class OpenedObject:
         self._failed: tuple[float, CachefsError] | None = None
 
     def failed(self, error: CachefsError) -> None:
-        """Its reader is told of a failure."""
+        """Note that a read of it fails with `error`."""
         self._failed = (trio.current_time() + REPETITION_S, error)
 
     def raise_repeated(self) -> None:
-        """Give a failure that has just been told once more, once."""
+        """Raise the last failure once more, if it is newer than `REPETITION_S`."""
         if self._failed is not None:
             (until, error), self._failed = self._failed, None
             if trio.current_time() < until:
@@ -421,13 +424,13 @@ class OpenedObject:
 
 
 def whole_extent(block: int) -> int:
-    """The longest run that there can be."""
+    """The `longest` of `runs` that allows a whole extent."""
     return BLOCKS_PER_EXTENT
 
 
 def runs(blocks: Iterable[int], longest: Callable[[int], int] = whole_extent) -> Iterator[tuple[int, int]]:
-    """Consecutive blocks as [start, stop) that do not leave their extent, of at most `longest(start)` blocks each. `blocks`
-    are looked at as late as can be: one further than what has been given."""
+    """Yield runs [start, stop) of consecutive blocks within one extent, of at most `longest(start)` blocks each. `blocks` is
+    read lazily, one block further than the runs so far."""
     start = stop = most = -1
     for block in blocks:
         if block == stop and block < most and block % BLOCKS_PER_EXTENT:
@@ -466,24 +469,24 @@ class Fetcher:
         self._nursery = nursery
         self._metrics = metrics
         self._block_size = store.block_size
-        # A window that fills the cache would evict what it has just brought.
+        # A window as large as the cache would evict the blocks that were just fetched for it.
         room = sum(tier.limit_bytes() for tier in store.tiers) // 8
         self._window_blocks = min(max_readahead, room) // store.block_size
         self._part_blocks = max(1, min(part_bytes // store.block_size, BLOCKS_PER_EXTENT))
-        # Of another node's: it sends an extent in one reply. Measured: of large files 1.3 times as many bytes a second came
-        # through the mount as with parts, for each request costs both nodes processor time.
+        # A peer sends an extent in one reply, because each request costs both nodes processor time. Measured: large files
+        # were read 1.3 times as fast as with parts.
         self._peer_part_blocks = max(self._part_blocks, min(room // store.block_size, BLOCKS_PER_EXTENT))
         self._token = trio.lowlevel.current_trio_token()
-        # All streams together: what is on its way cannot be evicted, and demand needs room, too.
+        # The bound of all streams together: blocks in flight cannot be evicted, and demand needs space, too.
         self._ahead_limit = 2 * room
         self._open_waits = OpenWaits(store, self.transfers, metrics)
         self._budget = Budget(self._ahead_limit // store.block_size)
         self._ahead_bytes = 0
-        few = min(BRINGING, self._ahead_limit // (self._part_blocks * store.block_size))
-        self._prefetching = trio.CapacityLimiter(max(PARTS_AT_ONCE, few))
-        # Readers that no tier can serve hold this much while their blocks come; the others wait.
+        parts = min(PARTS_OF_ALL_CALLS, self._ahead_limit // (self._part_blocks * store.block_size))
+        self._prefetching = trio.CapacityLimiter(max(PARTS_AT_ONCE, parts))
+        # Most blocks that are fetched into memory at a time, for readers whose blocks no tier takes; the others wait.
         self._heap_slots = trio.CapacityLimiter(max(4, HEAP_BYTES // store.block_size))
-        self._flying: set[InFlightFetch] = set()
+        self._in_flight: set[InFlightFetch] = set()
         self._without_task: set[InFlightFetch] = set()
         self._none_without = trio.Event()
         for tier in store.tiers:
@@ -495,14 +498,14 @@ class Fetcher:
         self._not_passed: Container[bytes] = frozenset()
 
     def watch_reads(self, hook: ReadHook, not_passed: Container[bytes]) -> None:
-        """From now on `hook` hears of reads of files larger than `WHOLE_BYTES`. Those whose digest is in
-        `not_passed` are not opened in passthrough, so that it hears of all their reads."""
+        """Call `hook` for reads of files larger than `WHOLE_BYTES` from now on. Those whose digest is in `not_passed` are
+        not opened in passthrough, so that the daemon sees all their reads."""
         self._on_read, self._not_passed = hook, not_passed
 
-    # -- what fs asks ------------------------------------------------------------------------------
+    # -- the filesystem's `Reader` -----------------------------------------------------------------
 
     def open(self, origin: Origin, object_id: ObjectId) -> OpenedObject:
-        """No I/O: an open whose pages the kernel still has never touches the store."""
+        """Open a version without I/O, because an open whose pages the kernel still has needs no store."""
         return OpenedObject(origin, object_id)
 
     def close(self, opened: OpenedObject, unread_blocks: int | None = 0) -> None:
@@ -515,7 +518,7 @@ class Fetcher:
             opened.cached = None
             self._leave_readahead(opened, obj)
             if self.passthrough:
-                self._store.prepare_later(obj)  # the next open may find it whole
+                self._store.prepare_later(obj)  # it may be whole now, so the next open may be in passthrough
             obj.release()
 
     def _whole_blocks(self, object_id: ObjectId) -> int:
@@ -543,7 +546,7 @@ class Fetcher:
         obj = self._store.look(object_id)
         if obj.backing is not None:
             return False
-        return (bool(self._flying) and self._open_waits.soon(obj)) or self._store.must_make_immutable(obj)
+        return (bool(self._in_flight) and self._open_waits.soon(obj)) or self._store.must_make_immutable(obj)
 
     async def wait_until_cached(self, object_id: ObjectId, pid: int) -> None:
         obj = self._store.object(object_id)
@@ -555,7 +558,7 @@ class Fetcher:
         return self._store.restore_backing(self._store.object(opened.id), backing_id)
 
     def read_now(self, opened: OpenedObject, offset: int, size: int, pid: int) -> Buffer | None:
-        """The bytes [offset, offset+size), within the object, if that takes no waiting; else None."""
+        """The bytes [offset, offset+size), which lie within the object; None if that needs a wait."""
         obj = self._attached(opened)
         data = self._store.read_now(obj, offset, size)
         if data is not None and opened.id.size > WHOLE_BYTES:
@@ -628,7 +631,7 @@ class Fetcher:
         obj = self._store.object(object_id)
         stop = object_id.size if stop is None else min(stop, object_id.size)
         blocks = blocks_covering(start, max(0, stop - start), self._block_size)
-        missing = (b for b in blocks if not self._store.has(obj, b))  # looked at as late as can be
+        missing = (b for b in blocks if not self._store.has(obj, b))  # lazily: others may come meanwhile
         parts = runs(missing, partial(self._part, object_id))
         fetched = 0
         failures: list[CachefsError] = []
@@ -659,9 +662,9 @@ class Fetcher:
             return fetched
 
     def prefetch_small(self, origin: Origin, files: Sequence[tuple[ObjectId, OnEnd]]) -> list[ObjectId]:
-        """Fetch small files as `prefetch` does, without a task that waits for each: the second of each pair is told how many
-        bytes came, and what failed; `NoRoom` at once. Returns the files that take more than that, or of which something is
-        here: nothing was begun of them."""
+        """Begin to fetch small files as `prefetch` does, without a task for each. The second of each pair is called when its
+        fetch is over; with `NoRoom` at once. Returns the files for which nothing was begun: those that are too large for
+        this, or partly cached or in flight."""
         group: list[tuple[Run, OnEnd]] = []
         others: list[ObjectId] = []
         for object_id, done in files:
@@ -682,7 +685,7 @@ class Fetcher:
         return others
 
     def _absent(self, obj: CachedObject, blocks: int) -> bool:
-        """True if none of its first `blocks` blocks is here or in flight."""
+        """True if none of its first `blocks` blocks is cached or in flight."""
         if self.transfers.of(obj):
             return False
         for block in range(blocks):  # noqa: SIM110 - a plain loop: each prefetched file comes here
@@ -691,14 +694,14 @@ class Fetcher:
         return True
 
     def whole(self, object_id: ObjectId) -> bool:
-        """True if all its blocks are here."""
+        """True if all its blocks are cached."""
         obj = self._store.look(object_id)
         blocks = range(block_count(object_id.size, self._block_size))
         if len(blocks) == 1:
             return self._store.has(obj, 0)
         if self._store.whole(obj):
             return True
-        # The heap may have some; of a large file it never has all that the tiers have not.
+        # Blocks in memory count, too. Of a large file, memory never has all that the tiers lack.
         return len(blocks) <= BLOCKS_PER_EXTENT and all(self._store.has(obj, b) for b in blocks)
 
     # -- other nodes -------------------------------------------------------------------------------
@@ -707,9 +710,11 @@ class Fetcher:
         """As `Upstream.kept_here`."""
         return self._upstream.kept_here(object_id, start, stop, self._block_size)
 
-    async def prefetch_everywhere(self, object_id: ObjectId, start: int, stop: int, here: Here) -> int:
+    async def prefetch_everywhere(
+        self, object_id: ObjectId, start: int, stop: int, fetch_here: FetchHere
+    ) -> int:
         """Have the nodes that keep [start, stop) fetch it, as `Upstream.prefetch` says."""
-        return await self._upstream.prefetch(object_id, start, stop, self._block_size, here)
+        return await self._upstream.prefetch(object_id, start, stop, self._block_size, fetch_here)
 
     async def probe(self) -> list[str]:
         """As `Upstream.probe`."""
@@ -720,16 +725,16 @@ class Fetcher:
     ) -> None:
         """Begin to fetch those of the blocks (of one extent) that are missing. Raises `Busy` if no tier takes them.
 
-        A read for a peer comes straight from the origin, and is `Busy` while the block is in flight from another node: a
+        A read for a peer is fetched from the origin, and raises `Busy` while the block is in flight from another node: a
         requesting peer must not wait for a node that waits for a third. A block that is only to be kept (`background`) may
-        come from a node that had it first: no reader reads through two nodes, so there is no circle."""
+        come from a node that had it first. No reader reads through two nodes, so nodes never wait in a circle."""
         missing = [b for b in blocks if not self._store.has(obj, b)]
         in_flight = self.transfers.of(obj)
         for block in missing:
             fetch = in_flight.get(block)
             if fetch is not None and ((fetch.elsewhere and not background) or fetch.cache_write.kept):
                 raise Busy("another node is being asked for it, or no tier takes it")
-        # A reading peer takes an extent in one reply, but from the origin it comes in parts, as for a reader here.
+        # A peer that reads gets an extent in one reply. From the origin it is fetched in parts, as for a local reader.
         longest = whole_extent if background else lambda _: self._part_blocks
         for start, stop in runs([b for b in missing if b not in in_flight], longest):
             cache_write = self._begin(obj, start, stop, keep=background)
@@ -738,25 +743,25 @@ class Fetcher:
             cache_write.requester = requester
             self._start(origin, obj, cache_write, ahead=background, straight=not background)
 
-    # -- the parts of it ---------------------------------------------------------------------------
+    # -- beginning and ending fetches --------------------------------------------------------------
 
     def _begin(
         self, obj: CachedObject, start: int, stop: int, *, ahead: bool = False, keep: bool = False
     ) -> CacheWrite | None:
-        """Room for blocks of one extent, as much as is due to them here."""
+        """Reserve space for blocks of one extent, by their priority here; None if no tier takes them."""
         return self._begin_all([(obj, start, stop)], ahead=ahead, keep=keep)[0]
 
     def _begin_all(
         self, wanted: Sequence[Run], *, ahead: bool = False, keep: bool = False
     ) -> list[CacheWrite | None]:
-        """The same for blocks of several versions: looked for once, unless other nodes own some of them."""
+        """`_begin` for runs of several versions, with one search for space unless other nodes may own some of them."""
         if keep or not self._shared:
             return self._store.begin_writes(wanted, ahead=ahead)
         cache_writes = []
-        for one in wanted:
-            obj, start, _ = one
+        for run in wanted:
+            obj, start, _ = run
             remote_owned = not self._upstream.keeps(obj.id, start)
-            cache_writes += self._store.begin_writes([one], ahead=ahead, remote_owned=remote_owned)
+            cache_writes += self._store.begin_writes([run], ahead=ahead, remote_owned=remote_owned)
         return cache_writes
 
     def _attached(self, opened: OpenedObject) -> CachedObject:
@@ -769,7 +774,7 @@ class Fetcher:
     def _demand(
         self, opened: OpenedObject, obj: CachedObject, missing: list[int], *, bypass: bool
     ) -> list[InFlightFetch]:
-        """The fetches that bring `missing`, joined or started."""
+        """The fetches of the blocks `missing`, joined or begun."""
         wanted = [] if bypass else missing
         if opened.id.size <= WHOLE_BYTES and not bypass:
             wanted = [
@@ -808,13 +813,13 @@ class Fetcher:
             policy.users -= 1
             if not policy.users:
                 policy.close()
-                del self._readahead[obj.id.digest]  # the next reader is another
+                del self._readahead[obj.id.digest]  # a later reader starts with new streams
                 self._store.left_behind(obj)
 
     def _ask_ahead(self, origin: Origin, obj: CachedObject, policy: Readahead, wanted: range) -> None:
         in_flight = self.transfers.of(obj)
         blocks = [b for b in wanted if b not in in_flight and not self._store.has(obj, b)]
-        # A growing window comes over two connections at least, of those to a store.
+        # A growing window is fetched from the origin over at least two connections.
         halves = len(wanted) // 2 if len(wanted) % self._part_blocks else self._part_blocks
 
         def part(block: int) -> int:
@@ -858,7 +863,7 @@ class Fetcher:
                 if fetch.error is not None:
                     raise (fetch.error if isinstance(fetch.error, CachefsError) else _unexpected(fetch))
                 fetched += fetch.cache_write.written - fetch.cache_write.start
-                wanted = range(fetch.cache_write.stop_block, stop)  # it began with the first that was missing
+                wanted = range(fetch.cache_write.stop_block, stop)  # it began with the first missing block
         raise OriginFailed(f"{obj.id.key}: its blocks vanish as fast as they come")
 
     def _asks(self, object_id: ObjectId, block: int) -> bool:
@@ -866,7 +871,7 @@ class Fetcher:
         return self._shared and self._upstream.asks(object_id, block)
 
     def _part(self, object_id: ObjectId, block: int) -> int:
-        """How many blocks to ask for at once, from this one on."""
+        """How many blocks, from this one on, to fetch in one part."""
         return self._peer_part_blocks if self._asks(object_id, block) else self._part_blocks
 
     def _start(
@@ -880,7 +885,8 @@ class Fetcher:
         straight: bool = False,
         on_end: OnEnd | None = None,
     ) -> InFlightFetch | None:
-        """`straight`: no other node is asked. The rest is as `InFlightFetch` says."""
+        """Begin a fetch for a cache write. Returns None without one. `straight`: from the origin, without asking peers. For
+        the others see `InFlightFetch`."""
         if cache_write is None:
             return None
         fetch = InFlightFetch(
@@ -904,21 +910,21 @@ class Fetcher:
             self._ahead_bytes += cache_write.stop - cache_write.start
         if policy is not None:
             policy.under_way += cache_write.stop_block - cache_write.start_block
-        self._flying.add(fetch)
-        if obj.id.size <= WHOLE_BYTES and fetch.begin(partial(self._over, fetch)):
+        self._in_flight.add(fetch)
+        if obj.id.size <= WHOLE_BYTES and fetch.begin(partial(self._ended_without_task, fetch)):
             if not self._without_task:
                 self._none_without = trio.Event()
                 contained(self._nursery, "transfers without a task", self._attend, self._none_without)
             self._without_task.add(fetch)
         else:
-            contained(self._nursery, f"a transfer of {obj.id.key}", self._fly, fetch)
+            contained(self._nursery, f"a transfer of {obj.id.key}", self._transfer, fetch)
         return fetch
 
-    def _over(self, fetch: InFlightFetch, repeat: bool) -> None:
-        """A transfer without a task has ended, or must be repeated in one."""
+    def _ended_without_task(self, fetch: InFlightFetch, repeat: bool) -> None:
+        """End a transfer without a task, or repeat it in a task."""
         self._without_task.discard(fetch)
         if repeat:
-            contained(self._nursery, f"a transfer of {fetch.object.id.key}", self._fly, fetch)
+            contained(self._nursery, f"a transfer of {fetch.object.id.key}", self._transfer, fetch)
         else:
             self._committed(fetch)
         if not self._without_task:
@@ -937,36 +943,36 @@ class Fetcher:
 
     @property
     def in_flight_fetches(self) -> int:
-        return len(self._flying)
+        return len(self._in_flight)
 
     def _disk_down(self, tier: Tier) -> None:
-        """What is being written to this tier comes another way: its readers do not wait for it any more."""
-        for fetch in list(self._flying):
+        """Fail the fetches into a tier whose disk does not answer, so that their readers try another way."""
+        for fetch in list(self._in_flight):
             if isinstance(fetch.cache_write, TierWrite) and fetch.cache_write.tier is tier:
                 fetch.break_off(NoRoom(f"the disk of the {tier.name} tier does not answer"))
 
-    async def _fly(self, fetch: InFlightFetch) -> None:
+    async def _transfer(self, fetch: InFlightFetch) -> None:
         """Transfer in a task."""
         peers = partial(self._upstream.read, fetch.object.id, fetch.origin) if fetch.elsewhere else None
         try:
             await fetch.run(peers, self._heap_slots if fetch.cache_write.kept else None)
         except BaseException:
-            self._gone(fetch)
+            self._leave_flight(fetch)
             raise
         self._committed(fetch)
 
-    def _gone(self, fetch: InFlightFetch) -> None:
-        """It is in flight no more."""
+    def _leave_flight(self, fetch: InFlightFetch) -> None:
+        """Stop counting a fetch as in flight."""
         cache_write = fetch.cache_write
-        self._flying.discard(fetch)
+        self._in_flight.discard(fetch)
         if fetch.ahead:
             self._ahead_bytes -= cache_write.stop - cache_write.start
         if fetch.policy is not None:
             fetch.policy.under_way -= cache_write.stop_block - cache_write.start_block
 
     def _committed(self, fetch: InFlightFetch) -> None:
-        """It is over, with an error or not."""
-        self._gone(fetch)
+        """Finish a fetch that is over, with an error or not."""
+        self._leave_flight(fetch)
         obj, cache_write, error, policy = fetch.object, fetch.cache_write, fetch.error, fetch.policy
         if error is not None and not isinstance(error, CachefsError | WriteClosed):
             log.error("transfer of %s failed unexpectedly", obj.id.key, exc_info=error)
@@ -981,7 +987,7 @@ class Fetcher:
     async def _collect(
         self, obj: CachedObject, in_flight: list[InFlightFetch], offset: int, size: int
     ) -> Buffer | None:
-        """The bytes, from transfers that have passed them and from blocks that exist; None when some are in neither."""
+        """The bytes, from fetches that have written them and from cached blocks; None if some are in neither."""
         if len(in_flight) == 1 and (whole := in_flight[0].read(offset, size)) is not None:
             return whole
         parts: list[Buffer] = []
@@ -1007,7 +1013,7 @@ class Fetcher:
             if isinstance(error, ObjectChanged):
                 raise error
             if fetch.ahead:
-                continue  # it began without a reader; the reader's own attempt decides
+                continue  # it began without a reader, and the reader's own fetch decides
             if isinstance(error, CachefsError):
                 opened.failed(error)
                 raise error

@@ -1,12 +1,13 @@
-"""Sequential readahead: pure policy. `observe` is told each read and answers which blocks will be wanted.
+"""Sequential readahead: pure policy. `observe` is told of each read, and returns the blocks to fetch.
 
-Reads are sorted into *streams* by (pid, offset): forked loader workers share a file handle, and one process may read a
-file at two places. A read that continues a stream doubles its window up to the cap; a read nowhere near one starts a new
-stream, which has to prove itself, except at the file's start, where sequential is the likely case until three jumps have
-shown otherwise. Reads of the footer are neither: columnar formats begin there, whatever they read afterwards.
+Reads are sorted into *streams* by (pid, offset), because forked loader workers share a file handle, and one process may read
+a file at two places. A read that continues a stream doubles its window, up to the cap. A read that is near no stream starts
+a new one. It gets a window when two reads have continued it, except at the file's start, where sequential reads are likely
+until three jumps have shown otherwise. A read of the footer starts no stream, because readers of columnar formats begin
+there, whatever they read afterwards.
 
-A stream from the file's start that has used two full windows is about to read all of it (a shard, a checkpoint). Then its
-blocks follow each other as parts are written, up to the object's end, as far as the budget of all streams allows.
+A stream from the file's start that has used two full windows will probably read the whole file (a shard, a checkpoint). Then
+more blocks are fetched whenever a part is written, up to the object's end, as far as the budget of all streams allows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ STREAMS = 64
 """Streams remembered per object. Guessed: the loader workers of a node with eight accelerators."""
 
 JUMPS_TO_DOUBT = 3
-"""New streams without a continued one after which the file's start is no longer presumed sequential. Borrowed."""
+"""After so many new streams, without one that is continued, a read at the file's start gets no window. Borrowed."""
 
 FOOTER_SHARE, FOOTER_LEAST, FOOTER_MOST = 64, 1 << 20, 8 << 20
 """The footer is the last 64th of the object, at least and at most that many bytes. Guessed from Parquet files: about 1 KiB
@@ -37,7 +38,7 @@ def footer_at(size: int) -> int:
 
 @dataclass(slots=True)
 class Budget:
-    """How many blocks all streams of all objects may be ahead of their readers, beyond one window each."""
+    """The blocks that all streams of all objects together may be ahead of their readers, beyond one window each."""
 
     blocks: int
     used: int = 0
@@ -48,18 +49,18 @@ class Stream:
     pid: int
     position: int
     window: int
-    ahead: int  # first block not yet asked for on this stream's behalf
-    whole: bool  # it began at the start: all of the object will be wanted
-    mark: int  # where its density is measured from, and the bytes read since
-    covered: int
+    ahead: int  # the first block that was not yet requested for this stream
+    whole: bool  # it began at the file's start, so it may read the whole object
+    mark: int  # the offset from which its density is measured
+    covered: int  # bytes read since then
     hits: int = 0
-    unused: int = 0  # blocks asked for, and ahead of its position
+    unused: int = 0  # requested blocks ahead of its position
 
 
 class Readahead:
-    """For one object of `size` bytes; windows in blocks of `block_size`, at most `max_blocks`. Full windows move on in
-    parts of `part_blocks`. The caller counts in `under_way` the blocks named that are not written yet, and in `users` its
-    readers."""
+    """The readahead of one object of `size` bytes. Windows are counted in blocks of `block_size`, and have at most
+    `max_blocks`. Full windows advance in parts of `part_blocks`. The caller counts in `under_way` the requested blocks that
+    are not written yet, and in `users` the readers."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class Readahead:
         self.users = 0
 
     def observe(self, pid: int, offset: int, length: int) -> range:
-        """The blocks to fetch after this read (its own blocks excluded); each is named once per stream."""
+        """Note a read. Returns the blocks to fetch after it, without its own; each block is returned once per stream."""
         stream = self._match(pid, offset)
         end = offset + length
         if stream is None:
@@ -92,36 +93,36 @@ class Readahead:
             stream.covered += length
             if end <= stream.position:
                 return _NOTHING
-            here = self._here(stream)
+            block = self._block_of(stream)
             stream.position = end
             stream.hits += 1
-            self._weigh(stream)
-            if stream.hits > 2 and here == self._here(stream):
-                return _NOTHING  # in the same block as before: nothing is new
+            self._measure_density(stream)
+            if stream.hits > 2 and block == self._block_of(stream):
+                return _NOTHING  # the position is still in the same block
         return self._extend(stream)
 
     def committed(self) -> range:
-        """Blocks that were under way are here: what comes after them, for a stream that will read all of the object."""
+        """Note that requested blocks are written. Returns the next blocks for a stream that will read the whole object."""
         for stream in self._streams:
             if stream.whole and (wanted := self._extend(stream)):
                 return wanted
         return _NOTHING
 
     def declined(self, block: int) -> None:
-        """Blocks from this one on that were named last are not being fetched: there is no room. What is further away than a
-        window is named again when the reader has come that near."""
+        """Note that the last requested blocks, from this one on, are not fetched, because no tier takes them. Blocks further
+        away than a window are returned again when the reader has come that near."""
         for stream in self._streams:
-            if stream.ahead > block > self._here(stream) + stream.window:
+            if stream.ahead > block > self._block_of(stream) + stream.window:
                 stream.ahead = block
                 stream.whole = False
                 self._account(stream)
 
     def close(self) -> None:
-        """Its last reader has gone."""
+        """Give the streams' share of the budget back. Call it after the last reader has closed the object."""
         while self._streams:
             self._budget.used -= self._streams.pop().unused
 
-    def _here(self, stream: Stream) -> int:
+    def _block_of(self, stream: Stream) -> int:
         return -(-stream.position // self._block_size)
 
     def _begin(self, pid: int, offset: int, end: int) -> Stream:
@@ -135,27 +136,28 @@ class Readahead:
         self._streams.insert(0, stream)
         return stream
 
-    def _weigh(self, stream: Stream) -> None:
-        """Stop the window of a stream that skips most of what it passes: random reads may come near each other."""
+    def _measure_density(self, stream: Stream) -> None:
+        """Adjust a stream's window to its density. A stream that skips most of what it passes gets none, because random
+        reads may lie near each other."""
         advance = stream.position - stream.mark
         dense = 2 * stream.covered >= advance
         if stream.hits >= 2 and dense:
             self._jumps = 0
             stream.window = stream.window or min(1, self._max)
-        if advance >= 2 * NEAR_BYTES:  # by then, what came out of order has come
+        if advance >= 2 * NEAR_BYTES:  # reads that came out of order are counted by then
             if not dense:
                 stream.window = stream.hits = 0
             stream.mark, stream.covered = stream.position, 0
 
     def _extend(self, stream: Stream) -> range:
-        window, here = stream.window, self._here(stream)
-        start = max(stream.ahead, here)
-        room = window - (start - here)
-        # Ask again when half of what was ahead is used up, and for twice as much: a faster reader gets further ahead,
-        # and each request is worth its round trip. Later a part at a time, so that as many as can be are on their way.
+        window, block = stream.window, self._block_of(stream)
+        start = max(stream.ahead, block)
+        room = window - (start - block)
+        # When half of a growing window is used up, request twice as much: so fast readers get large windows, and each
+        # request is worth its round trip. A full window advances a part at a time, so that the most parts are in flight.
         full = window == self._max
         least = self._part if full else window - window // 2
-        if full and stream.whole and here >= 2 * window:
+        if full and stream.whole and block >= 2 * window:
             room = max(room, min(window - self.under_way, self._budget.blocks - self._budget.used))
         stop = _NOTHING.stop
         if window and room >= min(least, self._blocks - start):
@@ -169,12 +171,12 @@ class Readahead:
         return range(start, stop) if stop > start else _NOTHING
 
     def _account(self, stream: Stream) -> None:
-        unused = max(0, stream.ahead - self._here(stream))
+        unused = max(0, stream.ahead - self._block_of(stream))
         self._budget.used += unused - stream.unused
         stream.unused = unused
 
     def _match(self, pid: int, offset: int) -> Stream | None:
-        """The stream that a read belongs to, if there is one: best this process's, and the nearest."""
+        """The stream that a read belongs to, or None: the nearest one of this process, else the nearest of another."""
         if self._streams and (last := self._streams[0]).position == offset and last.pid == pid:
             return last
         best, rank = 0, (2, 0)

@@ -1,10 +1,9 @@
 """Serving peers: blocks that are cached here, and blocks of this node's own extents that it fetches for them.
 
-A request names a version and blocks of it. It gets what is mounted here and nothing else: the source must be mounted, and
-the key below the mounted prefix. What is missing is fetched only if this node is meant to fetch it (the owner, or the
-successor of owners that are dead), as demand, and straight from the origin: no third node is asked for a peer that reads.
-Blocks are given one by one as they are written, as ranges of the tiers' files.
-"""
+A request names a version and some of its blocks. Only mounted objects are served: the source must be mounted, and the key
+must be below the mounted prefix. A missing block is fetched only if this node should fetch it (as the owner, or as the
+successor of dead owners). It is fetched as demand and from the origin: no third node is asked for a peer that reads. Blocks
+are served one by one as they are written, as ranges of the tiers' files."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ class Serving:
         return held
 
     def fetch(self, reply: Reply, blocks: range) -> None:
-        """Begin to fetch what is missing of them. Raises `NotShared`, `Busy`."""
+        """Begin to fetch the missing ones of these blocks. Raises `NotShared`, `Busy`."""
         request, obj = reply.request, reply.object
         if all(self._store.has(obj, block) for block in blocks):
             return
@@ -69,13 +68,13 @@ class Serving:
         for origin, directory in self._origins:
             if origin.source == version.source and version.key.startswith(directory):
                 if any(part in ("", ".", "..") for part in version.key.split("/")):
-                    break  # no mount shows such a key, and some stores would follow it
+                    break  # no mount shows such a key, and some origins would resolve it to another
                 return origin
         raise NotShared("this node does not show that object")
 
 
 class Reply:
-    """`cachefs.peers.wire.Served`: blocks in their order. What was given is pinned until `close`."""
+    """`cachefs.peers.wire.Served`: the requested blocks, in order. Blocks that were taken are pinned until `close`."""
 
     def __init__(
         self,
@@ -95,11 +94,11 @@ class Reply:
         self._serving = serving
         self._store = store
         self._next = request.start_block
-        self._shared: Shared | None = None  # the next, once it is ready
+        self._shared: Shared | None = None  # the next block, once it is ready
         self._held: list[Shared] = []
 
     def begin(self) -> None:
-        """Begin to fetch all that is missing."""
+        """Begin to fetch all missing blocks."""
         self._serving.fetch(self, range(self._next, self.request.stop_block))
 
     def take(self) -> Piece | None:
@@ -111,7 +110,7 @@ class Reply:
         return Piece(shared.fd, shared.offset, shared.length, shared.in_ram, shared.checksum)
 
     def _ready(self, *, checked: bool = False) -> bool:
-        """True if the next block can be given; then it is pinned."""
+        """True if the next block can be taken. It is pinned then."""
         if self._shared is None:
             self._shared = self._store.share(self.object, self._next, checked=checked, requester=self.peer)
             if self._shared is not None:
@@ -123,7 +122,7 @@ class Reply:
         length = self.request.length(block)
         for _ in range(ATTEMPTS):
             if self._store.has(self.object, block):
-                # Here, but not verified yet, or in no tier's file.
+                # It is cached, but not verified yet, or it is in no tier's file. Reading it changes that.
                 if await self._store.read(self.object, start, length, count=False) is None:
                     continue
                 if self._ready(checked=True):
@@ -151,7 +150,7 @@ class Reply:
 
 
 def _raise_failure(fetch: InFlightFetch) -> None:
-    """Raise its error as one of the peer protocol's."""
+    """Raise the error of a fetch as one of the peer protocol. Returns if it has none."""
     error = fetch.error
     if isinstance(error, ObjectChanged):
         raise error
@@ -163,5 +162,5 @@ def _raise_failure(fetch: InFlightFetch) -> None:
 
 
 def _directory(prefix: str) -> str:
-    """What all keys below a prefix begin with."""
+    """The beginning of all keys below a prefix: the prefix with a "/" at its end."""
     return prefix.rstrip("/") + "/" if prefix else ""

@@ -1,8 +1,8 @@
 """The rung of the ladder between this node's store and the origin: the node that owns the extent, or its successor.
 
-A peer delivers whole, checked blocks into the same cache write that the origin would write to, so whatever goes wrong with
-it, the next one, and at last the origin, goes on where it stopped. If a reply breaks off after some blocks, the same peer is
-asked again: an owner that has to wait for the origin breaks off rather than be silent.
+A peer delivers whole, verified blocks into the same cache write that the origin writes to. If it fails, the next peer, and
+at last the origin, goes on where it stopped. If a reply breaks off after some blocks, the same peer is asked again, because
+an owner that has to wait for the origin breaks its reply off.
 
 Demand goes before prefetch here, too: each peer has an admission gate like the one in front of the origin.
 """
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ASKED_AT_ONCE = 8
-"""Extents of one file that owners are asked to bring. As `fetcher.PARTS_AT_ONCE`."""
+"""Most extents of one file that owners are asked to fetch at a time. As `fetcher.PARTS_AT_ONCE`."""
 
-Here = Callable[[int, int], Awaitable[None]]
-"""Have bytes [start, stop) of a file on this node."""
+FetchHere = Callable[[int, int], Awaitable[None]]
+"""(start, stop): fetches these bytes of a file on this node."""
 
 Piece = tuple[int, int, bool]
 """(start, stop, True if this node keeps it): bytes of one or more extents."""
 
 
 class Upstream:
-    """The peers as the ladder sees them; without a cluster, none. On the trio thread only."""
+    """Reads from peers; without a cluster there are none. On the trio thread only."""
 
     def __init__(self, metrics: Metrics, cluster: Cluster | None = None) -> None:
         self.cluster = cluster
@@ -68,8 +68,8 @@ class Upstream:
     async def read(
         self, object_id: ObjectId, origin: Origin, cache_write: CacheWrite, ticket: Ticket
     ) -> None:
-        """As much of the cache write as peers deliver; what is missing then is the origin's. Raises what the cache write
-        raises."""
+        """Have peers deliver as much of the cache write as they can. The origin must deliver the rest. Raises what the cache
+        write raises."""
         if self.cluster is None:
             return
         asked_any = False
@@ -78,28 +78,29 @@ class Upstream:
             more = True
             while more:
                 before = cache_write.written
-                more = await self._some(asked, object_id, cache_write, ticket, origin.transfer_rate)
+                more = await self._read_once(asked, object_id, cache_write, ticket, origin.transfer_rate)
                 if self.comparing is not None:
                     await self.comparing.received(asked, origin, object_id, cache_write, before)
                 if more and cache_write.written == cache_write.stop:
                     return
-        self._asked(object_id, cache_write, "origin")
+        self._note_asked(object_id, cache_write, "origin")
         if asked_any:
             self._metrics.peer_misses += (
                 cache_write.stop_block - cache_write.written // cache_write.block_size
             )
 
-    async def _some(
+    async def _read_once(
         self, asked: Asked, object_id: ObjectId, cache_write: CacheWrite, ticket: Ticket, origin_rate: float
     ) -> bool:
-        """Ask one peer once. True if it delivered something and did not fail: go on with it."""
+        """Send one request to a peer. True if it should be asked again, or has delivered all: it did not fail, or its reply
+        broke off after some blocks."""
         assert self.cluster is not None
         name, before = asked.member.name, cache_write.written
         since = trio.current_time()
         patience_s = math.inf if ticket.background else self.cluster.patience_s
-        async with self._place(name, ticket, patience_s) as admitted:
+        async with self._admitted(name, ticket, patience_s) as admitted:
             if not admitted or self.cluster.failed_since(asked, since):
-                return False  # it failed for another fetch while this one waited
+                return False  # no place in time, or the peer failed for another fetch during the wait
             try:
                 await self.cluster.read(
                     asked,
@@ -112,20 +113,22 @@ class Upstream:
                     others=sum(gate.in_flight for other, gate in self._gates.items() if other != name),
                 )
             except PeerFailed as exc:
-                self._asked(object_id, cache_write, f"{asked.member}: {exc.kind}")
+                self._note_asked(object_id, cache_write, f"{asked.member}: {exc.kind}")
                 log.debug("a peer did not deliver %s from %d on: %s", object_id.key, before, exc)
                 return exc.kind == "reset" and exc.delivered > 0
             else:
-                self._asked(object_id, cache_write, str(asked.member))
+                self._note_asked(object_id, cache_write, str(asked.member))
                 return True
             finally:
                 self._metrics.peer_hits += -(-(cache_write.written - before) // cache_write.block_size)
 
-    def _asked(self, object_id: ObjectId, cache_write: CacheWrite, way: str) -> None:
-        self._metrics.ledger.misses.asked(object_id.digest, cache_write.start_block // BLOCKS_PER_EXTENT, way)
+    def _note_asked(self, object_id: ObjectId, cache_write: CacheWrite, source: str) -> None:
+        self._metrics.ledger.misses.asked(
+            object_id.digest, cache_write.start_block // BLOCKS_PER_EXTENT, source
+        )
 
     def kept_here(self, object_id: ObjectId, start: int, stop: int, block_size: int) -> Iterator[Piece]:
-        """[start, stop) in pieces."""
+        """Cut [start, stop) at extents into pieces that this node keeps or does not keep."""
         extent_bytes = BLOCKS_PER_EXTENT * block_size
         while start < stop:
             kept, end = self.keeps(object_id, start // block_size), start
@@ -134,17 +137,19 @@ class Upstream:
             yield start, end, kept
             start = end
 
-    async def prefetch(self, object_id: ObjectId, start: int, stop: int, block_size: int, here: Here) -> int:
-        """Have the nodes that keep the extents of [start, stop) fetch them: as many as there are replicas, in the ring's
-        order, past those that fail to. `here` is awaited for extents that this node keeps, and for those that no node
-        brings. Returns the bytes that only other nodes fetched. Raises what `here` raises."""
+    async def prefetch(
+        self, object_id: ObjectId, start: int, stop: int, block_size: int, fetch_here: FetchHere
+    ) -> int:
+        """Have the nodes that keep the extents of [start, stop) fetch them: for each extent as many nodes as there are
+        replicas, in the ring's order, without those that fail. `fetch_here` is awaited for extents that this node keeps, and for
+        those that no node fetches. Returns the bytes that only other nodes fetched. Raises what `fetch_here` raises."""
         extent_bytes = BLOCKS_PER_EXTENT * block_size
         first = start // extent_bytes * extent_bytes
         cuts = [max(start, first), *range(first + extent_bytes, stop, extent_bytes), stop]
         cluster, waiting = self.cluster, itertools.pairwise(cuts)
         if cluster is None:
             for start, stop in waiting:
-                await here(start, stop)
+                await fetch_here(start, stop)
             return 0
         failures: list[CachefsError] = []
         elsewhere = 0
@@ -155,11 +160,13 @@ class Upstream:
                 if failures:
                     return
                 try:
-                    came = await self._bring_part(cluster, object_id, start, stop, extent_bytes, here)
+                    fetched_here = await self._fetch_extent(
+                        cluster, object_id, start, stop, extent_bytes, fetch_here
+                    )
                 except CachefsError as exc:
                     failures.append(exc)
                 else:
-                    elsewhere += 0 if came else stop - start
+                    elsewhere += 0 if fetched_here else stop - start
 
         async with trio.open_nursery() as nursery:
             for _ in range(ASKED_AT_ONCE):
@@ -168,18 +175,24 @@ class Upstream:
             raise failures[0]
         return elsewhere
 
-    async def _bring_part(
-        self, cluster: Cluster, object_id: ObjectId, start: int, stop: int, extent_bytes: int, here: Here
+    async def _fetch_extent(
+        self,
+        cluster: Cluster,
+        object_id: ObjectId,
+        start: int,
+        stop: int,
+        extent_bytes: int,
+        fetch_here: FetchHere,
     ) -> bool:
-        """Fetch one extent on its nodes. True if this node has fetched it, too."""
-        copies, came = 0, False
+        """Have one extent fetched on its nodes. True if this node has fetched it, too."""
+        copies, fetched_here = 0, False
         for asked in cluster.keepers(object_id.digest, start // extent_bytes):
             if asked.member.name in cluster.membership.own:
-                await here(start, stop)
-                came = True
+                await fetch_here(start, stop)
+                fetched_here = True
             else:
                 try:
-                    async with self._place(asked.member.name, Ticket(background=True)):
+                    async with self._admitted(asked.member.name, Ticket(background=True)):
                         await cluster.prefetch(asked, object_id, start, stop)
                 except PeerFailed as exc:
                     log.debug("a peer does not bring %s from %d on: %s", object_id.key, start, exc)
@@ -188,15 +201,15 @@ class Upstream:
             if copies == cluster.replicas:
                 break
         if not copies:
-            await here(start, stop)
-        return came or not copies
+            await fetch_here(start, stop)
+        return fetched_here or not copies
 
     async def probe(self) -> list[str]:
-        """Ask every member whether it is there. Returns those that are not, for people."""
+        """Probe every member. Returns the addresses of those that do not answer."""
         return await self.cluster.probe() if self.cluster is not None else []
 
     @asynccontextmanager
-    async def _place(self, name: str, ticket: Ticket, patience_s: float = math.inf) -> AsyncIterator[bool]:
+    async def _admitted(self, name: str, ticket: Ticket, patience_s: float = math.inf) -> AsyncIterator[bool]:
         """Enter the peer's gate within `patience_s`. Yields False if there was no place in time."""
         gate = self._gates.get(name)
         if gate is None:
@@ -216,34 +229,33 @@ class Upstream:
 
 # Comparing what peers sent with the origin: a sample, in the background, within a budget.
 #
-# A node that has the cluster's key signs what it sends, right or wrong, so a signature says where bytes came from and not
-# that they are the origin's. Two samples find a node that sends other bytes, because its memory is broken or it was taken
-# over:
+# A node with the cluster's key signs all bytes that it sends, right or wrong. So a signature shows where bytes came from,
+# and not that the origin has the same. Two samples find a node that sends wrong bytes, because of broken memory or an
+# intruder:
 #
-# - of small objects that came whole from a peer and whose etag is an MD5, one in `WHOLES` is hashed: that costs the origin
-#   nothing;
-# - of all else a block in about `SHARE` is read from the origin, too.
+# - Of small objects that came whole from a peer and whose etag is an MD5, one in `WHOLES` is hashed. This costs no request.
+# - Of all other blocks, about one in `SHARE` is read from the origin, too.
 #
-# A peer whose bytes differ from what the origin gives twice is asked for nothing until it or this node starts again, and
-# what is cached of that object is dropped. What it sent of others, and was not compared, stays.
+# If the origin returns other bytes twice, the peer is not asked again until it or this node restarts, and the cached blocks
+# of that object are dropped. Blocks of other objects that it sent, and that were not compared, stay.
 
 
 SHARE = 256
-"""Of the bytes that come from peers, one part in so many is read from the origin again. Derived: so four nodes that read all
-of a dataset take at most 1.004 of it from the origin."""
+"""Of the bytes that come from peers, one part in so many is read from the origin, too. Derived: four nodes that read a whole
+dataset then read at most 1.004 times its bytes from the origin."""
 
 WHOLES = 8
-"""Of whole objects with an MD5, one in so many is hashed. Guessed: MD5 takes as long as receiving the bytes does."""
+"""Of whole objects with an MD5, one in so many is hashed. Guessed: hashing takes as long as receiving the bytes."""
 
 WHOLE_BYTES = 4 << 20
-"""The largest object that is hashed. As `fetcher.WHOLE_BYTES`: what is fetched in one piece."""
+"""The largest object that is hashed. As `fetcher.WHOLE_BYTES`, the largest that is fetched in one GET."""
 
 MD5 = re.compile(r'"?([0-9a-f]{32})"?')
-"""The etag of an object that S3 was given in one piece, without a key of its own."""
+"""The etag of an object that S3 got in one PUT, without an encryption key of the client's or KMS's."""
 
 
 class Sampler:
-    """Decides when to compare next. Pure but for the random numbers: without them a peer would know when to be honest."""
+    """Decides which blocks to compare. Pure but for the random numbers, without which a peer could predict the samples."""
 
     def __init__(self, block_size: int, share: int = SHARE, rng: random.Random | None = None) -> None:
         self.rng = rng or random.SystemRandom()
@@ -251,7 +263,7 @@ class Sampler:
         self._bytes_to_go = self.rng.uniform(1.0, 1.25) * share * block_size
 
     def take(self, start: int, stop: int, block_size: int) -> tuple[int, int] | None:
-        """The block of [start, stop), which has just come, that is to be compared, if any: (offset, length)."""
+        """(offset, length) of the block to compare, among the bytes [start, stop) that have just come; None for none."""
         self._bytes_to_go -= stop - start
         if self._bytes_to_go > 0 or stop <= start:
             return None
@@ -262,8 +274,8 @@ class Sampler:
 
 
 class Comparing:
-    """Watches what peers deliver. One comparison at a time. On the trio thread only. `on_lie` is called with an object of
-    which a peer sent wrong bytes."""
+    """Compares samples of what peers deliver with the origin, one at a time. On the trio thread only. `on_lie` is called
+    with an object of which a peer sent wrong bytes."""
 
     def __init__(
         self,
@@ -281,12 +293,12 @@ class Comparing:
         self._nursery = nursery
         self._metrics = metrics
         self._busy = False
-        self._other_etags: set[str] = set()  # sources whose etags look like MD5 and are not
+        self._other_etags: set[str] = set()  # sources whose etags look like an MD5, and are none
 
     async def received(
         self, asked: Asked, origin: Origin, object_id: ObjectId, cache_write: CacheWrite, start: int
     ) -> None:
-        """A peer has delivered bytes [start, cache_write.written) of an open cache write."""
+        """Take a sample, perhaps, after a peer has delivered bytes [start, cache_write.written) of an open cache write."""
         wanted = self.sampler.take(start, cache_write.written, cache_write.block_size)
         md5 = ""
         if start == 0 and cache_write.written == object_id.size <= WHOLE_BYTES:
@@ -301,7 +313,7 @@ class Comparing:
         except BaseException as exc:
             self._busy = False
             if isinstance(exc, OSError):
-                return  # the tier tells of its troubles itself
+                return  # the tier reports its own errors
             raise
         contained(
             self._nursery,
@@ -328,14 +340,14 @@ class Comparing:
                     self._other_etags.add(origin.source)
                     log.info("%s: its etags are no MD5, and say nothing of the bytes", origin.source)
             elif real == await self._read(origin, object_id, offset, len(data)):
-                await self._lied(asked, origin, object_id, offset)
+                await self._drop_wrong(asked, origin, object_id, offset)
         except CachefsError as exc:
             log.debug("what %s sent of %s is not compared: %s", asked.member, object_id.key, exc)
         finally:
             self._busy = False
 
     async def _read(self, origin: Origin, object_id: ObjectId, offset: int, length: int) -> bytes:
-        """What the origin has there."""
+        """The origin's bytes at this place."""
         sink, stop = _Kept(), offset + length
         whole = offset == 0 and length == object_id.size
         try:
@@ -346,7 +358,7 @@ class Comparing:
             self._metrics.discarded_bytes += len(sink.data)
         return bytes(sink.data)
 
-    async def _lied(self, asked: Asked, origin: Origin, object_id: ObjectId, offset: int) -> None:
+    async def _drop_wrong(self, asked: Asked, origin: Origin, object_id: ObjectId, offset: int) -> None:
         self._metrics.peer_lies += 1
         self._cluster.lied(asked.member)
         log.warning(
@@ -364,7 +376,7 @@ class Comparing:
                 under_way = next(iter(self._transfers.of(obj).values()), None)
                 if under_way is None:
                     break
-                await under_way.ended()  # it may bring more from there
+                await under_way.ended()  # it may still write blocks from that peer
         if self.on_lie is not None:
             await self.on_lie(origin, object_id)
 

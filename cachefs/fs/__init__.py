@@ -1,12 +1,12 @@
 """The filesystem without FUSE: names, inodes, attributes, listings, handles. Everything here is tested without a mount.
 
-Idea: the origin's listings are mirrored in LMDB (`tree`, written by `pages`), row by row in the origin's own order; what is
-known is used for a time (`freshness`); what is not known is found out with as few requests as possible: a page of a
-listing primes a thousand names (`listing`), a single name is asked for directly where a listing would be long (`lookup`).
+The origin's listings are mirrored in LMDB, one row a name, in the origin's order (`tree`, written by `pages`). Known names
+are used for a TTL (`freshness`). Unknown names are looked up with as few requests as possible: a page of a listing has a
+thousand names (`listing`), and a single name is asked for directly where a listing would be long (`lookup`).
 
-Invariants: a listing that did not reach its end never looks complete; a failure is never taken for an absence; two
-versions of an object are never read through one handle, nor through two that are both alive. All of it runs in one trio
-thread; only transactions run in workers.
+Invariants: a listing that did not reach its end never looks complete. A failure is never taken for an absence. Two versions
+of an object are never read through one handle, nor through two handles of one inode. Everything runs in one trio thread,
+except transactions, which run in worker threads.
 """
 
 from cachefs.fs.attributes import Attributes, Entry, Options, Space, Ttls

@@ -1,4 +1,4 @@
-"""What stat and readdir show."""
+"""The values that stat, readdir and statfs return, and the options for them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ DIRECTORY_SIZE = 4096
 """Borrowed from ext4; some programs skip directories of size 0."""
 
 FOREVER = 31_536_000.0
-"""The longest the kernel is told to keep something: a year of seconds, as infinity is no timeout."""
+"""The longest time for which the kernel may keep an answer: a year in seconds, because its timeouts must be finite."""
 
 
 @dataclass(slots=True)
 class Attributes:
-    """One inode; never changed. Times are nanoseconds since the epoch; `mode` includes the type. `atime_ns` is only ever set
-    by a program (as with noatime); `ctime_ns` is the last change of content, attributes or name.
+    """The attributes of one inode. Never changed after it is made. Times are nanoseconds since the epoch; `mode` includes
+    the type. Only a program sets `atime_ns` (as with noatime). `ctime_ns` is the last change of content, attributes or name.
 
-    Not frozen: making one takes a third of the time then, and a listing makes one for each name."""
+    The dataclass is not frozen, which makes an instance in a third of the time; a listing makes one for each name."""
 
     ino: int
     mode: int
@@ -36,10 +36,10 @@ class Attributes:
 
 @dataclass(slots=True)
 class Entry:
-    """One name of a directory, never changed.
+    """One name of a directory. Never changed after it is made.
 
-    Reading goes on behind it at `next_offset`. `ttl` is how many seconds the attributes may be kept. It is 0 when they
-    have to be looked at before use: what is shown is then what was known last (size 0 when nothing ever was)."""
+    The next read goes on at `next_offset`. `ttl` is for how many seconds the kernel may keep the attributes. With 0 it must
+    ask for them before use: these are then the last known ones (size 0 if none were known)."""
 
     name: bytes
     attributes: Attributes
@@ -48,12 +48,12 @@ class Entry:
 
 
 FREE_NAMES = 1 << 40
-"""Names that may still be made, as df shows them: there is no end of them, and some monitors take none left for trouble."""
+"""Free names that df shows. There is no limit, and some monitors report trouble if none are free."""
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What statfs shows. An object store has no size; df needs one."""
+    """The reply to statfs. An object store has no size, but df needs one."""
 
     block_size: int
     blocks: int
@@ -74,7 +74,8 @@ class Ttls:
 
     @property
     def strict(self) -> bool:
-        """Every name of a path walk is asked for: what the walk was told a moment ago need not be asked again."""
+        """True if each open asks the origin and the TTL is 0, so that each name of a path walk is asked for. An answer of
+        the last moment may then count (`Freshness.recent`)."""
         return self.revalidate and not self.ttl
 
 

@@ -1,10 +1,10 @@
-"""Names that come, go and move: at the origin first, then here, as the origin's answer would be written.
+"""Changes of names: mkdir, rmdir, unlink and rename. Each is made at the origin first, then recorded in the tree.
 
-Renaming is, at the origin, a copy and a deletion for each object, and here an inode that gets another name. What the origin
-does not have yet moves for nothing (`Uploads.rename`). What it has is copied before it is deleted, so that at every moment
-at least one of both names shows it. A directory is all keys below it: all are copied, then all deleted, and a note in the
-journal lets the next start finish what a crash has cut short. A copy that fails undoes the others; a deletion that fails
-leaves both names and says so. For other nodes none of this is atomic.
+At the origin, a rename copies and deletes each object. On this node, the inode gets another name. A file that was not
+uploaded yet is renamed without a request (`Uploads.rename`). Objects are copied before they are deleted, so at every moment
+at least one of the two names shows them. To rename a directory, all keys below it are copied, then all are deleted; a note
+in the journal lets the next start finish a rename that a crash interrupted. If a copy fails, the others are undone. If a
+deletion fails, both names stay, and the caller gets the error. None of this is atomic for other nodes.
 
 The caller has claimed the names (`NameLocks`)."""
 
@@ -69,7 +69,7 @@ Copied = dict[str, tuple["ObjectInfo", "ObjectInfo"]]
 
 @dataclass(eq=False, repr=False)
 class Changing:
-    """`_shape` gives what is shown under a number, of a directory or not, of what the origin has."""
+    """Makes the changes. `_shape` (ino, is_dir, row) returns the attributes that are shown of a row."""
 
     _tree: Tree
     _looker: Looker
@@ -83,7 +83,7 @@ class Changing:
     # -- directories -------------------------------------------------------------------------------
 
     async def mkdir(self, directory: Directory, name: bytes) -> Found:
-        """The new directory, of which it is known that nothing is in it."""
+        """Make a directory: a marker at the origin. The directory counts as listed and empty. Raises `AlreadyExists`."""
         origin = writable(directory)
         if isinstance(await self._looker.sure(directory, name, below=True), Found):
             raise AlreadyExists(f"{directory.prefix}{name.decode()} is there")
@@ -113,11 +113,11 @@ class Changing:
             self._local_changes.written(directory, name, False)
 
     def _directory_goes(self, directory: Directory, found: Found) -> None:
-        """It has lost its name, or is about to, while `applying`: what processes that are in it see of it."""
+        """Keep a directory's attributes for processes that are in it, before it loses its name. The caller is `applying`."""
         self._files.directory_removed(directory, replace(self._shape(found.ino, True, found.row), nlink=0))
 
     async def _must_be_empty(self, origin: Origin, directory: Directory) -> None:
-        """By what is written here and by the origin's own word. Hidden keys count."""
+        """Raise `NotEmpty` if a pending file or, by a fresh listing, a key is below the directory. Hidden keys count."""
         if any(node.pending for node in self._local_changes.below(directory)):
             raise NotEmpty(f"{directory.prefix} has files in it")
         page = await origin.list_page(directory.prefix, limit=2)
@@ -131,7 +131,7 @@ class Changing:
         found = await self._found(directory, name)
         if found.is_dir:
             raise IsADirectory(f"{directory.prefix}{name.decode()} is a directory")
-        # Also of a file that the origin does not have: it may have been here when the last key went.
+        # Also for a file that was not uploaded: it may have been the reason that no marker was made when the last key went.
         await self._mark_last(origin, directory, name)
         node = self._node_of((directory, name), found)
         key = directory.prefix + name.decode()
@@ -149,7 +149,7 @@ class Changing:
 
     @contextmanager
     def _in_doubt(self, found: Found, directory: Directory, name: bytes) -> Iterator[None]:
-        """If this fails, what was found may be gone all the same: it is asked for before it is shown again."""
+        """If the block fails, have the name asked for before it is shown again: the origin may have deleted it."""
         try:
             yield
         except BaseException:
@@ -157,13 +157,13 @@ class Changing:
             raise
 
     async def _delete_stored(self, origin: Origin, key: str, node: Node) -> None:
-        """What was refused because of another client's object goes alone."""
+        """Delete a node's object, unless its upload was refused because another client's object is there: that one stays."""
         if node.dirty_file is None or not node.dirty_file.conflicts:
             await origin.delete(key)
 
     async def _mark_last(self, origin: Origin, directory: Directory, name: bytes) -> None:
-        """A directory that exists by its last key alone gets a marker before that goes: it must not vanish from under
-        processes that work in it, here or on other nodes. One PUT, and only then."""
+        """Give a directory a marker before its last key goes: otherwise it would vanish from under processes that work in
+        it, here or on other nodes. Costs one PUT, and nothing if other keys or a marker are known."""
         if directory.is_top or directory.marked:
             return
         rows = self._tree.scan(directory, b"", 2)
@@ -172,6 +172,7 @@ class Changing:
             directory.marked = True
 
     async def _found(self, directory: Directory, name: bytes) -> Found:
+        """Look a name up. Raises `NotFound`."""
         found = await self._looker.look(directory, name)
         if not isinstance(found, Found):
             raise NotFound(f"no such name in {directory.prefix}")
@@ -184,22 +185,22 @@ class Changing:
     ) -> None:
         if flags & ~NOREPLACE:
             raise Invalid(f"renaming with flags {flags:#x}: names cannot be exchanged at an origin")
-        origin, check = writable(directory), writable(to)
+        origin, target_origin = writable(directory), writable(to)
         check_name(to, newname)
-        if origin is not check:
+        if origin is not target_origin:
             raise CrossDevice("a rename from one source to another")
         found = await self._found(directory, name)
-        seen = await (self._looker.sure if flags & NOREPLACE else self._looker.look)(to, newname)
-        there = seen if isinstance(seen, Found) else None
-        if there is None:
+        answer = await (self._looker.sure if flags & NOREPLACE else self._looker.look)(to, newname)
+        target = answer if isinstance(answer, Found) else None
+        if target is None:
             pass
         elif flags & NOREPLACE:
             raise AlreadyExists(f"{to.prefix}{newname.decode()} is there")
-        elif there.ino == found.ino:
+        elif target.ino == found.ino:
             return
-        elif found.is_dir and not there.is_dir:
+        elif found.is_dir and not target.is_dir:
             raise NotADirectory(f"{to.prefix}{newname.decode()} is a file")
-        elif there.is_dir and not found.is_dir:
+        elif target.is_dir and not found.is_dir:
             raise IsADirectory(f"{to.prefix}{newname.decode()} is a directory")
         if found.is_dir:
             inside = self._tree.directory(found.ino)
@@ -207,41 +208,42 @@ class Changing:
                 raise NotPermitted(f"{name.decode()} is a source of the mount")
             if is_below(to, inside):
                 raise Invalid("a directory cannot be moved into itself")
-            if there is not None:
-                await self._must_be_empty(origin, self._tree.directory(there.ino))
+            if target is not None:
+                await self._must_be_empty(origin, self._tree.directory(target.ino))
         if to is not directory:
             await self._mark_last(origin, directory, name)
         move = self._move_directory if found.is_dir else self._move_file
-        await move((directory, name), found, (to, newname), there)
+        await move((directory, name), found, (to, newname), target)
 
     # -- renaming a file -----------------------------------------------------------------------------
 
-    async def _move_file(self, place: Place, found: Found, to: Place, there: Found | None) -> None:
+    async def _move_file(self, place: Place, found: Found, to: Place, target: Found | None) -> None:
         node = self._node_of(place, found)
-        replaced = there and self._node_of(to, there)
+        replaced = target and self._node_of(to, target)
         async with AsyncExitStack() as locks:
-            for one in (replaced, node):
-                if one is not None:
-                    await locks.enter_async_context(one.lock)
-            found, there = self._now(place, found), there and self._now(to, there)
-            base = there.row.etag if there is not None and there.row.known else None
+            for locked in (replaced, node):
+                if locked is not None:
+                    await locks.enter_async_context(locked.lock)
+            found, target = self._current(place, found), target and self._current(to, target)
+            base = target.row.etag if target is not None and target.row.known else None
             if node is None or node.dirty_file is None:
-                await self._stored(place, found, to, replaced)
+                await self._rename_stored(place, found, to, replaced)
             else:
-                await self._node(node, node.dirty_file, found, to, base, replaced)
+                await self._rename_node(node, node.dirty_file, found, to, base, replaced)
 
     def _node_of(self, place: Place, found: Found) -> Node | None:
-        """The node of what was found there. Another may be left of a file that another client has replaced."""
+        """The node of the inode that was found. None if the name's node belongs to an earlier inode, whose file another
+        client has replaced."""
         node = self._local_changes.at(*place)
         return node if node is not None and node.ino == found.ino else None
 
-    def _now(self, place: Place, found: Found) -> Found:
-        """What was found there may have been stored meanwhile."""
+    def _current(self, place: Place, found: Found) -> Found:
+        """`found` with the row as it is now: the file may have been uploaded since the lookup."""
         row = self._tree.row(*place)
         return found if row is None or row.ino != found.ino else found._replace(row=row)
 
-    async def _stored(self, place: Place, found: Found, to: Place, replaced: Node | None) -> None:
-        """A file that no process writes."""
+    async def _rename_stored(self, place: Place, found: Found, to: Place, replaced: Node | None) -> None:
+        """Rename a file that no process writes: copy the object, record the new name, delete the old object."""
         origin, key = _key(place)
         info: ObjectInfo | None = None
 
@@ -249,21 +251,21 @@ class Changing:
             nonlocal info
             info = await origin.copy(key, _key(to)[1], size=found.row.size, etag=found.row.etag)
 
-        await self._instead(replaced, copy)
+        await self._replace(replaced, copy)
         assert info is not None
         await self._writer.moved(object_of(*place, found.row), info.version(origin.source))
         async with self._local_changes.applying():
             self._moved(place, found.row, to, info)
         await self._delete(origin, key, place, to)
 
-    async def _instead(self, replaced: Node | None, work: Callable[[], Awaitable[None]]) -> None:
-        """Put another file in the place of `replaced`, which is not given up before it is there."""
+    async def _replace(self, replaced: Node | None, work: Callable[[], Awaitable[None]]) -> None:
+        """Await `work`, which puts another file in the place of `replaced`. If it fails, `replaced` is unchanged."""
         if replaced is None:
             await work()
         else:
             await self._local_changes.remove(replaced, replaced=True, instead=work)
 
-    async def _node(
+    async def _rename_node(
         self,
         node: Node,
         dirty_file: DirtyFile,
@@ -272,30 +274,33 @@ class Changing:
         base: str | None,
         replaced: Node | None,
     ) -> None:
-        """A file that a process has open, or that the origin does not have."""
+        """Rename a file that a process has open for writing, or that was not uploaded yet. `base` is the etag of the object
+        that the origin has under the new name, if it has one."""
         place = node.directory, node.name
         origin, key = _key(place)
-        over = None if replaced is None else replaced.dirty_file
+        overwritten = None if replaced is None else replaced.dirty_file
         left = False
 
         async def rename() -> None:
             nonlocal base, left
-            base = base if over is None else over.base
-            left = await self._writer.rename(dirty_file, *_key(to), base=base, over=over, leaves=leaves)
+            base = base if overwritten is None else overwritten.base
+            left = await self._writer.rename(
+                dirty_file, *_key(to), base=base, over=overwritten, leaves=leaves
+            )
 
         async def leaves(older: ObjectInfo) -> None:
-            """Note for the next start what goes from the old name, if a crash brings the file back under the new one."""
+            """Note the older version under the old name: if a crash comes now, the next start deletes it."""
             note = uuid4().hex
             stack.push_async_callback(self._remove_note, note)
             row = {"source": origin.source, "from": key, "to": _key(to)[1], "versions": [older.etag]}
             await self._writer.note(note, row)
 
         async with AsyncExitStack() as stack:
-            stack.enter_context(self._local_changes.moving(node))  # first: its dirty file stays meanwhile
+            stack.enter_context(self._local_changes.moving(node))  # first, so that its dirty file is kept
             try:
-                await self._instead(replaced, rename)
+                await self._replace(replaced, rename)
             except BaseException:
-                self._local_changes.look_again(to)  # what was asked for may have come about
+                self._local_changes.look_again(to)  # the origin may have made the change all the same
                 raise
             clean = dirty_file.committed is not None
             node.stored = base is not None or clean or left
@@ -305,7 +310,7 @@ class Changing:
             else:
                 assert dirty_file.committed is not None
                 async with self._local_changes.applying():
-                    row = self._tree.row(*place)  # it may have been stored since it was found
+                    row = self._tree.row(*place)  # it may have been uploaded since the lookup
                     if row is None or row.ino != node.ino:
                         row = found.row._replace(ino=node.ino)
                     self._moved(place, row, to, dirty_file.committed)
@@ -317,7 +322,7 @@ class Changing:
             await self._writer.note(note, None)
 
     def _move_pending(self, node: Node, to: Place) -> None:
-        """A pending file gets another name; while `applying`."""
+        """Give a pending file another name. The caller is `applying`."""
         assert node.dirty_file is not None
         row = node.row._replace(mtime_ns=node.dirty_file.mtime_ns)
         node.attrs["ctime_ns"] = self._local_changes.now_ns()
@@ -326,21 +331,21 @@ class Changing:
         self._overrides.put(node.ino, node.attrs)
 
     def _moved(self, place: Place, row: Row, to: Place, info: ObjectInfo) -> None:
-        """Write down that a file is at another path, and that the origin has it there as `info`; while `applying`."""
+        """Record that a file has another name, and that its object there is `info`. The caller is `applying`."""
         generation = to[0].listed.generation
         self._local_changes.moves(place, to, _row_of(row, info)._replace(generation=generation))
-        self._turn(to[0], row, info)
+        self._turn_to_copy(to[0], row, info)
         overrides = _of_copy(self._overrides.get(row.ino), row.mtime_ns, info)
         self._overrides.put(row.ino, {**overrides, "ctime_ns": self._local_changes.now_ns()})
 
-    def _turn(self, directory: Directory, row: Row, info: ObjectInfo) -> None:
-        """Readers of a file read on from its copy."""
+    def _turn_to_copy(self, directory: Directory, row: Row, info: ObjectInfo) -> None:
+        """Make the readers of a file go on with its copy."""
         assert directory.origin is not None
         version = info.version(directory.origin.source)
         self._files.turn(row.ino, version, info.mtime_ns, reopen=directory.origin)
 
     async def _delete(self, origin: Origin, key: str, place: Place, to: Place) -> None:
-        """Nothing shows the old name meanwhile: its file has the new one."""
+        """Delete the object under the old name, which is hidden meanwhile because its file has the new name."""
         self._local_changes.hide(*place)
         try:
             await origin.delete(key)
@@ -353,17 +358,17 @@ class Changing:
 
     # -- renaming a directory ------------------------------------------------------------------------
 
-    async def _move_directory(self, place: Place, found: Found, to: Place, there: Found | None) -> None:
-        """`there` is an empty directory at `to`, if there is one.
+    async def _move_directory(self, place: Place, found: Found, to: Place, target: Found | None) -> None:
+        """Rename a directory. `target` is the empty directory at `to`, if there is one.
 
-        It is one step for all processes on this node: the new name stays as it was until all is there, then both names
-        change, and the old one is gone while its objects are deleted."""
+        For processes on this node it is one step: until all objects are copied, the new name shows what it did; then both
+        names change at once, and the old one stays hidden while its objects are deleted."""
         origin, source = _key(place)
         prefix, new = source + "/", _key(to)[1] + "/"
         inside = self._tree.directory(found.ino)
         local = {node.key for node in self._local_changes.below(inside) if node.dirty_file is not None}
         objects = [info for info in await keys_below(origin, prefix) if info.key not in local]
-        replaced = None if there is None else self._tree.directory(there.ino)
+        replaced = None if target is None else self._tree.directory(target.ino)
         before = {new} if replaced else {info.key for info in await keys_below(origin, new)}
         if before - {new}:
             raise NotEmpty(f"{new} has something in it by now")
@@ -380,24 +385,24 @@ class Changing:
         try:
             await copies.make(objects)
             await self._send(inside, copies, sent, moving)
-            for key in local - {node.key for node, _ in sent}:  # it is the origin's alone by now
+            for key in local - {node.key for node, _ in sent}:  # uploaded meanwhile
                 with suppress(NotFound):
                     objects.append(await origin.head(key))
                     await copies.make(objects[-1:])
             async with self._local_changes.applying():
                 self._local_changes.unhide(*hidden)
-                if there is not None and replaced is not None:
-                    self._directory_goes(replaced, there)
+                if target is not None and replaced is not None:
+                    self._directory_goes(replaced, target)
                 self._switch(place, inside, to, copies.made)
                 for node, left in sent:
-                    self._goes_along(node, left)
+                    self._record_moved_node(node, left)
                 self._local_changes.hide(*place)
                 switched = True
             moving.close()
             with trio.CancelScope(shield=True):
                 keys = [info.key for info in objects]
                 keys += [prefix + node.key.removeprefix(new) for node, left in sent if left]
-                kept = await origin.delete_many(keys)
+                failed = await origin.delete_many(keys)
         except BaseException:
             with trio.CancelScope(shield=True):
                 if switched:
@@ -412,7 +417,7 @@ class Changing:
             self._local_changes.unhide(*hidden)
             self._local_changes.unhide(*place)
         await self._remove_note(note)
-        for key, error in kept.items():
+        for key, error in failed.items():
             if not isinstance(error, NotFound):
                 log.warning("%s was copied to %s and is still there: %s", key, new, error)
                 self._local_changes.look_again(place, to)
@@ -421,8 +426,8 @@ class Changing:
     async def _send(
         self, inside: Directory, copies: _Copies, sent: list[tuple[Node, bool]], moving: ExitStack
     ) -> None:
-        """Dirty files go to their new keys, one by one; their names stay until the switch. `sent` is those that went, and
-        whether the origin has an older version under the old key."""
+        """Give the dirty files below a directory their new keys, one by one. Their names stay until `_switch`. Adds each to
+        `sent`, with whether the origin has an older version under the old key."""
         for node in self._local_changes.below(inside):
             async with node.lock:
                 dirty_file = node.dirty_file
@@ -434,23 +439,26 @@ class Changing:
                 sent.append((node, left))
 
     async def _send_back(self, inside: Directory, sent: list[tuple[Node, bool]], to: Place) -> None:
-        """What has gone to its new key comes back, as far as the origin lets it. What cannot is shown where it is."""
+        """Give the dirty files in `sent` their old keys again. A file for which the origin refuses this is shown under its
+        new name."""
         for node, _ in reversed(sent):
             dirty_file = node.dirty_file
             assert dirty_file is not None
-            gone = dirty_file.key
+            new_key = dirty_file.key
             try:
                 if await self._writer.rename(dirty_file, node.origin, node.key, base=None, upload=False):
-                    await node.origin.delete(gone)
+                    await node.origin.delete(new_key)
             except CachefsError as exc:
-                log.warning("what was written to %s stays there: %s", gone, exc)
+                log.warning("what was written to %s stays there: %s", new_key, exc)
                 if node.pending:
                     async with self._local_changes.applying():
                         moved = self._local_changes.below_as(*to)
-                        self._move_pending(node, (self._there(node.directory, inside, moved), node.name))
+                        self._move_pending(
+                            node, (self._moved_directory(node.directory, inside, moved), node.name)
+                        )
 
     def _switch(self, place: Place, inside: Directory, to: Place, copies: Copied) -> None:
-        """The directory has its new name, and what is in it are the copies; in one step, while `applying`."""
+        """Record a directory's new name, and the copies as its contents, in one step. The caller is `applying`."""
         before = inside.prefix
         self._local_changes.directory_moves(place, to, inside)
         self._overrides.put(
@@ -471,18 +479,19 @@ class Changing:
             directory, shown = directory_at(path), name_of(name)
             row = self._tree.row(directory, shown) if directory and shown else None
             if directory and shown and row is not None and (row.etag, row.size) == (old.etag, old.size):
-                self._is_now(directory, shown, row, made)
+                self._record_copy(directory, shown, row, made)
 
-    def _is_now(self, directory: Directory, name: bytes, row: Row, info: ObjectInfo) -> None:
-        """A file below a directory that moves is at the origin as `info`: it keeps what was set of it; while `applying`."""
+    def _record_copy(self, directory: Directory, name: bytes, row: Row, info: ObjectInfo) -> None:
+        """Record that the object of a file below a renamed directory is `info`. The file keeps its attribute overrides. The
+        caller is `applying`."""
         self._tree.database.write([("names", directory.key + name, encode(_row_of(row, info)))])
-        self._turn(directory, row, info)
+        self._turn_to_copy(directory, row, info)
         overrides = self._overrides.get(row.ino)
         if overrides or self._files.is_open(row.ino):
             self._overrides.put(row.ino, _of_copy(overrides, row.mtime_ns, info))
 
-    def _goes_along(self, node: Node, left: bool) -> None:
-        """A dirty file below a directory that moves, whose key has changed already."""
+    def _record_moved_node(self, node: Node, left: bool) -> None:
+        """Update the node of a dirty file below a renamed directory. Its key has changed already. `left`: see `_send`."""
         dirty_file = node.dirty_file
         assert dirty_file is not None
         clean = dirty_file.committed is not None
@@ -493,19 +502,19 @@ class Changing:
         row = self._tree.row(node.directory, node.name)
         assert dirty_file.committed is not None
         if row is not None and row.ino == node.ino:
-            self._is_now(node.directory, node.name, row, dirty_file.committed)
+            self._record_copy(node.directory, node.name, row, dirty_file.committed)
 
-    def _there(self, directory: Directory, inside: Directory, moved: Directory) -> Directory:
-        """The directory below `moved` that is what `directory` is below `inside`; while `applying`."""
+    def _moved_directory(self, directory: Directory, inside: Directory, moved: Directory) -> Directory:
+        """The directory at the path below `moved` that `directory` has below `inside`. The caller is `applying`."""
         if directory is inside:
             return moved
         assert directory.parent is not None
-        above = self._there(directory.parent, inside, moved)
+        above = self._moved_directory(directory.parent, inside, moved)
         return self._local_changes.below_as(above, name_in(directory.mark))
 
     async def recover(self, origins: Sequence[Origin], find: Find) -> None:
-        """Finish the renames that a daemon died in: of directories forward, copies first. No caller is there to be told of
-        an error; what fails is tried again at the next start. `find` gives the place of a key."""
+        """Finish the renames that were under way when a daemon died. What fails is logged, and tried again at the next
+        start. `find` returns the place of a key."""
         for name, row in self._writer.notes().items():
             origin = next((o for o in origins if _is_of(o, row)), None)
             if origin is None:
@@ -521,12 +530,13 @@ class Changing:
                 log.warning("renaming %s to %s is still unfinished: %s", row["from"], row["to"], exc)
 
     async def _remove_older(self, origin: Origin, row: dict[str, Any], find: Find) -> None:
-        """Remove what a renamed file has left under its old name, if it is under the new one, here or at the origin."""
-        there = {dirty_file.key for dirty_file in self._writer.pending() if dirty_file.origin is origin}
-        if row["from"] in there:
-            return  # it had not moved yet
+        """Delete the older version of a renamed file under its old name, if the new name has the file here or at the
+        origin."""
+        pending = {dirty_file.key for dirty_file in self._writer.pending() if dirty_file.origin is origin}
+        if row["from"] in pending:
+            return  # it was not renamed yet
         try:
-            if row["to"] not in there:
+            if row["to"] not in pending:
                 await origin.head(row["to"])
             older = await origin.head(row["from"])
         except NotFound:
@@ -537,34 +547,36 @@ class Changing:
             log.info("removed the older version of %s, which was renamed to %s", row["from"], row["to"])
 
     async def _finish(self, origin: Origin, prefix: str, new: str, find: Find) -> None:
+        """Finish the rename of a directory from `prefix` to `new`: copy, record the new name, delete."""
         for dirty_file in self._writer.pending():
             if dirty_file.origin is origin and dirty_file.key.startswith(prefix):
                 key = new + dirty_file.key.removeprefix(prefix)
                 await self._writer.rename(dirty_file, origin, key, base=None, upload=False)
-        # What is under the new name already is of this rename, or newer: the new name was free.
+        # The new name was free, so objects below it were copied by this rename, or are newer than it.
         before = {info.key: info for info in await keys_below(origin, new)}
-        there = before.keys() | {
+        present = before.keys() | {
             dirty_file.key for dirty_file in self._writer.pending() if dirty_file.origin is origin
         }
         objects = await keys_below(origin, prefix)
 
         copies = _Copies(origin, prefix, new, self._writer.moved)
-        await copies.make([info for info in objects if copies.to(info.key) not in there])
-        both = copies.made | {
+        await copies.make([info for info in objects if copies.to(info.key) not in present])
+        pairs = copies.made | {
             info.key: (info, before[copies.to(info.key)]) for info in objects if copies.to(info.key) in before
         }
         place, to = await find(origin, prefix[:-1]), await find(origin, new[:-1])
         row = self._tree.row(place[0], mark_of_directory(place[1]))
         if row is not None:  # it had not got its new name before the crash
             async with self._local_changes.applying():
-                self._switch(place, self._tree.directory(row.ino), to, both)
+                self._switch(place, self._tree.directory(row.ino), to, pairs)
         for error in (await origin.delete_many([info.key for info in objects])).values():
             raise error
 
 
 @dataclass(eq=False, repr=False)
 class _Copies:
-    """Of objects below one prefix, to where they are to be. `_moved` is told that the cache may take one for the other."""
+    """Copies the objects below one prefix to another. `made` has those that were copied. `_moved` (old, new) tells the cache
+    that the two versions have the same content."""
 
     _origin: Origin
     _prefix: str
@@ -576,7 +588,8 @@ class _Copies:
         return self._new + key.removeprefix(self._prefix)
 
     async def make(self, objects: Sequence[ObjectInfo]) -> None:
-        """After a failure no other is begun, but what is under way is waited for: it would change the origin unseen."""
+        """Copy the objects. After a failure no other copy begins, but those under way are awaited, because they would still
+        change the origin. Raises the first failure."""
         failed: list[CachefsError] = []
 
         async def copy(info: ObjectInfo) -> None:
@@ -594,12 +607,15 @@ class _Copies:
         if failed:
             raise failed[0]
 
-    async def undo(self, objects: Sequence[ObjectInfo], but: set[str]) -> None:
-        """Of all these nothing is there, whether we were told of it or not, but what was there before."""
+    async def undo(self, objects: Sequence[ObjectInfo], existing: set[str]) -> None:
+        """Delete the copies of all these objects, also where no answer came, except the keys in `existing`, which were there
+        before."""
         for info, made in self.made.values():
             await self._tell(made, info)
         keys = [self.to(info.key) for info in objects]
-        for key, error in (await self._origin.delete_many([key for key in keys if key not in but])).items():
+        for key, error in (
+            await self._origin.delete_many([key for key in keys if key not in existing])
+        ).items():
             log.warning("%s was made by a rename that failed, and cannot be removed: %s", key, error)
 
     async def _tell(self, old: ObjectInfo, new: ObjectInfo) -> None:
@@ -608,7 +624,7 @@ class _Copies:
 
 
 async def keys_below(origin: Origin, prefix: str) -> list[ObjectInfo]:
-    """All objects whose keys begin with `prefix`, those that no path can name included, by fresh listings."""
+    """All objects whose keys begin with `prefix`, by fresh listings. Keys that no path can name are included."""
     found: list[ObjectInfo] = []
     prefixes = [prefix]
 
@@ -618,7 +634,7 @@ async def keys_below(origin: Origin, prefix: str) -> list[ObjectInfo]:
             try:
                 page = await origin.list_page(below, token=token)
             except NotFound:
-                return  # an origin with real directories says it this way
+                return  # an origin with real directories answers so where nothing is below
             if page.unread:
                 page = await trio.to_thread.run_sync(page.read)
             found.extend(page.objects)
@@ -635,12 +651,12 @@ async def keys_below(origin: Origin, prefix: str) -> list[ObjectInfo]:
 
 
 def _row_of(row: Row, info: ObjectInfo) -> Row:
-    """Of a file that the origin has as `info`."""
+    """The row of a file whose object is `info`."""
     return row._replace(mtime_ns=info.mtime_ns, size=info.size, etag=info.etag, known=True)
 
 
 def _of_copy(overrides: dict[str, Any], mtime_ns: int, made: ObjectInfo) -> dict[str, Any]:
-    """What is kept of a copy of something that was set so: it shows the time of the original."""
+    """The attribute overrides for a copy: the original's, and its modification time where the copy has another one."""
     mtime_ns = overrides.get("mtime_ns", mtime_ns)
     return (
         overrides if mtime_ns == made.mtime_ns else {"atime_ns": mtime_ns, **overrides, "mtime_ns": mtime_ns}

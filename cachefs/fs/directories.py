@@ -1,10 +1,9 @@
-"""Reading directories: streamed from the tree while the listing comes in.
+"""Reading directories: entries come from the tree, while the listing may still be under way.
 
-A cookie is the inode number of the name it stands behind: it needs no memory, holds for every handle and after a restart,
-and can be sought to. A handle that began on a complete listing reads what is there, whatever is
-listed again meanwhile; one that began on a running listing gives out a name once it is decided and waits for the next page
-when it has caught up. It never ends before the listing did.
-"""
+The cookie of an entry is the inode of its name. So a cookie needs no memory, is valid in each handle and after a restart,
+and a reader can seek to it. A handle that began on a complete listing reads its rows, even if the directory is listed again
+meanwhile. A handle that began on a listing under way returns a name once a page has decided it, and waits for the next page
+when it has returned all. It never ends before the listing."""
 
 from __future__ import annotations
 
@@ -36,8 +35,9 @@ Shape = Callable[[int, bool, "Row"], Attributes]
 
 @dataclass(slots=True, eq=False, repr=False)
 class DirectoryHandle:
-    """One open directory. `attributes` are those it was opened with, if they were known. `generation` is the oldest listing
-    whose rows it shows, 0 until it has begun; `version` is the directory's then."""
+    """One open directory. `attributes` are those at its open, None if they were not known. `generation` is the oldest
+    listing whose rows it shows, 0 before the first read. `version` and `renewals` are the directory's and the tree's at that
+    read."""
 
     ino: int
     directory: Directory
@@ -53,17 +53,17 @@ class DirectoryHandle:
 
 
 class OpenDirectories(dict[int, DirectoryHandle]):
-    """By number."""
+    """The open directories, by handle."""
 
     def __init__(self) -> None:
         self.follow(1)
 
     def follow(self, first: int) -> None:
-        """Go on where another daemon died: handles have numbers from `first` on."""
+        """Go on where another daemon died: number new handles from `first` on."""
         self._first = self._next = first
 
     def are_before(self, number: int) -> bool:
-        """Whether another daemon has given this number, and none has gone on with it."""
+        """True if an earlier daemon gave out this number, and its handle was not restored."""
         return number < self._first and number not in self
 
     def add(self, handle: DirectoryHandle) -> int:
@@ -82,7 +82,8 @@ class DirectoryReader:
         self.handles = OpenDirectories()
 
     async def read(self, handle: DirectoryHandle, offset: int, limit: int) -> list[Entry]:
-        """At most `limit` entries behind the cookie `offset` (0: from the beginning); none at the end."""
+        """At most `limit` entries behind the cookie `offset` (0: from the beginning); none at the end. Raises `OriginFailed`
+        if the place of the cookie is lost."""
         about(handle.directory.prefix)
         if offset and handle.renewals != self._tree.renewals:
             raise OriginFailed("the names that were known are lost: the directory is to be read again")
@@ -121,14 +122,14 @@ class DirectoryReader:
                 or not directory.origin.serves_stale
             ):
                 raise
-            handle.generation = directory.listed.complete  # nothing of the new listing was shown yet
+            handle.generation = directory.listed.complete  # no entry of the new listing was returned yet
             more = await self._fill(handle, after, rest)
         return handle.chunk[:limit] if more else rest
 
     def kept(self, number: int) -> bool:
-        """Whether the kernel may keep the listing that it has, for the reader behind this handle; otherwise it drops it
-        now. It may while the listing is complete and fresh, which is as long as the attributes of its names that it has,
-        too, and no name has come or gone."""
+        """True if the kernel may keep its cached listing for the reader of this handle; otherwise it drops the listing now.
+        It may keep the listing while that is complete and fresh, and no name has come or gone. Its entries' attributes are
+        valid for the same time."""
         handle = self.handles[number]
         directory, kernel = handle.directory, handle.directory.kernel
         now = self._tree.clock()
@@ -140,7 +141,7 @@ class DirectoryReader:
             and kernel.generation == fresh
         ):
             return True
-        # What a reader has begun before is kept by the kernel as its reading goes on.
+        # The kernel also caches what readers that began earlier go on to read.
         began = (
             other for other in self.handles.values() if other.directory is directory and other.generation
         )
@@ -156,7 +157,7 @@ class DirectoryReader:
         return whole[0] if whole is not None and whole[1] >= horizon and not directory.listed.early else 0
 
     def _begin(self, directory: Directory) -> int:
-        """The generation that a reader which begins now may use; its listing is under way if it is not complete."""
+        """The generation for a reader that begins now: a complete listing, or one that is then under way."""
         now = self._tree.clock()
         horizon = self._freshness.horizon(directory, now, now)
         if fresh := self._fresh(directory, horizon):
@@ -166,12 +167,12 @@ class DirectoryReader:
         if directory.origin is None or not directory.origin.can_list:
             raise Unsupported("this origin cannot be listed: open its files by their full names")
         listing = self._lister.demand(directory, horizon)
-        directory.listed.early = False  # a directory is read as it is listed: what came since is not missed
+        directory.listed.early = False  # this reader reads the listing as it comes, so it is not early for it
         return listing.generation
 
     async def _fill(self, handle: DirectoryHandle, after: bytes, rest: list[Entry]) -> bool:
-        """Read the next chunk behind the mark `after`, and put it behind the `rest` of the last one; only where there is
-        none, wait for pages. False at the end, and where it would wait."""
+        """Read the next chunk behind the mark `after`, and append it to the `rest` of the last one. Waits for a page only if
+        there is no rest. False at the end, and if it would have to wait."""
         directory = handle.directory
         while True:
             rows = self._tree.scan(directory, after, CHUNK)
@@ -196,7 +197,7 @@ class DirectoryReader:
     def _entries(
         self, handle: DirectoryHandle, rows: list[tuple[bytes, Row]], listing: Listing | None
     ) -> list[Entry]:
-        """What is shown of these rows, all of which `listing` has decided, if it is under way."""
+        """The entries for these rows. If `listing` is under way, it has decided all their names."""
         directory = handle.directory
         rows = self._tree.shown(directory, rows, handle.generation)
         if self._freshness.hidden:

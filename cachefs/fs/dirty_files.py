@@ -1,9 +1,9 @@
-"""Writing the content of files: from open for writing, or create, to the moment when the origin has it.
+"""Writing the content of files: from the open for writing, or the create, to the end of the upload.
 
-Opening a file for writing costs nothing and begins nothing, unless it is emptied: its dirty file begins with the first
-change, with the content of the version that is open. From then on all its handles on this node read the dirty file, under
-the same inode number, so that the pages the kernel has are right all along. `close` and `fsync` wait for what the upload
-room promises (`Uploads.commit`); when no process writes it any more and the origin has it, it is a file like any other."""
+An open for writing sends no request and makes no dirty file, unless it empties the file. The first change makes the dirty
+file, from the content of the open version. From then on all handles on this node read the dirty file, under the same inode,
+so the pages that the kernel has stay right. `close` and `fsync` wait for what `Uploads.commit` promises. When no process has
+the file open for writing, and it is uploaded, its name shows the uploaded object."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 Opened = tuple[int, int]
 
 TAKEN_S = 1.0
-"""How long a writer waits for other users of a file that its readers have in passthrough: reads of the daemon, for example
-for another node. Guessed: longer than any of them takes, unless the disk fails."""
+"""How long a writer waits for other users of a cache file that readers have in passthrough, such as reads for another node.
+Guessed: longer than such a read takes, unless the disk fails."""
 
 
 class DirtyFiles:
@@ -63,7 +63,7 @@ class DirtyFiles:
         self._overrides = overrides
         self._files = files
         self._writer = writer
-        self._resumed: dict[int, Node] = {}  # by inode: those that the daemon before was writing
+        self._resumed: dict[int, Node] = {}  # by inode: files that the previous daemon was writing
         writer.on_committed = local_changes.committed
         writer.on_settling = local_changes.settling
         writer.on_settled = local_changes.settled
@@ -73,7 +73,7 @@ class DirtyFiles:
     async def create(
         self, directory: Directory, name: bytes, attrs: dict[str, Any], pid: int
     ) -> tuple[Node, Opened]:
-        """A new, empty file, where there is nothing, and a handle to write it. It reaches the origin when it is closed."""
+        """Create an empty file under a free name, and open it for writing. It is uploaded when it is closed."""
         node = Node(directory, name, 0, stored=False)
         node.attrs = attrs
         await self._hold(node, None)
@@ -86,8 +86,8 @@ class DirtyFiles:
     async def open(
         self, directory: Directory, name: bytes, obj: ObjectId, row: Row, flags: int, pid: int
     ) -> Opened:
-        """A handle to write a file that has the version `obj`. Raises `ObjectChanged` when the kernel has to come back
-        with another number."""
+        """Open a file that has the version `obj` for writing. Raises `ObjectChanged` if the kernel has to look the name up
+        again, because it has another inode now."""
         writable(directory)
         ino = row.ino
         node = self._local_changes.nodes.get(ino) or self._local_changes.current(directory, name, obj)
@@ -107,8 +107,8 @@ class DirtyFiles:
         return await self._to_write(opened, node, empty)
 
     async def open_nameless(self, ino: int, flags: int, pid: int, attrs: dict[str, Any]) -> Opened:
-        """A handle to write a file that is open and has lost its name: it was looked up before that. `attrs` is what is set
-        of it. Raises `ObjectChanged` where its bytes cannot be had any more."""
+        """Open a nameless file for writing, which was looked up while it had a name. `attrs` are its attributes. Raises
+        `ObjectChanged` if its bytes are not available any more."""
         node = self._local_changes.nodes.get(ino)
         node = node or self._local_changes.nameless(self._files.under(ino)[0], attrs)
         async with node.lock:
@@ -127,7 +127,7 @@ class DirtyFiles:
     async def _to_write(
         self, opened: Opened, node: Node, empty: Callable[[], Awaitable[None]] | None = None
     ) -> Opened:
-        """Make a handle that was just opened a writer's. If this fails, the handle is closed."""
+        """Make a handle that was just opened one for writing. If this fails, the handle is closed."""
         self._writes(opened, node)
         try:
             if empty is not None:
@@ -173,7 +173,9 @@ class DirtyFiles:
         try:
             own = await self._writer.open_backing(node.dirty_file)
         except CachefsError:
-            own = None  # it is written through the daemon: an open that fails must not have emptied the file
+            own = (
+                None  # write it through the daemon, because an open that fails must not have emptied the file
+            )
         others = [other for other in self._files.under(handle.ino) if other is not handle]
         backing = self._files.backing_of(others) if others else own
         if backing is None:
@@ -188,11 +190,11 @@ class DirtyFiles:
         return fh, backing.id
 
     def open_reader(self, node: Node, pid: int) -> Opened:
-        """A handle to read what is being written."""
+        """Open a dirty file for reading."""
         return self._attached(node, node.ino, self._local_changes.version(node), pid)
 
     def open_again(self, handle: FileHandle, pid: int) -> Opened:
-        """One more handle to read a dirty file that is open, whatever its name shows."""
+        """Open a dirty file, which is open already, once more for reading, whatever its name shows."""
         assert handle.node is not None
         return self._attached(handle.node, handle.ino, handle.object, pid)
 
@@ -290,8 +292,8 @@ class DirtyFiles:
         return node, node.dirty_file
 
     def _is_begun(self, node: Node) -> bool:
-        """True if the first change of a node is done: its name shows its dirty file, or the node has no name. While a
-        removal is under way it may fail, so the name counts as there."""
+        """True if the first change of a node is done: its name shows its dirty file, or it has a dirty file and no name.
+        While a removal is under way the name still counts, because the removal may fail."""
         return node.pending or (node.dirty_file is not None and not self._local_changes.named(node))
 
     async def _begin_alone(self, node: Node, handle: FileHandle, upto: int | None) -> None:
@@ -364,13 +366,13 @@ class DirtyFiles:
             attrs=node.attrs,
         )
         dirty_file.attrs.clear()
-        dirty_file.attrs.update(node.attrs)  # what was set meanwhile, too
+        dirty_file.attrs.update(node.attrs)  # with what was set during the await
         return dirty_file
 
     # -- promising -----------------------------------------------------------------------------------
 
     async def flush(self, fh: int) -> None:
-        """For close(2): of a handle that writes, what the upload room promises of a commit."""
+        """Do what close(2) promises: commit the dirty file of a handle that writes."""
         handle = self._files.handles[fh]
         if handle.writes and handle.node is not None:
             handle.flushed = True
@@ -383,7 +385,7 @@ class DirtyFiles:
 
     async def _commit(self, node: Node) -> None:
         if node.removed:
-            async with node.lock:  # it keeps its name if what takes that away fails
+            async with node.lock:  # wait for the removal: if it fails, the node keeps its name
                 pass
         if node.dirty_file is not None and not node.removed:
             about(node.dirty_file.key)
@@ -394,8 +396,8 @@ class DirtyFiles:
                     raise
 
     async def recover(self, find: Callable[[Origin, str], Any]) -> None:
-        """Show the dirty files of an earlier daemon. `find` gives the directory and the name of a key, made if they must
-        be."""
+        """Show the dirty files of an earlier daemon. `find` returns the directory and the name of a key, and records the
+        directory if the tree does not have it."""
         for dirty_file in self._writer.nameless():
             self._resumed[dirty_file.ino] = self._local_changes.resumed_nameless(dirty_file)
         for dirty_file in self._writer.pending():
@@ -413,34 +415,34 @@ class DirtyFiles:
             if dirty_file.ino:
                 self._resumed[dirty_file.ino] = node
 
-    def resume(self, was: Former) -> bool:
-        """A handle that the daemon before has opened, if its inode is being written; False: it is not."""
-        node = self._resumed.get(was.ino)
+    def resume(self, former: Former) -> bool:
+        """Restore a handle of the previous daemon if its inode is being written; False if it is not."""
+        node = self._resumed.get(former.ino)
         if node is not None:
             number, _ = self.open_reader(node, 0)
-        elif was.writes and not was.object.etag.startswith(DIRTY_FILE_ETAG):
-            node, number = self._resume_unchanged(was)
+        elif former.writes and not former.object.etag.startswith(DIRTY_FILE_ETAG):
+            node, number = self._resume_unchanged(former)
         else:
             return False
-        self._files.renumber(number, was.fh)
+        self._files.renumber(number, former.fh)
         if node.removed:
-            self._files.lose_name(was.ino, removed=True)
-        if was.writes:
-            self._writes((was.fh, 0), node)
-        if was.backing_id and node.dirty_file is not None:
-            backing = self._writer.resume_backing(node.dirty_file, was.backing_id, writes=was.writes)
-            self._files.handles[was.fh].backing = backing
+            self._files.lose_name(former.ino, removed=True)
+        if former.writes:
+            self._writes((former.fh, 0), node)
+        if former.backing_id and node.dirty_file is not None:
+            backing = self._writer.resume_backing(node.dirty_file, former.backing_id, writes=former.writes)
+            self._files.handles[former.fh].backing = backing
         return True
 
-    def _resume_unchanged(self, was: Former) -> tuple[Node, int]:
-        """A handle to write a file that was not changed yet. Raises `ObjectChanged` if no name leads to it."""
-        node = self._local_changes.nodes.get(was.ino)
+    def _resume_unchanged(self, former: Former) -> tuple[Node, int]:
+        """Restore a handle for writing of a file that was not changed yet. Raises `ObjectChanged` if no name leads to it."""
+        node = self._local_changes.nodes.get(former.ino)
         if node is None:
-            directory, name = self._local_changes.place_of(was.ino)
-            node = Node(directory, name, was.ino, stored=True)
-            node.attrs = self._overrides.get(was.ino)
-        obj = replace(was.object, key=node.key)  # it may have been renamed since
-        number, _ = self._files.open(was.ino, was.origin, obj, was.mtime_ns, 0, writes=True)
+            directory, name = self._local_changes.place_of(former.ino)
+            node = Node(directory, name, former.ino, stored=True)
+            node.attrs = self._overrides.get(former.ino)
+        obj = replace(former.object, key=node.key)  # it may have been renamed since
+        number, _ = self._files.open(former.ino, former.origin, obj, former.mtime_ns, 0, writes=True)
         self._local_changes.add(node)
         return node, number
 
@@ -457,7 +459,7 @@ def writable(directory: Directory) -> Origin:
 
 
 def check_name(directory: Directory, name: bytes) -> None:
-    """Whether a key can have this name. Raises `NameTooLong`, `Invalid`."""
+    """Check that a key can have this name. Raises `NameTooLong`, `Invalid`."""
     if len(name) > MAX_NAME:
         raise NameTooLong(f"a name of {len(name)} bytes")
     if not nameable(name) or text_of(name) is None:
@@ -466,6 +468,6 @@ def check_name(directory: Directory, name: bytes) -> None:
 
 
 def check_key(origin: Origin, size: int) -> None:
-    """Whether the origin takes a key of `size` bytes. Raises `NameTooLong`."""
+    """Check that the origin takes a key of `size` bytes. Raises `NameTooLong`."""
     if size > origin.limits.longest_key:
         raise NameTooLong(f"a key of {size} bytes: {origin.source} takes {origin.limits.longest_key}")

@@ -1,17 +1,17 @@
-"""Open files: handles, by the inode that they are of.
+"""Open files: the handles of each inode.
 
-The kernel keeps pages per inode, not per handle, and gives them out without asking. An inode is one version of a file, or
-what is written here from its first change on (`cachefs.fs.local_changes`): all its handles turn to that together. So what
-the kernel keeps under a number is right as long as the number lives.
+The kernel caches pages per inode, not per handle, and answers reads from them without asking. An inode is one version of a
+file and, from the first change here on, its dirty file (`cachefs.fs.local_changes`); all handles change to that together. So
+the pages that the kernel has of an inode are right as long as the inode exists.
 
-Another law is the kernel's own: all handles that are open under one number are served in one way, either from its page
-cache or from a backing file of ours (`Backing`; all of them share that one). So the first handle decides. For readers that
-have a file of the cache in passthrough, that very file becomes the dirty file. While others use it, too, the name goes to
-another inode before a process may write it (`DirtyFiles.open`).
+The kernel requires that all open handles of an inode are read in one way: either through its page cache, or from one backing
+file (`Backing`) that all of them share. The first open decides. If readers have a cache file in passthrough when a process
+opens it for writing, that cache file becomes the dirty file. While others still use the cache file, the name gets another
+inode first (`DirtyFiles.open`).
 
 An open inode that no name leads to any more is *nameless*: it was removed, another file was moved over it, or the origin has
-another version. It keeps the attributes that it had then until its last handle is closed (`OpenFiles.nameless`), and its
-handles read on, as long as the bytes can be had.
+another version. It keeps the attributes of that moment until its last handle is closed (`OpenFiles.nameless`). Its handles
+can read as long as the bytes are available.
 """
 
 from __future__ import annotations
@@ -33,30 +33,31 @@ if TYPE_CHECKING:
     from cachefs.origin import Origin
 
 WARM_OPENS = 16_384
-"""Lately opened files remembered, under 1 KiB each. Measured: an open from here costs 2 µs, through the tables 9."""
+"""Recently opened files that are remembered, under 1 KiB each. Measured: an open from here takes 2 µs, by the tables 9."""
 
 WALKED = 1_024
-"""Lately looked up files remembered until they are opened, about 500 bytes each. A bound of memory: 0.5 MB.
-A walk that only looks, as of find, goes through it."""
+"""Recently looked up files that are remembered for their open, about 500 bytes each. A bound of memory: 0.5 MB.
+A walk that opens nothing, as `find` does, displaces them all."""
 
 KNOWN_FILES = 16_384
-"""Closed files that may be opened again from the table, about 500 bytes each. Beyond it all go the general way once."""
+"""Closed files that can be opened again from the table, about 500 bytes each. If it is full, it is emptied, and the next
+open of each file goes the general way."""
 
 LARGE = 4 << 20
-"""Opens of larger files are always reported: each costs more than the report. Borrowed from what is fetched in one GET."""
+"""Opens of larger files are always reported, because the report is cheap beside them. Borrowed: the size that is fetched in
+one GET (`fetcher.WHOLE_BYTES`)."""
 
 Warm = tuple[float, "Origin", "ObjectId", int, "Found"]
-"""Until when it is fresh; origin, version and mtime_ns of a file; what its name led to."""
+"""(time until which it is fresh, origin, version, mtime_ns, lookup of its name) of an opened file."""
 
 Walked = tuple["Directory", bytes, "Found"]
-"""A file's directory and mark, and what its name led to."""
+"""(directory, mark, lookup of its name) of a file."""
 
 PassthroughHook = Callable[[Any], bool]
-"""Tells the kernel of a file that it may read by itself; whether it took it."""
+"""Registers a backing file with the kernel. Returns True if the kernel took it."""
 
 OpenHook = Callable[[int, int, "Origin", "ObjectId", bool], None]
-"""(ino, pid, origin, object, passthrough): a file was opened; passthrough says that the kernel reads it itself. Never
-raises."""
+"""(ino, pid, origin, object, passthrough): called when a file was opened, in passthrough or not. Never raises."""
 
 
 class _EveryFile:
@@ -68,17 +69,16 @@ EVERY_FILE: Container[bytes] = _EveryFile()
 
 
 DIRTY_FILE = -1
-"""The size of a handle that reads a dirty file: so every read of it looks like one behind the end, and others pay
-nothing."""
+"""The size of a handle that reads a dirty file. Each of its reads then looks like one behind the end, so other reads need no
+check of their own."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class FileHandle:
-    """`ino` is the inode. `mtime_ns` is the time of its version. `backing` is what the kernel reads it from by itself, if it
-    does. `node` is there when it is open for writing, or reads what is written; `flushed` when a descriptor of it was
-    closed, so that no later close need follow. `description` is what the next daemon is told of it (b"": not made yet), and
-    `record` where that is (0: nowhere), both for `cachefs.fuse.records`. `lost`: its version was found to be gone from the
-    origin."""
+    """One open file. `mtime_ns` is the time of its version. `backing` is its file in passthrough, else None. `node` is set
+    if it is open for writing, or reads a dirty file. `flushed`: a descriptor of it was closed, and perhaps no other close
+    follows. `description` is the record of it for the next daemon (b"": not made yet) and `record` its place (0: none), both
+    for `cachefs.fuse.records`. `lost`: the origin was found not to have its version any more."""
 
     ino: int
     origin: Origin
@@ -93,7 +93,7 @@ class FileHandle:
     writes: bool = False
     flushed: bool = False
     lost: bool = False
-    former: tuple[Any, ...] = ()  # what it read under names its file does not have any more
+    former: tuple[Any, ...] = ()  # reader handles for its former keys
     size: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -101,8 +101,7 @@ class FileHandle:
 
 
 class Former(NamedTuple):
-    """A handle of a daemon that has died, and what it was opened of. `unsaved`: to write it (`writes`), or to read what was
-    written."""
+    """A handle that an earlier daemon gave out. `unsaved`: it was open for writing (`writes`), or read a dirty file."""
 
     fh: int
     ino: int
@@ -115,8 +114,8 @@ class Former(NamedTuple):
 
 
 class Handles(dict[int, FileHandle]):
-    """By number. Of an unknown one: `NotFound`, or `ObjectChanged` where they `follow` those of daemons that died. `unsaved`
-    are those that had been opened to write, or to read what was written: number → key."""
+    """The open files, by number. An unknown number raises `NotFound`, or `ObjectChanged` if earlier daemons gave out numbers
+    (`follow`). `unsaved` has lost handles that wrote, or read a dirty file: number → key."""
 
     follow = False
 
@@ -133,8 +132,8 @@ class Handles(dict[int, FileHandle]):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Known:
-    """A known file: the handle that it is opened with each time, until when what its name led to is fresh, how it is cached,
-    and the number that its handle has, which is another one each time."""
+    """A known file. `handle` serves each of its opens, and has another number `fh` each time. The lookup of its name is
+    fresh `until` then. `cached` opens its version again."""
 
     handle: FileHandle
     until: float
@@ -143,10 +142,10 @@ class Known:
 
 
 class KnownFiles:
-    """The table from which `OpenFiles.reopen` opens a file in a few steps: small files that are whole here, and that nothing
-    has changed since they were opened. `OpenFiles._remember` alone decides which. News of any name, another open under the
-    number, and a process that is about to write it take a file out; what has become of the cached file is asked at the open
-    (`Reusable.reuse`). `closed` ones are there by inode, `open` ones by handle."""
+    """The table from which `OpenFiles.reopen` opens a file in a few steps: small files that are wholly cached, and have not
+    changed since their last open. `OpenFiles._remember` alone enters files. A change of any name, another open of the inode,
+    and an open for writing remove them. The open itself checks that the file is still cached (`Reusable.reuse`). `closed`
+    has files by inode, `open` by handle."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -159,8 +158,8 @@ class KnownFiles:
 
 
 class OpenFiles:
-    """`shape` returns what is shown of an open file, by a handle of it. `clock` is that of `Warm`, and `wall` is seconds
-    since the epoch, for times that are shown."""
+    """All open files. `shape` returns the attributes of an open file, by one of its handles. `clock` is the tree's, for
+    freshness. `wall` returns seconds since the epoch, for times that are shown."""
 
     def __init__(
         self,
@@ -170,19 +169,18 @@ class OpenFiles:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.on_passthrough: PassthroughHook | None = None
-        # The hook that hears of opens; and the digests of small files in passthrough, the fast path, whose opens are worth a
-        # call.
+        # The hook for opens, and the digests of small files in passthrough for whose opens it is called, too.
         self.on_open: OpenHook | None = None
         self.awaited: Container[bytes] = frozenset()
-        # What lately opened files are, and until when that is fresh. Dropped whole on any news.
+        # The recently opened files, by inode. Any change of a name drops them all.
         self.warm: dict[int, Warm] = {}
-        # What lookups have just found, for the opens that they were made for. Dropped with it.
+        # The recently looked up files, for the opens that follow. Dropped with `warm`.
         self.walked: dict[int, Walked] = {}
         self.nameless: dict[
             int, Attributes
-        ] = {}  # of open ones only; without links if the name was removed here
-        # Directories that were removed here and what is shown of them, by the number that processes have.
-        self.gone: dict[int, tuple[Directory, Attributes]] = {}
+        ] = {}  # of open inodes only; nlink is 0 if the name was removed here
+        # Directories that were removed here, and the attributes that they show, by inode.
+        self.removed_directories: dict[int, tuple[Directory, Attributes]] = {}
         self._reader = reader
         self._shape = shape
         self._wall = wall
@@ -190,7 +188,7 @@ class OpenFiles:
         self.handles = Handles()
         self._by_ino: dict[int, list[FileHandle]] = {}
         self._known = KnownFiles(clock)
-        self._withheld: set[int] = set()  # not to be read in passthrough: a process is about to write them
+        self._withheld: set[int] = set()  # not to be opened in passthrough: a process is about to write them
 
     def __len__(self) -> int:
         return len(self.handles)
@@ -212,7 +210,7 @@ class OpenFiles:
         self.walked[ino] = walked
 
     def forget_warm(self) -> None:
-        """Forget what lately opened files are, because a name has changed."""
+        """Forget the recently opened and looked up files, because a name has changed."""
         self.warm.clear()
         self.walked.clear()
         self.forget_known()
@@ -233,9 +231,9 @@ class OpenFiles:
 
     def directory_removed(self, directory: Directory, shown: Attributes) -> None:
         """Note that a directory was removed here. Processes that are in it are shown the attributes `shown`."""
-        self.gone[shown.ino] = directory, shown
-        if len(self.gone) > KEPT_DIRECTORIES:
-            del self.gone[next(iter(self.gone))]
+        self.removed_directories[shown.ino] = directory, shown
+        if len(self.removed_directories) > KEPT_DIRECTORIES:
+            del self.removed_directories[next(iter(self.removed_directories))]
 
     def withhold(self, ino: int) -> None:
         """Keep an inode from being opened in passthrough until its last handle is closed."""
@@ -255,8 +253,9 @@ class OpenFiles:
     def open(
         self, ino: int, origin: Origin, obj: ObjectId, mtime_ns: int, pid: int, *, writes: bool = False
     ) -> tuple[int, int]:
-        """A handle, and the kernel's number of the file it is to read instead of asking (0: none). What is opened for
-        writing is not read in passthrough. Raises `ObjectChanged` where what is open under this number is not served so."""
+        """Open a version. Returns the handle, and the backing id (0: no passthrough). A handle that `writes` is not opened
+        in passthrough. Raises `ObjectChanged` if the open handles of this inode have another version, or are in passthrough
+        and this one `writes`."""
         others = self._by_ino.get(ino)
         if others is not None and others[0].object is not obj and others[0].object != obj:
             raise ObjectChanged(f"{obj.key} is open in another version: look it up again")
@@ -274,7 +273,7 @@ class OpenFiles:
         return fh, 0 if backing is None else backing.id
 
     def reopen(self, ino: int, pid: int) -> Known | None:
-        """`open` for a known file. None: nothing has happened, and `open` knows."""
+        """`open` for a known file. None if it is not known, and `open` has to do it."""
         table = self._known
         known = table.closed.pop(ino, None)
         if known is None or known.until <= table.clock() or not known.cached.reuse():
@@ -291,8 +290,8 @@ class OpenFiles:
         return known
 
     def close(self, fh: int) -> bool:
-        """`release` for a handle from `reopen`, if nothing has happened since: its file is known again. False: `release`
-        knows."""
+        """`release` for a handle from `reopen`, after which its file is known again. False if a name has changed since,
+        or the inode has other handles, and `release` has to do it."""
         known = self._known.open.pop(fh, None)
         if known is None or self.nameless or self._withheld:
             return False
@@ -309,8 +308,7 @@ class OpenFiles:
         return True
 
     def forget_known(self) -> None:
-        """Forget the known files. The next open of each goes the general way; so do all opens of those that are
-        `awaited`."""
+        """Forget the known files. The next open of each goes the general way, and so do all opens of files in `awaited`."""
         self._known.forget()
 
     def _settled(self, handle: FileHandle) -> Reusable | None:
@@ -340,13 +338,13 @@ class OpenFiles:
         """Go on where another daemon died: handles have numbers from `first` on, so none is given twice."""
         self._next, self.handles.follow = first, True
 
-    def restore(self, was: Former) -> None:
+    def restore(self, former: Former) -> None:
         """Make a handle that the previous daemon had given out."""
-        opened = self._reader.open(was.origin, was.object)
-        backing = self._reader.restore_backing(opened, was.backing_id) if was.backing_id else None
-        handle = FileHandle(was.ino, was.origin, was.object, was.mtime_ns, opened, 0, backing)
-        self._by_ino.setdefault(was.ino, []).append(handle)
-        self.handles[was.fh] = handle
+        opened = self._reader.open(former.origin, former.object)
+        backing = self._reader.restore_backing(opened, former.backing_id) if former.backing_id else None
+        handle = FileHandle(former.ino, former.origin, former.object, former.mtime_ns, opened, 0, backing)
+        self._by_ino.setdefault(former.ino, []).append(handle)
+        self.handles[former.fh] = handle
 
     def renumber(self, number: int, fh: int) -> None:
         """Give a handle that was just opened the number `fh`, which the previous daemon had given out."""
@@ -424,7 +422,7 @@ class OpenFiles:
         if handle.backing is not None and handle.size != DIRTY_FILE:
             self._reader.release_backing(handle.backing)
         if handle.opened is not None:
-            seen = handle.backing is None and handle.node is None  # by this daemon, READ by READ
+            seen = handle.backing is None and handle.node is None  # reads came through this daemon
             self._reader.close(handle.opened, None if seen else 0)
             if ino not in self._by_ino:
                 self._remember(ino, handle, handle.backing or self._settled(handle))

@@ -1,11 +1,11 @@
 """The filesystem as a FUSE backend calls it.
 
-`*_now` are the synchronous forms of what is usually known: they return None (or leave a read to `read`) when one would
-have to wait. Everything else is delegation: names to `lookup`, directories to `directories`, bytes to the `Reader`, and
-changes to `writing`; where nothing can be written, these raise `ReadOnly`.
+The methods `*_now` are synchronous: they return None when the answer needs a wait, and the caller then awaits the method
+without the suffix. `FileSystem` delegates names to `lookup`, directories to `directories`, bytes to the `Reader`, and
+changes to `writing`. On a read-only mount, changes raise `ReadOnly`.
 
-Nothing is kept per inode the kernel knows: an inode number leads to its name through the tables, however long ago it was
-given out. So there is nothing to do when the kernel forgets one, and nothing can leak.
+No state is kept for inodes because the kernel knows them: the tables lead from an inode number to its name, however long ago
+the number was given out. So a FORGET needs no work, and nothing can leak.
 """
 
 from __future__ import annotations
@@ -70,20 +70,21 @@ DAEMON_BITS = 40
 """Handles that a daemon may give out in its life, as a power of two: at 100,000 a second enough for four months."""
 
 InvalidateHook = Callable[[int, int, bytes], None]
-"""(ino, parent, name): whatever the kernel keeps of this inode (0: of none) and this name (b"": of none) is out of date."""
+"""(ino, parent, name): tells the kernel to drop its pages of this inode (0: of none) and its entry of this name (b"": of
+none)."""
 
 Opened = tuple[int, int]
-"""A handle; the kernel's number of the file of the cache to read by itself (0: none, and then reads are ours). It may keep
-the pages that it has of this inode."""
+"""(handle, backing id). With backing id 0 the file is not in passthrough, and the daemon answers its reads. The kernel may
+keep the pages that it has of this inode."""
 
 Created = tuple[Attributes, float, Opened]
 """Attributes of a new file, for how many seconds the kernel may keep them, and how it was opened."""
 
 
 class FileSystem:
-    """The tree below one mount point. Runs in one trio thread. `clock` is seconds since the epoch, also for times that are
-    shown; without one, these are by the wall clock, and how old answers are is by a `SteadyClock`. `times` are those of
-    directories, where they outlive this process."""
+    """The tree below one mount point. Runs in one trio thread. `clock` returns seconds since the epoch, for the age of
+    answers and for times that are shown; without it, a `SteadyClock` dates answers, and shown times are by the wall clock.
+    `times` are the modification times of directories, where they outlive this process."""
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class FileSystem:
         self.on_invalidate: InvalidateHook = lambda ino, parent, name: None
         self.told: Callable[[], Awaitable[None]] = (
             trio.lowlevel.checkpoint
-        )  # waits until the kernel was told everything that it had to be told so far
+        )  # waits until all notifications so far are sent to the kernel
         self._options = options
         self._metrics = metrics
         wall = clock or time.time
@@ -123,12 +124,12 @@ class FileSystem:
         return [top.origin for top in self._tree.tops() if top.origin is not None]
 
     def list_tops(self, absent: Container[Origin] = ()) -> None:
-        """Begin to list what is mounted, a page of it, where names may be used for a while: the first reader need not wait
-        for that. Not where a listing is fresh, nor of origins that are `absent`."""
+        """Begin to list the first page of each mounted origin, so that the first reader need not wait for it. Leaves out
+        origins that are `absent`, cannot be listed or have a TTL of 0, and those with a fresh listing."""
         self._lister.list_tops(absent)
 
     def renew_names(self) -> None:
-        """From now on, names whose database is cut short are learnt again. Call it on the trio thread."""
+        """Learn all names again whenever their database is found cut short. Call it on the trio thread."""
         token = trio.lowlevel.current_trio_token()
 
         def renew() -> None:
@@ -138,37 +139,39 @@ class FileSystem:
         self._tree.database.when_cut_short(renew)
 
     def enable_passthrough(self, kernel: PassthroughHook) -> None:
-        """From now on the kernel reads whole files by itself. `kernel` tells it of one, and answers whether it took it."""
+        """Open whole files in passthrough from now on. `kernel` registers a backing file with the kernel, and returns
+        whether the kernel took it."""
         self._files.on_passthrough = kernel
         self._reader.passthrough, self._reader.written = True, self._writing is not None
 
     def watch_opens(
         self, hook: OpenHook | None, awaited: Container[bytes] = frozenset()
     ) -> tuple[OpenHook | None, Container[bytes]]:
-        """From now on `hook` hears of every open but those of small files that are whole here, which are the fast path; of
-        these, of those whose digest is in `awaited` (`EVERY_FILE`: of all). Where more are awaited that may have been opened
-        before, call `forget_known`. One hook at a time: returns the one before."""
+        """Call `hook` for each open from now on, except for small files that are wholly cached: of these, only where the
+        digest is in `awaited` (`EVERY_FILE`: for all). After adding to `awaited`, call `forget_known`, or files opened
+        before are not reported. There is one hook at a time. Returns the previous hook and its `awaited`."""
         before = self._files.on_open, self._files.awaited
         self._files.on_open, self._files.awaited = hook, awaited
         self._files.forget_known()
         return before
 
     def read_through(self, reader: Reader) -> Reader:
-        """From now on bytes come from `reader`, which stands before (or again behind) the one returned."""
+        """Read bytes through `reader` from now on: a wrapper of the current reader, or that reader again. Returns the
+        previous one."""
         before, self._reader = self._reader, reader
         self._files.read_through(reader)
         return before
 
     async def recover(self) -> None:
-        """Show what an earlier daemon did not bring to the origin, and finish what it began there. Before the mount, and
-        behind the writer's own recovery."""
+        """Show the dirty files of an earlier daemon, and finish the renames that it began. Call it before the mount and
+        after the recovery of `Uploads`."""
         if self._writing is not None:
             await self._writing.recover()
 
     # -- after another daemon ----------------------------------------------------------------------
 
     def follow(self, count: int) -> None:
-        """Go on where `count` daemons before have died."""
+        """Go on where `count` daemons have died: new handles get numbers that none of them gave out."""
         first = count << DAEMON_BITS
         self._files.follow(first)
         self._directories.handles.follow(first)
@@ -178,58 +181,60 @@ class FileSystem:
         """The open files, by number."""
         return self._files.handles
 
-    def restore(self, was: Former) -> bool:
-        """Go on with a handle that an earlier daemon has opened; False: it wrote, or read what was written, and what was not
-        synced of that is lost, so it fails."""
+    def restore(self, former: Former) -> bool:
+        """Restore a handle that an earlier daemon opened. False if it wrote, or read what was being written, and those bytes
+        are lost: its requests then fail."""
         try:
             if self._writing is not None:
-                if self._writing.dirty_files.resume(was):
+                if self._writing.dirty_files.resume(former):
                     return True
-                if not was.unsaved:
-                    # Pages of what was written, and is lost, must not be read with those of the version that is there.
-                    self.on_invalidate(was.ino, 0, b"")
-                if not (was.writes or (was.backing_id and not was.unsaved)) and self._restore_present(was):
+                if not former.unsaved:
+                    # Pages of lost writes must not mix with pages of the version that is there now.
+                    self.on_invalidate(former.ino, 0, b"")
+                if not (
+                    former.writes or (former.backing_id and not former.unsaved)
+                ) and self._restore_present(former):
                     return True
         except (ObjectChanged, NotFound):
-            if not was.unsaved:
+            if not former.unsaved:
                 raise
-        if was.unsaved:
-            self._files.handles.unsaved[was.fh] = was.object.key
+        if former.unsaved:
+            self._files.handles.unsaved[former.fh] = former.object.key
             return False
-        self._files.restore(was)
+        self._files.restore(former)
         return True
 
-    def _restore_present(self, was: Former) -> bool:
-        """A handle that reads what its inode is now, which may be what was written here; False if that is not known."""
+    def _restore_present(self, former: Former) -> bool:
+        """Restore a handle with the version that its inode has now, which may be a dirty file. False if it is not known."""
         try:
-            directory, mark = self._tree.locate(was.ino)
+            directory, mark = self._tree.locate(former.ino)
         except ObjectChanged:
             return False
         row = self._tree.row(directory, mark)
-        if row is None or row.ino != was.ino:
+        if row is None or row.ino != former.ino:
             return False
         opened = self._write.open_reader(directory, mark, row, 0)
         if opened is not None:
-            self._files.renumber(opened[0], was.fh)
+            self._files.renumber(opened[0], former.fh)
         elif row.known and directory.origin is not None:
             version = object_of(directory, mark, row)
-            self._files.restore(was._replace(object=version, mtime_ns=row.mtime_ns, backing_id=0))
+            self._files.restore(former._replace(object=version, mtime_ns=row.mtime_ns, backing_id=0))
         else:
             return False
         return True
 
     def reopen_directory(self, dh: int, ino: int) -> None:
-        """A reader goes on with a handle. An earlier daemon may have opened it: the reader's place says where it is."""
+        """Make a directory handle of an earlier daemon usable. The reader's next offset says where it is."""
         if self._directories.handles.are_before(dh):
             directory = self._tree.directory(ino)
             self._directories.handles[dh] = DirectoryHandle(ino, directory)
-            directory.kernel = None  # the reader began on a listing that nothing is known of
+            directory.kernel = None  # nothing is known of the listing on which the reader began
 
     # -- names and attributes ----------------------------------------------------------------------
 
     def attributes_now(self, ino: int) -> tuple[Attributes, float] | None:
-        """Attributes and for how many seconds they hold. An open file always has some. Raises `ObjectChanged`
-        when the name of `ino` leads to another inode by now."""
+        """Attributes, and for how many seconds the kernel may keep them. An open file always has some. Raises
+        `ObjectChanged` if the name of `ino` leads to another inode now."""
         if ino == ROOT:
             return self._shape(ROOT, True, NO_ROW), FOREVER
         if (nameless := self._nameless(ino)) is not None:
@@ -248,20 +253,20 @@ class FileSystem:
             return self._of_open(ino)
 
     def _nameless(self, ino: int) -> tuple[Attributes, float] | None:
-        """Attributes of an open inode without a name, and for how many seconds they hold; None of any other."""
+        """As `attributes_now` for an open inode without a name; None for any other inode."""
         if self._writing is not None and (orphan := self._writing.orphan(ino)) is not None:
             return orphan
         shown = self._files.nameless.get(ino)
         return None if shown is None else (shown, 0.0)
 
     def _of_open(self, ino: int) -> tuple[Attributes, float]:
-        """Attributes of an open inode whose name was just found to lead elsewhere. Reraises the present exception if the
-        inode is not open."""
+        """Attributes of an open inode whose name was just found to lead elsewhere. Raises the exception that is being
+        handled if the inode is not open."""
         if self._files.is_open(ino):
             self._files.lose_name(ino)
             return self._files.nameless[ino], 0.0
-        if ino in self._files.gone:
-            return self._files.gone[ino][1], 0.0
+        if ino in self._files.removed_directories:
+            return self._files.removed_directories[ino][1], 0.0
         for handle in self._directories.handles.values():
             if handle.ino == ino and handle.attributes is not None:
                 return replace(handle.attributes, nlink=0), 0.0
@@ -275,8 +280,7 @@ class FileSystem:
         return self._attributes(handle.ino, False, row)
 
     def _opened(self, directory: Directory, name: bytes, ino: int) -> Found | None:
-        """The row of an open file, used whatever its age: the next lookup of its name asks the origin. None if it is not
-        open."""
+        """The row of an open file, whatever its age: the next lookup of its name asks the origin. None if it is not open."""
         row = self._tree.row(directory, name) if self._files.is_open(ino) else None
         if row is None or not row.known or row.ino != ino or self._freshness.is_doubted(ino):
             return None
@@ -289,19 +293,22 @@ class FileSystem:
                 directory, mark = place = self._tree.locate(ino)
                 found = await self._looker.look(directory, name_in(mark))
                 if self._nameless(ino) is None and self._tree.locate(ino) == place:
-                    return self._known(ino, found)  # else it was renamed or removed meanwhile
+                    return self._known(ino, found)
+                # Otherwise it was renamed or removed during the lookup: start again.
         except (NotFound, ObjectChanged):
             return self._of_open(ino)
         return known
 
     def lookup_now(self, parent: int, name: bytes) -> tuple[Attributes | None, float] | None:
-        """Attributes and for how many seconds they hold; no attributes when there is no such name."""
-        if parent in self._files.gone:
-            return None, 0.0  # it was removed here, and a process is in it
+        """Attributes (None if there is no such name), and for how many seconds the kernel may keep the answer. Returns None
+        if the origin has to be asked."""
+        if parent in self._files.removed_directories:
+            return None, 0.0  # the directory was removed here, and a process is still in it
         directory = self._tree.directory(parent)
         found = self._looker.now(directory, name)
         if directory.ttls.strict:
-            # A listing that has just shown a file will do, but then its open has to ask: what the last walk was told is old.
+            # A listing that has just shown a file is enough for the lookup. The open that follows asks the origin, because
+            # answers from an earlier path walk are too old for it.
             if found is None:
                 found = self._freshness.recent(directory, name, answers=False)
             if isinstance(found, Found) and not found.is_dir:
@@ -313,7 +320,8 @@ class FileSystem:
         return self._answer(found, directory, name)
 
     async def lookup(self, parent: int, name: bytes) -> tuple[Attributes | None, float]:
-        """As `lookup_now`, with a request where necessary. Raises if the origin fails: a failure is no absence."""
+        """As `lookup_now`, with a request where necessary. Raises if the origin fails, because a failure does not mean that
+        the name is missing."""
         found = self.lookup_now(parent, name)
         if found is not None:
             return found
@@ -321,13 +329,15 @@ class FileSystem:
         return self._answer(await self._looker.look(at, name, share=not at.ttls.strict), at, name)
 
     def _known(self, ino: int, found: Found | float) -> tuple[Attributes, float]:
+        """The reply to a GETATTR, from an answer about the inode's name."""
         found = self._check(ino, found)
         return self._shape(ino, found.is_dir, found.row), self._seconds_until(found.until)
 
     def _answer(self, found: Found | float, at: Directory, name: bytes) -> tuple[Attributes | None, float]:
+        """The reply to a LOOKUP, from an answer about the name."""
         if isinstance(found, Found):
             if self._writing is None and not (found.is_dir or at.ttls.revalidate):
-                # Its open comes next. Not where names change here: a name may be on its way out by then.
+                # The open comes next and can skip the lookup. Not on a writable mount, where the name may change until then.
                 self._files.keep_walked(found.ino, (at, name, found))
             return self._shape(found.ino, found.is_dir, found.row), self._seconds_until(found.until)
         return None, self._refreshing.absent(at, name, max(0.0, min(found, FOREVER)))
@@ -342,7 +352,7 @@ class FileSystem:
         return found
 
     def _shape(self, ino: int, is_dir: bool, row: Row) -> Attributes:
-        """What is shown of a name."""
+        """The attributes that a name shows."""
         if row.generation == PINNED and self._writing is not None:
             return self._writing.attributes(row)
         return self._attributes(ino, is_dir, row)
@@ -361,8 +371,8 @@ class FileSystem:
     # -- directories -------------------------------------------------------------------------------
 
     def opendir(self, ino: int) -> int:
-        gone = self._files.gone.get(ino)
-        directory = self._tree.directory(ino) if gone is None else gone[0]
+        removed = self._files.removed_directories.get(ino)
+        directory = self._tree.directory(ino) if removed is None else removed[0]
         found = self.attributes_now(ino)
         handle = DirectoryHandle(ino, directory, None if found is None else found[0])
         return self._directories.handles.add(handle)
@@ -378,12 +388,12 @@ class FileSystem:
         return await self._directories.read(handle, offset, limit)
 
     def listing_kept(self, dh: int) -> bool:
-        """Whether the kernel may keep what it has read of the directory until now, for the reader of this handle. The answer
-        to the open has to say so, or else to drop it. Call `listing_lost` if the answer cannot be given."""
+        """True if the kernel may keep its cached listing of the directory for the reader of this handle. The reply to the
+        OPENDIR must say to keep it or to drop it. Call `listing_lost` if that reply cannot be sent."""
         return self._directories.kept(dh)
 
     def listing_lost(self, dh: int) -> None:
-        """The next reader is not to have what the kernel has of the directory, or it was not told to drop that."""
+        """Have the kernel drop its cached listing at the next OPENDIR."""
         if (handle := self._directories.handles.get(dh)) is not None:
             handle.directory.kernel = None
 
@@ -393,25 +403,26 @@ class FileSystem:
     # -- files -------------------------------------------------------------------------------------
 
     def open_now(self, ino: int, flags: int, pid: int) -> Opened | None:
-        """See `Opened`. Raises `ObjectChanged` when the name leads to another inode by now."""
+        """Open a file. Returns None if `open` has to be awaited. Raises `ObjectChanged` if the name leads to another inode
+        now."""
         return self._open_now(ino, flags, pid, patient=True)
 
     @property
     def open_known(self) -> Callable[[int, int], Known | None]:
-        """(ino, pid): `open_now`, for reading, of a known file (see `KnownFiles`). None: `open_now` knows."""
+        """(ino, pid): opens a known file (see `KnownFiles`) for reading. It returns None if `open_now` has to do it."""
         return self._files.reopen
 
     @property
     def close_known(self) -> Callable[[int], bool]:
-        """(fh): `release` of a handle from `open_known`. False: `release` knows."""
+        """(fh): releases a handle from `open_known`. It returns False if `release` has to do it."""
         return self._files.close
 
     def forget_known(self) -> None:
-        """From now on no file is known: the hook hears of the next open of each, if it is awaited."""
+        """Forget the known files, so that the hook is called for the next open of each, if it is awaited."""
         self._files.forget_known()
 
     def _open_now(self, ino: int, flags: int, pid: int, *, patient: bool = False) -> Opened | None:
-        """`patient`: None, too, for a file that an open waits a moment for."""
+        """As `open_now`. Unless `patient`, a file that is about to be cached is opened as it is."""
         if flags & _WRITING:
             if self._writing is None:
                 raise ReadOnly("the mount is read-only")
@@ -434,16 +445,16 @@ class FileSystem:
         found: Found | float | None = None
         if not directory.ttls.revalidate:
             found = self._looker.now(directory, name_in(mark))
-        elif directory.ttls.strict:  # the walk that led here may have just asked for this very object
+        elif directory.ttls.strict:  # the path walk of this open may have just asked for the object
             found = self._freshness.recent(directory, name_in(mark), listings=False)
         return None if found is None else self._open(directory, mark, ino, found, pid, patient=patient)
 
     def _open_again(self, ino: int, pid: int) -> Opened | None:
-        """One more handle of an open file that has no name any more: it was looked up before, or is opened through a
-        descriptor. None where not all of its bytes can be had; then the name is looked up again."""
+        """Open one more handle of a nameless file, which was looked up earlier or is opened through a descriptor. None if
+        not all of its bytes are available; then the name is looked up again."""
         handle = self._files.under(ino)[0]
         if self._files.nameless[ino].nlink:
-            return None  # the origin has another version: names show that
+            return None  # the origin has another version, which the name shows
         if handle.size == DIRTY_FILE:
             assert self._writing is not None
             return self._writing.dirty_files.open_again(handle, pid)
@@ -461,12 +472,12 @@ class FileSystem:
         return await self._open_claimed(ino, flags, pid)
 
     async def _open_claimed(self, ino: int, flags: int, pid: int) -> Opened:
-        """Open a name that is being removed or replaced, once that change has ended: what is there then, if anything."""
+        """Open a name that is being removed or replaced, when that change has ended: the file that it leads to then."""
         change = partial(self._open_late, ino, flags, pid)
         return await self._write.claimed(lambda: self._places_of(ino), change)
 
     def _places_of(self, ino: int) -> list[tuple[Directory, bytes]]:
-        """The name of a file; none once what is open has lost it."""
+        """The name of a file; empty if it is open and has lost its name."""
         if ino in self._files.nameless:
             return []
         directory, mark = self._tree.locate(ino)
@@ -487,13 +498,14 @@ class FileSystem:
         if flags & _WRITING and self._writing is not None:
             return await self._writing.open(directory, mark, self._check(ino, found), flags, pid)
         if self._writing is not None and not claimed and self._writing.is_going(directory, mark):
-            return await self._open_claimed(ino, flags, pid)  # it began to go meanwhile
+            return await self._open_claimed(ino, flags, pid)  # its removal began during the lookup
         opened = self._open(directory, mark, ino, found, pid)
         assert opened is not None  # it is not patient
         return opened
 
     def _soon_cached(self, ino: int, flags: int) -> ObjectId | None:
-        """What an open should wait a moment for: the version that it will open, if no other is found meanwhile."""
+        """The version that an open should wait a moment for until it is cached; None if it need not wait. The lookup may
+        then find another version."""
         if flags & _WRITING or not self._files.decides(ino):
             return None
         warm = self._files.warm.get(ino)
@@ -501,7 +513,7 @@ class FileSystem:
         return obj if obj is not None and self._reader.soon_cached(obj) else None
 
     def _waits_for(self, ino: int, obj: ObjectId) -> bool:
-        """Whether an open of this version should wait a moment for it."""
+        """True if an open of this version should wait a moment until it is cached."""
         return self._files.decides(ino) and self._reader.soon_cached(obj)
 
     def _open(
@@ -526,7 +538,7 @@ class FileSystem:
         mtime_ns = found.row.mtime_ns
         others = self._files.under(ino)
         if others and others[0].size == DIRTY_FILE and others[0].object == obj:
-            assert self._writing is not None  # stored, and perhaps still written through a mapping
+            assert self._writing is not None  # uploaded, and a process may still write it through a mapping
             return self._writing.dirty_files.open_again(others[0], pid)
         if patient and self._waits_for(ino, obj):
             return None
@@ -536,7 +548,7 @@ class FileSystem:
         return opened
 
     def read_now(self, fh: int, offset: int, size: int) -> Buffer | None:
-        """Bytes, clipped to the object; None when `read` has to be awaited."""
+        """The bytes, clipped to the object; None if `read` has to be awaited."""
         handle = self._files.handles[fh]
         count = min(size, handle.size - offset)
         if count <= 0:
@@ -547,7 +559,8 @@ class FileSystem:
             raise self._lost(handle) from exc
 
     async def read(self, fh: int, offset: int, size: int) -> Buffer:
-        """Bytes, clipped to the object. `ObjectChanged` for what is not cached of a version that the origin has no more."""
+        """The bytes, clipped to the object. Raises `ObjectChanged` if they are not cached, and the origin has not this
+        version any more."""
         handle = self._files.handles[fh]
         count = min(size, handle.size - offset)
         if count <= 0:
@@ -556,7 +569,7 @@ class FileSystem:
         try:
             return await self._reader.read(handle.opened, offset, count, handle.pid)
         except (ObjectChanged, NotFound) as exc:
-            if handle.object is not version:  # it was renamed or changed here meanwhile
+            if handle.object is not version:  # it was renamed or changed here during the read
                 return await self.read(fh, offset, size)
             raise self._lost(handle) from exc
 
@@ -565,15 +578,15 @@ class FileSystem:
         return handle.node.dirty_file
 
     def release(self, fh: int) -> None:
-        """Close a handle. Never raises, never waits. The last writer's begins the upload, if nothing else did."""
+        """Close a handle. Never raises, never waits. The release of the last writer begins the upload, if no flush did."""
         if self._writing is None:
             self._files.release(fh)
         else:
             self._writing.dirty_files.release(fh)
 
     def _lost(self, handle: FileHandle) -> ObjectChanged:
-        """Note that the origin no longer has the version a handle reads. What is known of its name is not used until a
-        lookup."""
+        """Note that the origin has no longer the version that a handle reads. The next lookup of its name asks the origin.
+        Returns the error for the reader."""
         if not handle.lost:
             handle.lost = True
             self._metrics.objects_changed += 1
@@ -594,7 +607,7 @@ class FileSystem:
     async def create(
         self, parent: int, name: bytes, flags: int, mode: int, pid: int, uid: int, gid: int
     ) -> Created:
-        """A new file and a handle of it; without O_EXCL the one that is there will do. Raises `AlreadyExists`."""
+        """Create a file and open it; without O_EXCL, open the one that exists. Raises `AlreadyExists`."""
         writing = self._write
 
         async def create(directory: Directory, name: bytes) -> tuple[int, Opened]:
@@ -611,25 +624,27 @@ class FileSystem:
     async def mknod(
         self, parent: int, name: bytes, mode: int, pid: int, uid: int, gid: int
     ) -> tuple[Attributes, float]:
-        """A new, empty file at the origin. `NotPermitted` for anything but a regular file."""
+        """Make an empty file at the origin. Raises `NotPermitted` for anything but a regular file."""
         make = partial(self._write.mknod, mode=mode, pid=pid, uid=uid, gid=gid)
         return await self.getattr(await self._claimed((parent, name), make))
 
     async def write(self, fh: int, offset: int, data: Buffer) -> int:
-        """All of it, or an error: `BadHandle`, `NoRoom`, `TooLarge`, `ObjectChanged`. `data` must not change until this
-        returns. Where O_APPEND writes to is what the kernel says: it knows the size, and no other node writes here."""
+        """Write all of `data`, which must not change until this returns. Raises `BadHandle`, `NoRoom`, `TooLarge`,
+        `ObjectChanged`. The kernel computes the offset for O_APPEND: it knows the size, because no other node writes the
+        dirty file."""
         return await self._write.dirty_files.write(fh, offset, data)
 
     def write_now(self, fh: int, offset: int, data: Buffer) -> int | None:
-        """The same if that takes no waiting; None: nothing has happened."""
+        """`write` if that needs no wait; otherwise None, and nothing was written."""
         return None if self._writing is None else self._writing.dirty_files.write_now(fh, offset, data)
 
     def clear_set_ids(self, fh: int, *, later: bool = False) -> None:
-        """Clear set-uid and set-gid bits of a file that an unprivileged process changed, or, with `later`, may change."""
+        """Clear the set-uid and set-gid bits of a file that an unprivileged process changed or, with `later`, may change."""
         self._write.clear_set_ids(fh, later)
 
     async def flush(self, fh: int) -> None:
-        """Wait for what close(2) promises, and raise its error. Returns at once for handles that only read."""
+        """Wait until what close(2) promises holds, or raise the upload's error. Returns at once for handles that only
+        read."""
         if self._writing is not None:
             await self._writing.dirty_files.flush(fh)
 
@@ -638,7 +653,7 @@ class FileSystem:
             await self._writing.dirty_files.fsync(fh)
 
     async def fallocate(self, fh: int, mode: int, offset: int, length: int) -> None:
-        """Only mode 0. Raises `Unsupported`, and what `write` does."""
+        """Allocate space; only mode 0 is supported. Raises `Unsupported`, and what `write` raises."""
         await self._write.dirty_files.allocate(fh, mode, offset, length)
 
     async def setattr(
@@ -654,8 +669,8 @@ class FileSystem:
         fh: int | None = None,
         clear: bool = False,
     ) -> tuple[Attributes, float]:
-        """Change what is not None. A new size is new content; the rest is kept on this node. A new owner takes the set-uid
-        and set-gid bits of a file away, and so does `clear`."""
+        """Set the attributes that are not None. A new size changes the content; the others are kept on this node alone. A
+        new owner clears the set-uid and set-gid bits of a file, and so does `clear`."""
         writing = self._write
         if size is not None:
             await writing.truncate(ino, size, fh)
@@ -665,10 +680,10 @@ class FileSystem:
             if (clean := without_set_ids(wanted)) != wanted:
                 mode = stat.S_IMODE(clean)
         given = {"mode": mode, "uid": uid, "gid": gid, "atime_ns": atime_ns, "mtime_ns": mtime_ns}
-        news = {name: value for name, value in given.items() if value is not None}
-        kept = bool(news) and writing.keep(ino, news)
-        shown_now = self.attributes_now(ino)  # in the same step: the name may go to another file meanwhile
-        if kept:
+        changes = {name: value for name, value in given.items() if value is not None}
+        stored = bool(changes) and writing.keep(ino, changes)
+        shown_now = self.attributes_now(ino)  # before the await, during which the name may go to another file
+        if stored:
             await writing.overrides_committed()
         return shown_now or await self.getattr(ino)
 
@@ -677,27 +692,28 @@ class FileSystem:
     async def mkdir(
         self, parent: int, name: bytes, mode: int, uid: int, gid: int
     ) -> tuple[Attributes, float]:
-        """A marker at the origin, so that all see it. Raises `AlreadyExists`."""
+        """Make a directory, with a marker at the origin so that other nodes see it. Raises `AlreadyExists`."""
         make = partial(self._write.mkdir, mode=mode, uid=uid, gid=gid)
         found: Found = await self._claimed((parent, name), make)
         return self._shape(found.ino, True, found.row), self._seconds_until(found.until)
 
     async def unlink(self, parent: int, name: bytes) -> None:
-        """Open handles go on with what was written here, or with what is cached. Raises `NotFound`, `IsADirectory`."""
+        """Remove a file. Open handles go on with the dirty file or with cached bytes. Raises `NotFound`, `IsADirectory`."""
         await self._claimed((parent, name), self._write.names.unlink)
 
     async def rmdir(self, parent: int, name: bytes) -> None:
-        """Raises `NotFound`, `NotADirectory`, `NotEmpty` (by a fresh listing)."""
+        """Remove a directory. Raises `NotFound`, `NotADirectory`, and `NotEmpty` by a fresh listing."""
         await self._claimed((parent, name), self._write.names.rmdir, trees=True)
 
     async def rename(self, parent: int, name: bytes, newparent: int, newname: bytes, flags: int) -> None:
-        """Replaces a file, or an empty directory by a directory. `flags` as in renameat2: of them, RENAME_NOREPLACE is
-        known. Raises `CrossDevice` between two sources."""
+        """Rename a file or directory. It replaces a file, or an empty directory by a directory. Of the `flags` of renameat2,
+        only RENAME_NOREPLACE is supported. Raises `CrossDevice` between two sources."""
         rename = partial(self._write.names.rename, flags=flags)
         await self._claimed((parent, name), (newparent, newname), rename, trees=True)
 
     async def _claimed(self, *arguments: Any, trees: bool = False) -> Any:
-        """Make a change (the last argument) at names, given as (number of the directory, name)."""
+        """Call the last argument, a change, with its names claimed. The others are the names: (inode of the directory,
+        name). With `trees`, what is below the names is claimed, too."""
         *names, change = arguments
         return await self._write.claimed(
             lambda: [(self._tree.directory(parent), name) for parent, name in names], change, trees=trees
@@ -706,9 +722,9 @@ class FileSystem:
     # -- extended attributes -----------------------------------------------------------------------
 
     async def getxattr(self, ino: int, name: bytes, uid: int = 0) -> bytes:
-        """The value as text. Raises `NoAttribute`. Reading `user.cachefs.refresh` says "look again": nothing else can be
-        asked of a mount that cannot be written, from inside a container that has nothing but the mount. Only root and the
-        owner of the files may: each time it costs a LIST. `uid` is the user of the process. Raises `NotPermitted`."""
+        """The value of an attribute, as text. Reading `user.cachefs.refresh` requests a refresh: on a read-only mount, a
+        container has no other way to ask for one. Only root and the owner of the files may, because each costs a LIST. `uid`
+        is the user of the process. Raises `NoAttribute`, `NotPermitted`."""
         if name == xattrs.REFRESH:
             if uid not in (0, self._options.uid):
                 raise NotPermitted("only the owner of the mount and root refresh it")
@@ -734,16 +750,16 @@ class FileSystem:
             raise NotFound(f"inode {ino} is gone")
         return xattrs.of_file(object_of(directory, mark, found.row), self._reader, name)
 
-    # -- looking again -----------------------------------------------------------------------------
+    # -- refreshing --------------------------------------------------------------------------------
 
     async def refresh(self, path: str = "") -> None:
-        """Look again at `path` (relative to the mount) and everything below, at the next use. Makes no request; the kernel
-        knows when this returns."""
+        """Have `path` (relative to the mount) and everything below it asked for again at the next use. Makes no request.
+        When this returns, the kernel has dropped its entries."""
         await self._refreshing.path(path)
         await self.told()
 
     def _changed(self, directory: Directory, ino: int, name: bytes) -> None:
-        """The origin has something else under a name now, or nothing: it led to this inode (0: to none) until now."""
+        """Note that the origin has another file under a name, or none. Until now it led to the inode `ino` (0: to none)."""
         self._files.forget_warm()
         self._files.lose_name(ino)
         if self._writing is not None:
@@ -758,14 +774,14 @@ class FileSystem:
         self._tell(directory, ino, name_in(mark))
 
     def _tell(self, directory: Directory, ino: int, name: bytes) -> None:
-        """The kernel is to look at a name again. Pages of a number that is open are of the version that is open: their
-        readers may keep them."""
+        """Have the kernel look a name up again. It keeps the pages of an open inode, which are of the version that is
+        open."""
         self.on_invalidate(0 if self._files.is_open(ino) else ino, directory.ino, name)
 
     # -- the whole ---------------------------------------------------------------------------------
 
     def statfs(self) -> Space:
-        """An object store has no size: a pebibyte, so that df shows a use of about nothing, and as many names to come."""
+        """The figures for df. An object store has no size, so a pebibyte is shown, all of it free."""
         free = 0 if self._writing is None else FREE_NAMES
         return Space(4096, 1 << 38, 1 << 38, self._tree.database.count("inodes"), free, MAX_NAME)
 
@@ -779,9 +795,9 @@ class FileSystem:
         }
 
     async def aclose(self, *, unmounted: bool = False, handed_over: bool = False) -> None:
-        """Stop listing and close what is still open, unless another daemon goes on with it. `unmounted`: no process has
-        anything open, though the kernel's last messages may not have come; what is written is kept then. Otherwise what
-        processes were writing is given up."""
+        """Stop the listings, and close open handles unless they are `handed_over` to another daemon. `unmounted`: no process
+        has a file open, though the kernel's last RELEASE messages may not have come. Then what was written is
+        kept; otherwise what processes were writing is given up."""
         for fh, handle in {} if handed_over else dict(self._files.handles).items():
             if unmounted or not handle.writes:
                 self.release(fh)

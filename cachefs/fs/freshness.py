@@ -1,16 +1,16 @@
-"""What of the known is still fresh, and for how long. No I/O but reads of the tree.
+"""The freshness policy: which known names may be used without asking the origin, and for how long. It reads the tree and
+does no other I/O.
 
-There are three grounds on which a name exists (or does not): a listing of its directory that has passed it and is
-not too old; an answer about that very name that is not too old; and neither of them when something is known to have
-changed since. Lists of single answers are bounded; what falls out of them is asked for again.
+Whether a name exists is decided by a listing of its directory that has passed the name, or by an answer about this one name.
+Either must be fresh, and neither is used once the name is known to have changed since (`doubt`). The tables of single
+answers are bounded; a name whose answer was dropped is asked for again.
 
-A request uses what is younger than the TTL or younger than the request itself, so that a TTL of 0 means "look every
-time" and not "never be satisfied".
+A request may use what is younger than the TTL, or younger than the request itself. So a TTL of 0 means one request to the
+origin for each request of the kernel, and not an endless loop.
 
-One open(2) of a strict mount is several requests of the kernel. They make one *burst*: `recent` tells what an answer says
-that came a moment ago. Only what exists is used so; and of a file, a walk to its name uses nothing but a listing,
-so that an open never rests on an answer from before it began.
-"""
+On a strict mount, one open(2) makes the kernel send several requests. Together they are one *burst*: `recent` returns what
+an answer of the last moment says. It is used only for names that exist. For a file, a path walk uses only a listing, so an
+open never depends on an answer that is older than the open."""
 
 from __future__ import annotations
 
@@ -27,20 +27,22 @@ REMEMBERED = 65_536
 """Single answers kept, about 110 bytes each. A bound of memory: 7 MB for each table."""
 
 BURST_S = 0.1
-"""How long ago an answer may have come to belong to the same system call. The kernel's requests for one are less than a
-millisecond apart; a loaded daemon may be a hundred times slower. Longer, and directories would outlive their last key."""
+"""An answer that is no older may belong to the same system call. The kernel's requests for one call are less than a
+millisecond apart, and a loaded daemon may be a hundred times slower. With a longer time, a directory would be shown after
+its last key was deleted."""
 
 
 EVERY_NAME = b""
 """Stands for all names of a directory (`Freshness.hidden`)."""
 
 STALE_S = 1.0
-"""How long the kernel may keep what is used only because its origin is out. Guessed: soon enough after an outage."""
+"""How long the kernel may keep a stale answer, which is used because the origin does not answer. Guessed: soon enough after
+an outage."""
 
 
 class PendingNames(dict[tuple[int, bytes], "Node"]):
-    """The files that are written here, by directory number and name: what is true of these names, whatever a listing says.
-    `LocalChanges` writes it. `in_directory` counts them by directory."""
+    """The pending nodes, by (inode of the directory, name). They override listings and answers about these names.
+    `LocalChanges` writes this table. `in_directory` counts the nodes by directory."""
 
     def __init__(self) -> None:
         self.in_directory: Counter[Directory] = Counter()
@@ -56,8 +58,8 @@ class PendingNames(dict[tuple[int, bytes], "Node"]):
             del self.in_directory[node.directory]
 
     def names_in(self, directory: Directory) -> frozenset[bytes]:
-        """Names of directories in this one below which something is pending: they are there, whatever an origin says that
-        has nothing below them yet."""
+        """The names of those directories in this one that have a pending file below them. They exist, even while the origin
+        has no key below them."""
         names: set[bytes] = set()
         for below in self.in_directory:
             while below.parent is not None:
@@ -68,48 +70,50 @@ class PendingNames(dict[tuple[int, bytes], "Node"]):
 
 
 class Freshness:
-    """What is still used without asking. Each directory has the TTLs of its volume (`Ttls`)."""
+    """The tables of single answers, and the decisions. Each directory has the TTLs of its volume (`Ttls`)."""
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
-        self._checked: dict[int, float] = {}  # when the question was asked
-        self._arrived: dict[int, float] = {}  # when the answer came; kept only for bursts
+        self._checked: dict[int, float] = {}  # by inode: when the last answer about its name was requested
+        self._arrived: dict[int, float] = {}  # when that answer came; only for bursts
         self._stale: dict[int, float] = {}
         self._absent: dict[tuple[int, bytes], float] = {}
         self.pending = PendingNames()
         self.doubts = 0  # how often something was found to have changed, or a refresh requested
-        # Names that are missing here whatever the origin says, by directory number and name (`EVERY_NAME`: all in it).
+        # Names that are shown as missing whatever the origin has: (inode of the directory, name), or `EVERY_NAME`.
         self.hidden: set[tuple[int, bytes]] = set()
 
     def is_hidden(self, directory: Directory, name: bytes) -> bool:
-        """Whether a rename that is under way hides the name."""
+        """True if a rename that is under way hides the name."""
         return bool(self.hidden) and not self.hidden.isdisjoint(
             ((directory.ino, name), (directory.ino, EVERY_NAME))
         )
 
     def horizon(self, directory: Directory, since: float, now: float) -> float:
-        """The oldest knowledge that a request which began at `since` may use."""
+        """The time from which on answers are new enough for a request that began at `since`."""
         return min(since, now - directory.ttls.ttl)
 
     def coverage(self, directory: Directory, name: bytes) -> tuple[int, float] | None:
-        """(generation, when it was asked for) of the newest listing that decides `name`."""
+        """(generation, time of its request) of the newest listing that decides `name`; None if none does."""
         listing = directory.listing
         if listing is not None and listing.covers(name) and self.in_force(directory, listing.epoch):
             return listing.generation, listing.asked_at
         return self.whole(directory)
 
     def whole(self, directory: Directory) -> tuple[int, float] | None:
-        """(generation, time) of the last complete listing, unless a refresh was requested since."""
+        """(generation, time of its request) of the last complete listing; None if a refresh was requested since."""
         listed = directory.listed
         if listed.complete and self.in_force(directory, listed.epoch):
             return listed.complete, listed.at
         return None
 
     def in_force(self, directory: Directory, epoch: int) -> bool:
+        """True if no refresh was requested since a listing that began in `epoch`."""
         return epoch >= self._tree.epoch_needed(directory)
 
     def decide(self, directory: Directory, name: bytes, since: float, now: float) -> Found | float | None:
-        """What is fresh of a name: found; absent, for so many seconds; or None, when the origin has to be asked."""
+        """The fresh answer about a name: a `Found`, or for how many seconds it is missing. None if the origin has to be
+        asked."""
         if self.hidden and self.is_hidden(directory, name):
             return 0.0
         if self.pending and (pending := self.pending.get((directory.ino, name))) is not None:
@@ -145,8 +149,8 @@ class Freshness:
         return None
 
     def last_known(self, directory: Directory, name: bytes, now: float) -> Found | float | None:
-        """The same without a limit to how old it is, and of refreshes below a directory: for an origin that cannot
-        be asked. Not a file that is known to have changed since, or whose refresh was requested."""
+        """`decide` without a limit of age and without regard to refreshes of directories, for an origin that does not
+        answer. None for a file that is known to have changed, or whose own refresh was requested."""
         as_dir, as_file = self._tree.find(directory, name)
         listing, generation = directory.listing, directory.listed.complete
         if listing is not None and listing.covers(name):
@@ -162,7 +166,7 @@ class Freshness:
         return STALE_S if generation or (directory.ino, name) in self._absent else None
 
     def absent_since(self, directory: Directory, name: bytes) -> float:
-        """When that was asked for which says that a name is missing; long ago if nothing does."""
+        """When the answer or listing that shows a name as missing was requested; -infinity if there is none."""
         cover = self.coverage(directory, name)
         until = self._absent.get((directory.ino, name), float("-inf"))
         return max(until - directory.ttls.negative_ttl, float("-inf") if cover is None else cover[1])
@@ -170,8 +174,8 @@ class Freshness:
     def recent(
         self, directory: Directory, name: bytes, *, answers: bool = True, listings: bool = True
     ) -> Found | None:
-        """A name that exists by an answer of this burst: one about that very name, or a listing. A directory exists, too,
-        when something below it does."""
+        """A name that exists by an answer of this burst, about this one name or from a listing; else None. A directory
+        exists, too, if an answer of the burst shows something below it."""
         now = self._tree.clock()
         if self.pending and (pending := self.pending.get((directory.ino, name))) is not None:
             return pending.found(now)
@@ -190,15 +194,15 @@ class Freshness:
         return None
 
     def end_burst(self, ino: int) -> None:
-        """What comes next must not take an older answer for one of its own."""
+        """Forget that an answer about this inode has just come: it must not count for the next burst."""
         self._arrived.pop(ino, None)
 
     def was_asked(self, ino: int) -> bool:
-        """Whether there was an answer about this very name, however old."""
+        """True if an answer about this inode's name is remembered, however old."""
         return ino in self._checked
 
     def note_answer(self, directory: Directory, name: bytes, ino: int | None, asked_at: float) -> None:
-        """An answer about one name came; `ino` is None when there is nothing."""
+        """Note an answer about one name; `ino` is None if the name is missing."""
         if ino is None:
             _put(self._absent, (directory.ino, name), asked_at + directory.ttls.negative_ttl)
             return
@@ -211,7 +215,7 @@ class Freshness:
             self.note_below(directory)
 
     def note_below(self, directory: Directory) -> None:
-        """Something was just shown in `directory`: it exists, and so do those above it."""
+        """Note that something was just shown in `directory`, so it and the directories above it exist."""
         if not directory.ttls.strict:
             return
         now, above = self._tree.clock(), directory
@@ -220,19 +224,19 @@ class Freshness:
             above = above.parent
 
     def note_page(self, inos: list[int], asked_at: float) -> None:
-        """A listing showed these."""
+        """Note that a listing showed these inodes, which ends older doubts about them."""
         if self._stale:
             for ino in inos:
                 if self._stale.get(ino, float("inf")) <= asked_at:
                     del self._stale[ino]
 
     def doubt(self, ino: int) -> None:
-        """Something is known to have changed there: do not use what is written."""
+        """Note that an inode is known to have changed: its row is not used until the origin was asked."""
         self.doubts += 1
         self._checked.pop(ino, None)
         self._arrived.pop(ino, None)
         if len(self._stale) >= REMEMBERED and ino not in self._stale:
-            # Too many to remember: doubt everything that was listed up to now (the TTL would, a little later).
+            # Too many to remember: refresh everything, as the TTL would do a little later.
             self._stale.clear()
             self._checked.clear()
             self._arrived.clear()
@@ -243,7 +247,7 @@ class Freshness:
         return ino in self._stale
 
     def forget_answers(self) -> None:
-        """A refresh was requested somewhere: drop all single answers, which are cheap to ask for again."""
+        """Drop all single answers because of a refresh. They are cheap to ask for again."""
         self.doubts += 1
         self._checked.clear()
         self._arrived.clear()
@@ -251,7 +255,7 @@ class Freshness:
 
 
 def _put(table: dict[Any, float], key: object, value: float) -> None:
-    """Set, as the newest; the oldest goes when there are too many."""
+    """Set a value, and drop the oldest entry if there are too many."""
     table.pop(key, None)
     table[key] = value
     if len(table) > REMEMBERED:

@@ -1,8 +1,8 @@
-"""Inode numbers: given out one after the other, and none of them twice.
+"""Inode numbers: they are given out in ascending order, and none twice.
 
-A number belongs to one file or directory as long as that exists, under whatever name. The kernel, programs and the holder
-of a connection may remember a number for longer than this process lives, so numbers are reserved on the disk before they
-are given out.
+A number belongs to one file or directory as long as that exists, also when it is renamed. The kernel, programs and the
+holder of the connection may remember a number for longer than this process lives, so numbers are reserved on the disk before
+they are given out.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ ROOT = 1
 NUMBER_BYTES = 6
 
 RESERVED = 1 << 20
-"""Numbers of one reservation. The next one is written when half of them are left. Derived: more than five times as many as
-rows that may wait for the disk (`behind.MOST_ROWS`), so it is on the disk by the time when its first number is given out."""
+"""Numbers of one reservation. The next reservation is written when half of them are left. Derived: more than five times the
+rows that may wait for the disk (`behind.MOST_ROWS`), so it is on the disk before its first number is given out."""
 
 START_BITS = 46
-"""Where a database begins that is new, or was lost, is random: so numbers of the one before do not come again."""
+"""The first number of a new database is random, of so many bits, so that it does not repeat numbers of a lost one."""
 
 _NEXT = b"next inode"
 
@@ -31,7 +31,7 @@ def inode_key(ino: int) -> bytes:
 
 
 class Numbers:
-    """Opening it waits for the disk. `next` is called by one thread at a time."""
+    """The source of inode numbers. Opening it waits for the disk. One thread at a time may call `next`."""
 
     def __init__(self, database: WriteBehind) -> None:
         self._database = database
@@ -43,7 +43,7 @@ class Numbers:
         database.flush()
 
     def next(self) -> int:
-        """A number that was never given out."""
+        """A number that was not given out before."""
         number = self._next
         self._next += 1
         if self._end - number < RESERVED // 2:
@@ -51,6 +51,6 @@ class Numbers:
         return number
 
     def reserve(self) -> None:
-        """Write down that numbers behind those that are reserved may be given out, too."""
+        """Reserve more numbers."""
         self._end += RESERVED
         self._database.write([("state", _NEXT, inode_key(self._end))])

@@ -1,7 +1,7 @@
 """From keys to names: which keys of an object store a path can name, and how a listing is put in order. Pure.
 
-An object store has one flat set of keys; a directory is what the keys with a common prefix up to a "/" have in common.
-Most keys are paths already. The rules for those that are not:
+An object store has one flat set of keys. A directory is a common prefix of keys, up to a "/". Most keys are paths already.
+The rules for those that are not:
 
 - an empty component (``a//b``, a leading ``/``), ``.`` and ``..``, a NUL, a component of more than 255 UTF-8 bytes, and
   text that UTF-8 cannot encode: hidden, because no path reaches them;
@@ -13,9 +13,9 @@ Most keys are paths already. The rules for those that are not:
 
 Hidden keys are counted, never silently lost.
 
-A *mark* is how the tables and the pages order names: a file is its name, a directory its name and a "/". Marks sort as
-the origin lists them, so a table of marks grows at its end while a listing pages on, and the last mark of a page says
-what is decided.
+A *mark* is a name as the tables and the pages order it: the mark of a file is its name, that of a directory its name and a
+"/". Marks have the order in which the origin lists keys. So each page of a listing adds rows at the end, and its last mark
+tells which names are decided.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from cachefs.origin.protocol import ListPage, ObjectInfo
 
 MAX_NAME = 255
-"""Bytes of one path component: NAME_MAX of Linux. The kernel leaves it to us: FUSE lets longer names through."""
+"""Most bytes of one path component: NAME_MAX of Linux. FUSE lets longer names through, so the daemon must check."""
 
 
 def nameable(name: bytes) -> bool:
-    """Whether a directory may have an entry of this name."""
+    """True if a directory may have an entry of this name."""
     return 0 < len(name) <= MAX_NAME and name not in (b".", b"..") and b"\0" not in name and b"/" not in name
 
 
 def text_of(name: bytes) -> str | None:
-    """The component of a key that `name` stands for; None when no key has it (not UTF-8)."""
+    """The component of a key for a name; None if it is not UTF-8, so no key has it."""
     try:
         return name.decode("utf-8")
     except UnicodeDecodeError:
@@ -44,7 +44,7 @@ def text_of(name: bytes) -> str | None:
 
 
 def name_of(component: str) -> bytes | None:
-    """The name under which a component of a key is shown; None when it must be hidden."""
+    """The name under which a component of a key is shown; None if it must be hidden."""
     try:
         name = component.encode("utf-8")
     except UnicodeEncodeError:
@@ -57,17 +57,17 @@ def mark_of_directory(name: bytes) -> bytes:
 
 
 def name_in(mark: bytes) -> bytes:
-    """The name without what tells files from directories."""
+    """The name of a mark, without the "/" of directories."""
     return mark[:-1] if mark.endswith(b"/") else mark
 
 
 @dataclass(slots=True)
 class Page:
-    """One page of a listing in terms of marks.
+    """One page of a listing, in marks.
 
-    `entries` are (mark, object) in ascending order; the object is None for directories. `hidden` are keys no path can
-    name. `marker` is the directory's own marker object. `first` and `last` bound every key of the page, hidden ones
-    too, relative to the directory; None for an empty page."""
+    `entries` are (mark, object) in ascending order; the object is None for directories. `hidden` are keys that no path can
+    name. `marker` is the directory's own marker object. `first` and `last` are the least and the greatest key of the page,
+    relative to the directory and with hidden keys; None for an empty page."""
 
     entries: list[tuple[bytes, ObjectInfo | None]] = field(default_factory=list)
     hidden: list[str] = field(default_factory=list)
@@ -84,7 +84,7 @@ def read_page(listed: ListPage, prefix: str) -> Page:
     skip = len(prefix)
     for info in listed.objects:
         if not info.key.startswith(prefix):
-            continue  # an origin that answers with other keys than asked for: not ours to show
+            continue  # the origin returned a key that was not asked for
         rest = info.key[skip:]
         seen.append(rest.encode("utf-8", "surrogatepass"))
         if not rest:
@@ -93,7 +93,7 @@ def read_page(listed: ListPage, prefix: str) -> Page:
             else:
                 page.marker = info
         elif "/" in rest:
-            # Some origins show the marker of a sub-directory as an object: it is that directory, whatever its size.
+            # Some origins list the marker of a sub-directory as an object. It shows the directory, whatever its size.
             _add_directory(page, found, rest.partition("/")[0], info.key)
         elif (name := name_of(rest)) is None:
             page.hidden.append(info.key)

@@ -1,12 +1,12 @@
 """Listing a directory, once for all callers.
 
-Each directory has at most one listing under way, as a task of its own that no reader's cancellation touches. Each page
-is written down and then announced; its waiters look at the tree again. How far it goes is a matter of demand: a
-reader of the directory keeps it ahead of itself, a lookup pays for ten pages and for twice as many each time it
-misses. A listing without a reader rests where it is and is resumed from there.
+Each directory has at most one listing under way. It runs in a task of its own, so the cancellation of a reader does not end
+it. Each page is written to the tree; then the waiting tasks are woken, and look at the tree again. Demand decides how far a
+listing goes: for a reader of the directory it stays some pages ahead; a lookup allows ten pages, and twice as many each time
+that it misses. A listing without demand rests, and goes on from there later.
 
-A generation is one listing from its first page to its last. Rows carry the generation that last showed them, so after the
-last page those of earlier ones are what has vanished; they are swept in bounded transactions.
+A generation is one listing from its first page to its last. A row has the generation of the last listing that showed it.
+After the last page, rows of earlier generations have vanished at the origin; they are swept in bounded transactions.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PAGE = 1000
-"""Names a LIST asks for: the most that S3 gives."""
+"""Names of one LIST request: the most that S3 returns."""
 
 AHEAD = 10
-"""Pages listed beyond what was asked for: 10,000 names are a directory like any other, 10⁹ are a bucket. Guessed."""
+"""Pages that are listed ahead of demand. Guessed: a usual directory has up to 10,000 names, and is listed whole."""
 
 MAX_DOUBLINGS = 24
 
 ChangeHook = Callable[[Directory, int, bytes], None]
-"""(directory, ino, name): it is not what it was."""
+"""(directory, ino, name): called when the name does not lead to this inode (0: to none) any more."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Asked:
-    """A page that was requested `at` a time, after so many `changes` made here."""
+    """A request for a page, sent `at` that time, after `changes` changes of this node (`Tree.changes`)."""
 
     token: str | None
     at: float
@@ -67,28 +67,29 @@ class Listing:
 
     generation: int
     epoch: int
-    leftovers: bool  # whether rows of earlier generations may exist
+    leftovers: bool  # rows of earlier generations may exist
     token: str | None = None
     position: bytes | None = None  # the last key seen, relative to the directory
     ordered: bool = True
-    asked_at: float = 0.0  # when its last page was
+    asked_at: float = 0.0  # when the last page was requested
     pages: int = 0
     allowed: int = 0
     misses: int = 0
     hidden: int = 0
     failures: int = 0
-    asked: Asked | None = None  # the next page, while it is requested
-    turn: Outcome[None] = field(default_factory=Outcome)  # the next page is written
+    asked: Asked | None = None  # the request for the next page, sent ahead
+    turn: Outcome[None] = field(default_factory=Outcome)  # ends when the next page is written
 
     def covers(self, name: bytes) -> bool:
-        """Whether nothing that comes can be `name` any more, neither as a file nor as a directory."""
+        """True if the pages so far decide whether `name` exists, as a file or as a directory."""
         return self.position is not None and self.ordered and name + b"/" <= self.position
 
     def passed(self, rows: list[tuple[bytes, Row]]) -> list[tuple[bytes, Row]]:
-        """The first of these rows (mark, row), as far as their names are decided."""
+        """The leading ones of these rows (mark, row) whose names the pages so far decide."""
         return list(takewhile(lambda one: self.covers(name_in(one[0])), rows))
 
     def next_turn(self, failure: CachefsError | None = None) -> None:
+        """Wake the tasks that wait for the next page."""
         turn, self.turn = self.turn, Outcome()
         turn.end(failure=failure)
 
@@ -104,8 +105,8 @@ class Lister:
     _running: dict[Listing, trio.CancelScope] = field(default_factory=dict)
     _all_done: trio.Event = field(default_factory=trio.Event)
     _closed: bool = False
-    _disordered: set[str] = field(default_factory=set)  # sources caught breaking the order they claim
-    _tops: list[Directory] = field(default_factory=list)  # kept: they know that their listings are early
+    _disordered: set[str] = field(default_factory=set)  # sources that broke the order which they claim
+    _tops: list[Directory] = field(default_factory=list)  # held, because `early` is not stored
 
     def list_tops(self, absent: Container[Origin]) -> None:
         """See `FileSystem.list_tops`."""
@@ -121,7 +122,8 @@ class Lister:
                 top.listed.early = True
 
     def demand(self, directory: Directory, horizon: float) -> Listing:
-        """The listing that is under way, or rests and is not older than `horizon`, or a new one. Call `allow` next."""
+        """The listing that is under way, or rests and is not older than `horizon`; otherwise a new one. Call `allow`
+        next."""
         listing = directory.listing
         if listing is not None:
             rests = listing.asked_at >= horizon and not directory.listed.early
@@ -136,24 +138,25 @@ class Lister:
         return directory.listing
 
     def allow(self, directory: Directory, listing: Listing, pages: int) -> None:
-        """Let it go on for this many pages from where it is."""
+        """Let a listing go on for so many pages from where it is, and start its task if it rests."""
         listing.allowed = max(listing.allowed, listing.pages + pages)
         if listing not in self._running and directory.listing is listing:
             if self._closed:
                 raise OriginFailed("the filesystem is closing")
             self._running[listing] = trio.CancelScope()
-            context = copy_context()  # the first request is the one that it is for
+            context = copy_context()  # the listing counts for the request that first needs it
             trio.lowlevel.spawn_system_task(
                 self._run, directory, listing, name="cachefs listing", context=context
             )
 
     def missed(self, directory: Directory, listing: Listing) -> None:
-        """A lookup went past it: the more of them, the likelier is it that the whole listing pays."""
+        """Note a lookup of a name that the listing has not passed. Each allows more pages, because many lookups make the
+        whole listing worth its requests."""
         listing.misses += 1
         self.allow(directory, listing, AHEAD << min(listing.misses - 1, MAX_DOUBLINGS))
 
     def cancel(self, directory: Directory) -> None:
-        """Stop and forget the listing; its waiters look again."""
+        """Stop and forget the listing. Tasks that wait for it look at the tree again."""
         listing, directory.listing = directory.listing, None
         if listing is not None:
             if (scope := self._running.get(listing)) is not None:
@@ -197,11 +200,11 @@ class Lister:
             listing.failures += 1
             listing.allowed = listing.pages
             if listing.failures > 1 and directory.listing is listing:
-                directory.listing = None  # perhaps it is the token: begin again
+                directory.listing = None  # the token may be the reason, so the next demand begins again
         listing.next_turn(failure)
 
     async def _ask(self, asked: Asked, origin: Origin, prefix: str) -> None:
-        """Request a page. Never raises."""
+        """Request a page, and end `asked.page` with it. Never raises."""
         try:
             asked.page.value = await origin.list_page(prefix, token=asked.token, limit=PAGE)
         except Exception as exc:
@@ -210,8 +213,8 @@ class Lister:
             asked.page.end()
 
     async def _next_page(self, directory: Directory, listing: Listing, nursery: trio.Nursery) -> bool:
-        """Fetch and write one page. Returns whether names of earlier listings are to be swept now. The page behind it is
-        requested meanwhile, if it is wanted."""
+        """Fetch and write one page. If the next one is wanted, its request is sent meanwhile. Returns True if the listing
+        has ended, and rows of earlier ones must be swept."""
         origin = directory.origin
         assert origin is not None
         asked, listing.asked = listing.asked, None
@@ -225,7 +228,7 @@ class Lister:
         except NotFound as exc:
             if directory.is_top:
                 raise OriginFailed(f"what is mounted is gone: {exc}") from exc
-            listed = ListPage([], [], None)  # so says an origin with real directories
+            listed = ListPage([], [], None)  # an origin with real directories answers so for an absent one
         done = listed.next_token is None
         if not done and listed.next_token == listing.token:
             raise OriginFailed(f"listing {directory.prefix!r}: the origin repeats the same page for ever")
@@ -243,7 +246,7 @@ class Lister:
             if page.marker is not None:
                 directory.marked = True
             extra = self._marker(directory, page)
-            entries = self._news(directory, page, changes, first=not listing.pages)
+            entries = self._to_write(directory, page, changes, first=not listing.pages)
             written = await trio.to_thread.run_sync(
                 write_names,
                 self._tree,
@@ -266,7 +269,7 @@ class Lister:
                 directory.listed.ended(listing.generation, listing.epoch, asked_at, listing.hidden)
                 directory.listing = None
                 if listing.position is None and not directory.is_top:
-                    self._freshness.doubt(directory.ino)  # nothing is left in it: it may be gone itself
+                    self._freshness.doubt(directory.ino)  # it is empty, so it may not exist any more
         await self.lost(directory, written.lost)
         if done and current:
             await self._write_state(directory)
@@ -274,7 +277,7 @@ class Lister:
         return done and current and listing.leftovers
 
     async def is_empty(self, directory: Directory) -> None:
-        """It was just made, with a marker: that is as good as a listing which showed nothing else."""
+        """Record a directory that was just made, with a marker, as listed and empty."""
         self.cancel(directory)
         directory.marked = True
         directory.listed.ended(directory.listed.next(), self._tree.epoch, self._tree.clock())
@@ -291,7 +294,7 @@ class Lister:
         if not listing.ordered or listing.position is None or page.first is None:
             return
         if page.first < listing.position:
-            # What was given out until now may lack names: only an error tells the reader so.
+            # Readers may have been given entries without some names before these. Only an error tells them so.
             assert directory.origin is not None
             self._disordered.add(directory.origin.source)
             directory.listing = None
@@ -300,11 +303,11 @@ class Lister:
             )
             raise OriginFailed(f"listing {directory.prefix!r}: the origin does not keep the order it claims")
 
-    def _news(
+    def _to_write(
         self, directory: Directory, page: Page, changes: int, *, first: bool
     ) -> list[tuple[bytes, ObjectInfo | None]]:
-        """The entries of a page without those names of which this node knows better: what is being written here, and what
-        was changed after the page was asked for. The first page shows the directories which have nothing but that."""
+        """The entries of a page without names that are pending or hidden here, or were changed here after the page was
+        requested. The first page also gets the directories that have pending files below them."""
         pending, tree = self._freshness.pending, self._tree
         if not pending and not self._freshness.hidden and tree.changes == changes:
             return page.entries
@@ -322,7 +325,7 @@ class Lister:
         return entries
 
     def _marker(self, directory: Directory, page: Page) -> list[Put]:
-        """A marker object tells when the directory was made: its row in the parent shows it."""
+        """The change of the directory's row in its parent: it shows the marker's time, which is when it was made."""
         if page.marker is None or directory.parent is None:
             return []
         row = self._tree.row(directory.parent, directory.mark)
@@ -346,11 +349,11 @@ class Lister:
             )
 
     async def _sweep(self, directory: Directory, generation: int) -> None:
-        """Remove what listing `generation`, complete, did not show; and what was below it."""
+        """Remove the rows that the complete listing `generation` did not show, and everything below them."""
         after: bytes | None = b""
         while after is not None and directory.listed.complete == generation:
             async with self._tree.writing:
-                after, gone = await trio.to_thread.run_sync(
+                after, removed = await trio.to_thread.run_sync(
                     sweep,
                     self._tree,
                     directory,
@@ -358,14 +361,14 @@ class Lister:
                     after,
                     self._freshness.pending.names_in(directory),
                 )
-            await self.lost(directory, gone)
+            await self.lost(directory, removed)
 
     def tell(self, directory: Directory, name: bytes) -> None:
-        """The name may show something else now, or nothing."""
+        """Have the kernel look a name up again."""
         self._on_change(directory, 0, name)
 
     async def lost(self, directory: Directory, lost: list[Lost]) -> None:
-        """These have no name any more."""
+        """Tell the kernel of names whose rows were removed, and erase the directories among them."""
         for ino, mark in lost:
             self._on_change(directory, ino, name_in(mark))
         for ino, mark in lost:
@@ -373,7 +376,7 @@ class Lister:
                 await self.erase(ino)
 
     async def erase(self, ino: int) -> None:
-        """Forget a directory that is gone, and all that was known to be below it."""
+        """Remove the rows of a directory that does not exist any more, and of everything below it."""
         doomed = [ino]
         while doomed:
             ino = doomed.pop()

@@ -1,11 +1,11 @@
-"""What this node knows better than the origin: files that are being written here, and names that were changed here.
+"""Changes made on this node that the origin does not show yet: files that are being written, and names that were changed.
 
-A *node* is one file that a process has open for writing, or whose dirty file the origin does not have yet. It is *pending*
-from its first change until the origin has it and no process writes it any more: its name shows the dirty file then,
-whatever a listing says, as the inode that it was, and in one version of its own, which handles take for an etag. Pending
-rows belong to the local changes: pages and answers leave them alone, so they may be written without the lock of the tree.
+A *node* is one file that a process has open for writing, or whose dirty file was not uploaded yet. It is *pending* from its
+first change until its content is uploaded and no process has it open for writing. While a node is pending, its name shows
+the dirty file, whatever a listing says. The inode stays the same, and the version is `DIRTY_FILE_ETAG` with the dirty file's
+id. Listings and lookups never write pending rows, so this module may write them without the lock of the tree.
 
-What is done at the origin is written down here as an answer of the origin would be (`write`).
+A change made at the origin is recorded here as an answer of the origin would be (`write`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 DIRTY_FILE_ETAG = "draft "
-"""What the version of a dirty file begins with, in place of an etag; no origin's etag is like that."""
+"""The beginning of a dirty file's version, which stands in place of an etag. No origin has such etags."""
 
 
 Place = tuple[Directory, bytes]
@@ -47,10 +47,10 @@ Place = tuple[Directory, bytes]
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """`ino` is its inode, 0 until it has one. `stored` says that the origin may have an object of its name. A node that was
-    `removed` has no name any more, only handles; one that is `moving` is about to get another. `settled` says that its
-    dirty file is not to be opened any more: the cache has its content, or only the origin. `clears`: a process that may
-    not keep set-uid and set-gid bits may write it unseen."""
+    """A file that is open for writing or not uploaded yet. `ino` is its inode, 0 until it has one. `stored`: the origin may
+    have an object under its name. `removed`: it has no name any more, only handles. `moving`: a rename is under way.
+    `settled`: its dirty file must not be opened any more, because the content is in the cache or at the origin.
+    `clears`: a process without the right to keep set-uid and set-gid bits may write it in passthrough."""
 
     directory: Directory
     name: bytes
@@ -82,7 +82,7 @@ class Node:
 
 @dataclass(eq=False, repr=False)
 class LocalChanges:
-    """`times` are of directories in which something was changed here."""
+    """The nodes, and the changes of names. `times` are the modification times of directories that were changed here."""
 
     _tree: Tree
     _freshness: Freshness
@@ -92,21 +92,21 @@ class LocalChanges:
     _writer: Uploads
     _wall: Callable[[], float]
     times: Times
-    nodes: dict[int, Node] = field(default_factory=dict)  # by number: those that are open
-    _places: dict[tuple[int, bytes], Node] = field(default_factory=dict)  # that have a name, pending or open
+    nodes: dict[int, Node] = field(default_factory=dict)  # the open ones, by inode
+    _places: dict[tuple[int, bytes], Node] = field(default_factory=dict)  # those with a name, pending or open
     _by_dirty_file: dict[str, Node] = field(default_factory=dict)
-    _doomed: list[int] = field(default_factory=list)  # directories that have lost their names
+    _to_erase: list[int] = field(default_factory=list)  # directories that have lost their names
 
     @property
     def pending(self) -> PendingNames:
         return self._freshness.pending
 
     def at(self, directory: Directory, name: bytes) -> Node | None:
-        """The node of a name, pending or only open."""
+        """The node of a name, pending or only open; None if the name has none."""
         return self._places.get((directory.ino, name))
 
     def named(self, node: Node) -> bool:
-        """Whether a name shows it, perhaps until its removal is done."""
+        """True if a name shows the node. During its removal the name still does."""
         return not node.removed or self.at(node.directory, node.name) is node
 
     def of_row(self, row: Row) -> Node:
@@ -123,33 +123,34 @@ class LocalChanges:
     # -- the life of a node ------------------------------------------------------------------------
 
     def add(self, node: Node) -> None:
-        """It is open, or pending."""
+        """Enter a node that is open or pending under its name and, if it is open, under its inode."""
         self._places[node.directory.ino, node.name] = node
         if self._files.is_open(node.ino):
             self.nodes[node.ino] = node
 
     def give(self, node: Node, dirty_file: DirtyFile) -> None:
+        """Give a node its dirty file. The two share one dict of attributes from then on."""
         node.dirty_file, node.attrs, node.settled = dirty_file, dirty_file.attrs, False
         self._by_dirty_file[dirty_file.id] = node
         if not node.removed:
             self.add(node)
 
     def give_nameless(self, node: Node, dirty_file: DirtyFile) -> None:
-        """The same for a node that was removed: all handles under its number read and write the dirty file."""
+        """Give a removed node its dirty file, and attach all handles of its inode to it."""
         self.give(node, dirty_file)
         for handle in self._files.under(node.ino):
             self.attach(handle, node)
         self._writer.outlive(dirty_file, node.ino, named=False)
 
     def nameless(self, handle: FileHandle, attrs: dict[str, Any]) -> Node:
-        """A node for a file that is open and has lost its name."""
+        """Make a node for a file that is open and has lost its name."""
         node = self._nameless(handle.ino, handle.origin, handle.object.key)
         node.attrs = attrs
         self.nodes[node.ino] = node
         return node
 
     def resumed_nameless(self, dirty_file: DirtyFile) -> Node:
-        """The same, of a file that handles of the daemon before have open."""
+        """Make such a node for a dirty file that handles of the previous daemon have open."""
         node = self._nameless(dirty_file.ino, dirty_file.origin, dirty_file.key)
         self.give_nameless(node, dirty_file)
         return node
@@ -161,12 +162,12 @@ class LocalChanges:
         return node
 
     def info(self, directory: Directory, name: bytes, obj: ObjectId) -> ObjectInfo:
-        """The origin's object that is at a name, as it is known here."""
+        """The origin's object under a name, as the tree has it."""
         row = self._tree.row(directory, name)
         return ObjectInfo(obj.key, obj.size, row.mtime_ns if row is not None else 0, obj.etag)
 
     def place_of(self, ino: int) -> Place:
-        """Where an inode that is a file is. Raises `ObjectChanged`."""
+        """The place of a file's inode. Raises `ObjectChanged` if no name leads to it, or it is a directory."""
         directory, mark = self._tree.locate(ino)
         row = self._tree.row(directory, mark)
         if row is None or row.ino != ino or mark.endswith(b"/"):
@@ -174,20 +175,20 @@ class LocalChanges:
         return directory, mark
 
     def inode_of(self, dirty_file: DirtyFile, directory: Directory, name: bytes) -> int:
-        """The inode of a dirty file that comes back at a name: its own, or the one that is written down there; 0 where there
-        is none."""
+        """The inode for a dirty file that is restored under a name: its own, or the one in the name's row; 0 where there is
+        neither."""
         if not (ino := dirty_file.ino):
             row = self._tree.row(directory, name)
             return 0 if row is None else row.ino
         with suppress(ObjectChanged):
             above, mark = self.place_of(ino)
-            if (above, mark) != (directory, name):  # the daemon before has died in a rename
+            if (above, mark) != (directory, name):  # the previous daemon died during a rename
                 self._tree.database.write([("names", above.key + mark, None)])
         return ino
 
     async def leave_to_readers(self, directory: Directory, name: bytes, ino: int) -> None:
-        """The readers of an inode keep it, and its name leads to another one with the same content: a process wants to write
-        it, and others use the file of the cache, too, that those readers have in passthrough."""
+        """Give a name a new inode with the same content, and leave the old inode to its readers. This is done for a writer
+        when the readers have a cache file in passthrough that other users, such as peers, still hold."""
         async with self.applying():
             row = self._tree.row(directory, name)
             if row is None or row.ino != ino:
@@ -202,7 +203,7 @@ class LocalChanges:
             self._files.forget_warm()
 
     def share(self, node: Node, dirty_file: DirtyFile, handles: list[FileHandle]) -> None:
-        """What its readers have in passthrough is the dirty file from now on, under the same number."""
+        """Make the cache file that the readers of a node have in passthrough its dirty file, under the same inode."""
         if node.removed:
             self.give_nameless(node, dirty_file)
         else:
@@ -215,19 +216,19 @@ class LocalChanges:
         self._files.forget_warm()
 
     async def hold(self, node: Node) -> None:
-        """From now on its name shows its dirty file, and all its handles read that. Raises `ObjectChanged` where another
+        """Make a node pending: its name shows its dirty file, and all its handles read it. Raises `ObjectChanged` if another
         client has removed its directory."""
         assert node.dirty_file is not None
         async with self.applying():
             if self._tree.known(node.directory.ino) is not node.directory:
                 raise ObjectChanged(f"{node.directory.prefix} was removed")
-            for handle in self._files.under(node.ino):  # first: it may fail, and then nothing has changed
+            for handle in self._files.under(node.ino):  # first, because it may fail
                 self.attach(handle, node)
             etag, mtime_ns = DIRTY_FILE_ETAG + node.dirty_file.id, node.dirty_file.mtime_ns
             node.row, lost = pin(self._tree, node.directory, node.name, mtime_ns, etag, node.ino)
             node.ino = node.row.ino
             self._lose(lost)
-            self._files.nameless.pop(node.ino, None)  # another client's version may just have come
+            self._files.nameless.pop(node.ino, None)  # a listing may have just shown another client's version
             self._make_pending(node)
             self._files.forget_warm()
             self._files.turn(node.ino, self.version(node), node.dirty_file.mtime_ns)
@@ -242,13 +243,13 @@ class LocalChanges:
             self.touch(node.directory)
 
     def version(self, node: Node) -> ObjectId:
-        """What its handles are of: the dirty file while it is pending, then what the origin made of it."""
+        """The version that a node's handles have: the dirty file while it is pending, then the uploaded object."""
         info = None if node.pending or node.dirty_file is None else node.dirty_file.committed
         etag, size = (node.row.etag, 0) if info is None else (info.etag, info.size)
         return ObjectId(node.origin.source, node.key, etag, size)
 
     def fresh(self, directory: Directory, name: bytes, row: Row) -> Node | None:
-        """Where to read a version that the origin has just got, as long as the cache does not have it."""
+        """The node whose dirty file still has the content of an uploaded version; None once the cache has adopted it."""
         node = self.at(directory, name)
         if (
             node is None
@@ -260,13 +261,13 @@ class LocalChanges:
         return node if (info.etag, info.size) == (row.etag, row.size) else None
 
     def current(self, directory: Directory, name: bytes, version: ObjectId) -> Node | None:
-        """The node whose dirty file has this version of a name."""
+        """The node whose dirty file has this version of a name; None if there is none."""
         node = self.at(directory, name)
         return node if node is not None and not node.settled and self.version(node) == version else None
 
     def attach(self, handle: FileHandle, node: Node) -> None:
-        """A handle reads the dirty file from now on; when this raises, it does not. Only the first of a dirty file raises:
-        the others share its descriptor."""
+        """Make a handle read the node's dirty file. If this raises, the handle is unchanged. Only the first handle of a
+        dirty file can fail, because the others share its descriptor."""
         assert node.dirty_file is not None
         if handle.size != DIRTY_FILE:
             self._writer.open(node.dirty_file)
@@ -274,7 +275,7 @@ class LocalChanges:
         self.nodes[node.ino] = handle.node = node
 
     def committed(self, dirty_file: DirtyFile, info: ObjectInfo) -> None:
-        """The origin has it. Its name stays pending while a process writes, which may change it again."""
+        """Note that a dirty file was uploaded as `info`. While a process has it open for writing, it stays pending."""
         node = self._by_dirty_file.get(dirty_file.id)
         if node is not None:
             node.stored = True
@@ -282,7 +283,7 @@ class LocalChanges:
                 self._settle(node)
 
     def settling(self, dirty_file: DirtyFile) -> bool:
-        """False while a name still shows the dirty file, for it is being renamed."""
+        """Settle an uploaded file. False if a name still shows the dirty file, as during a rename: it must stay."""
         node = self._by_dirty_file.get(dirty_file.id)
         if node is None or node.removed or not node.pending:
             return True
@@ -290,14 +291,14 @@ class LocalChanges:
         return not node.pending
 
     def settled(self, dirty_file: DirtyFile) -> None:
-        """It is not to be opened any more."""
+        """Note that a dirty file must not be opened any more."""
         node = self._by_dirty_file.pop(dirty_file.id, None)
         if node is not None:
             node.settled = True
             self._forget(node)
 
     def leave(self, handle: FileHandle, node: Node) -> None:
-        """One of its handles was closed."""
+        """Note that a handle of a node was closed."""
         if not self._files.is_open(node.ino) and self.nodes.get(node.ino) is node:
             del self.nodes[node.ino]
         if not node.removed:
@@ -307,6 +308,7 @@ class LocalChanges:
         self._forget(node)
 
     def _settle(self, node: Node) -> None:
+        """End the pending state if the content is uploaded and no process writes: the name shows the uploaded object."""
         dirty_file = node.dirty_file
         if (
             not node.pending
@@ -329,7 +331,7 @@ class LocalChanges:
 
     @contextmanager
     def moving(self, node: Node) -> Iterator[None]:
-        """Its name changes meanwhile. What the origin gets meanwhile is written down at the end."""
+        """Mark a node as being renamed. If its upload ends meanwhile, the node settles when the rename is over."""
         node.moving = True
         try:
             yield
@@ -340,18 +342,19 @@ class LocalChanges:
             self._forget(node)
 
     def _let_go(self, node: Node) -> None:
+        """End the pending state of a node."""
         node.pending = False
         self.pending.let_go(node)
         self._tree.note_change(node.directory, node.name)
 
     def _forget(self, node: Node) -> None:
-        """Drop it if it is not needed any more."""
+        """Drop a node that is neither pending nor open, nor has an unsettled dirty file."""
         if node.settled and not node.moving:
             node.dirty_file = None  # a handle that reads the stored version may keep the node
         if node.pending or not (node.settled or node.removed) or node.ino in self.nodes:
             return
         if node.removed and self.named(node):
-            return  # its name goes, or stays: opens wait for that
+            return  # the removal is under way, and opens of the name wait for its end
         if self._places.get((node.directory.ino, node.name)) is node:
             del self._places[node.directory.ino, node.name]
         if node.dirty_file is not None:
@@ -360,9 +363,9 @@ class LocalChanges:
     async def remove(
         self, node: Node, *, replaced: bool, instead: Callable[[], Awaitable[object]] | None = None
     ) -> None:
-        """The node loses its name by what `instead` does at the origin. Nothing of it is uploaded, and the handles that
-        have it open go on with it alone. The name itself is there until another answer is written. When `instead` raises,
-        nothing has happened."""
+        """Take a node's name away, by awaiting `instead`, which changes the origin. Nothing of the node is uploaded any
+        more, and its open handles keep the dirty file. The row of the name stays until the caller writes another one. If
+        `instead` raises, the node is unchanged."""
         node.removed = True
         ctime_ns = self.now_ns()
         try:
@@ -375,13 +378,13 @@ class LocalChanges:
             if node.dirty_file is None or not node.dirty_file.discarded:
                 node.removed = False
                 self._forget(node)
-            else:  # it is given up already: the origin says what is there
+            else:  # its upload was given up already, so the origin has to be asked what is there
                 await self.write(node.directory, node.name, False)
                 self.look_again((node.directory, node.name))
             raise
 
     async def abandon(self, node: Node) -> None:
-        """Its first change has failed: it is as if its dirty file had never been."""
+        """Undo the first change of a node, which has failed: discard its dirty file."""
         dirty_file = node.dirty_file
         assert dirty_file is not None
         del self._by_dirty_file[dirty_file.id]
@@ -391,17 +394,17 @@ class LocalChanges:
             await self._writer.discard(dirty_file, replaced=True)
 
     async def take_back(self, node: Node) -> None:
-        """What creates it has failed: its name goes, and nothing of it is uploaded."""
+        """Undo a create that has failed: remove the node and its name. Nothing of it is uploaded."""
         with trio.CancelScope(shield=True), suppress(CachefsError):
             async with node.lock:
                 await self.remove(node, replaced=True)
             await self.write(node.directory, node.name, False)
 
     def moves(self, place: Place, to: Place, row: Row) -> None:
-        """A file has another name, where `row` is what is known of it; while `applying`."""
+        """Move a file to another name with the row `row`. The caller is `applying`."""
         node = self._places.get((place[0].ino, place[1]))
         if node is not None and node.ino != row.ino:
-            node = None  # of an inode that has lost this name
+            node = None  # it belongs to an inode that has lost this name
         pending = node is not None and node.pending
         if node is not None:
             del self._places[place[0].ino, place[1]]
@@ -423,15 +426,15 @@ class LocalChanges:
         self._moved(place, to, row, lost)
 
     def directory_moves(self, place: Place, to: Place, directory: Directory) -> None:
-        """A directory, with what is in it, has another name; while `applying`."""
+        """Move a directory, with its contents, to another name. The caller is `applying`."""
         mark, new = mark_of_directory(place[1]), mark_of_directory(to[1])
         row = self._tree.row(place[0], mark)
         if row is None or row.ino != directory.ino:  # another client has removed it meanwhile
             row = NO_ROW._replace(ino=directory.ino)
         row = row._replace(generation=to[0].listed.generation)
         lost = move(self._tree, (place[0], mark), (to[0], new), row)
-        for one in self._tree.replace(directory, to[0], new):
-            self._lister.cancel(one)
+        for moved in self._tree.replace(directory, to[0], new):
+            self._lister.cancel(moved)
         self._tree.database.write([directory.state()])
         self._give_up(*to)
         self._moved(place, to, row, lost)
@@ -447,29 +450,29 @@ class LocalChanges:
         self._files.forget_warm()
 
     def _lose(self, lost: list[Lost]) -> None:
-        """These have no name any more; while `applying`."""
+        """Note inodes that have no name any more. The caller is `applying`, whose end erases the directories among them."""
         for ino, mark in lost:
             self._files.lose_name(ino, removed=True)
             self._overrides.put(ino, {})
             if mark.endswith(b"/"):
-                self._doomed.append(ino)
+                self._to_erase.append(ino)
 
     def now_ns(self) -> int:
-        """The time that a change shows."""
+        """The time for a change that is made now, in nanoseconds since the epoch."""
         return round(self._wall() * 1e9)
 
     def touch(self, directory: Directory) -> None:
-        """Something in it has changed: programs look at its time to know whether to read it again."""
+        """Set a directory's modification time to now: programs see by it that they must read the directory again."""
         self.times.put(directory.ino, self.now_ns())
 
     def doubt(self, ino: int, directory: Directory, name: bytes) -> None:
-        """The inode that the name leads to may be gone at the origin."""
+        """Have the next lookup of a name ask the origin, because its inode may be gone there."""
         self._files.forget_warm()
         self._freshness.doubt(ino)
         self._lister.tell(directory, name)
 
     def look_again(self, *places: Place) -> None:
-        """A change of these names failed: what was listed around them does not count any more, nor what the kernel has."""
+        """Have names whose change failed asked for again: drop their directories' listings and the kernel's entries."""
         self._freshness.forget_answers()
         for directory, name in places:
             self._lister.cancel(directory)
@@ -477,6 +480,7 @@ class LocalChanges:
             self._lister.tell(directory, name)
 
     def _give_up(self, directory: Directory, name: bytes) -> None:
+        """Take a name away from the removed node that had it, if there is one."""
         node = self._places.get((directory.ino, name))
         if node is not None and node.removed:
             if node.pending:
@@ -486,25 +490,26 @@ class LocalChanges:
 
     # -- what was done at the origin ------------------------------------------------------------------
 
-    async def write(self, directory: Directory, name: bytes, said: ObjectInfo | bool) -> int:
-        """There is this object under the name now, a directory (True), or nothing. Returns its number."""
+    async def write(self, directory: Directory, name: bytes, answer: ObjectInfo | bool) -> int:
+        """Record what the origin has under a name now: an object, a directory (True) or nothing (False). Returns the inode,
+        0 for nothing."""
         async with self.applying():
-            return self.written(directory, name, said)
+            return self.written(directory, name, answer)
 
     @asynccontextmanager
     async def applying(self) -> AsyncIterator[None]:
-        """What is `written` until the end is one step for the readers of names, if its caller does not wait in between.
-        Not in a thread: a lookup in between would show a part of it."""
+        """Hold the lock of the tree for changes of several rows. Readers of names see them as one step if the block does not
+        await, nor write in a thread. At the end, directories that have lost their names are erased."""
         with trio.CancelScope(shield=True):
             async with self._tree.writing:
                 yield
-            while self._doomed:
-                await self._lister.erase(self._doomed.pop())
+            while self._to_erase:
+                await self._lister.erase(self._to_erase.pop())
 
-    def written(self, directory: Directory, name: bytes, said: ObjectInfo | bool) -> int:
-        """Write down what there is under a name from now on, while `applying`. Returns its number."""
+    def written(self, directory: Directory, name: bytes, answer: ObjectInfo | bool) -> int:
+        """`write` for a caller that is `applying`."""
         also = [("local", directory.key + name, None)]
-        written = write_answer(self._tree, directory, name, said, directory.listed.generation, also)
+        written = write_answer(self._tree, directory, name, answer, directory.listed.generation, also)
         self._tree.note_change(directory, name)
         self._give_up(directory, name)
         self.touch(directory)
@@ -515,22 +520,22 @@ class LocalChanges:
         return ino or 0
 
     async def directory(self, above: Directory, name: bytes) -> Directory:
-        """The directory of this name, which is written down as one if it is not known as one."""
+        """The directory of this name. If the tree has none, it is recorded first."""
         async with self.applying():
             return self.below_as(above, name)
 
     def below_as(self, above: Directory, name: bytes) -> Directory:
-        """The same while `applying`."""
+        """`directory` for a caller that is `applying`."""
         row = self._tree.row(above, mark_of_directory(name))
         return self._tree.directory(self.written(above, name, True) if row is None else row.ino)
 
     # -- names that are hidden ---------------------------------------------------------------------
 
     def hide(self, directory: Directory, name: bytes) -> None:
-        """The name (`EVERY_NAME`: each in the directory) is missing here until `unhide`, whatever the origin says."""
+        """Show a name (`EVERY_NAME`: all names of the directory) as missing until `unhide`, whatever the origin has."""
         self._freshness.hidden.add((directory.ino, name))
         self._tree.note_change(directory, name)
 
     def unhide(self, directory: Directory, name: bytes) -> None:
         self._freshness.hidden.discard((directory.ino, name))
-        self._tree.note_change(directory, name)  # what was asked before counts no more
+        self._tree.note_change(directory, name)  # answers to earlier requests must not be used

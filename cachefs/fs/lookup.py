@@ -1,15 +1,14 @@
-"""Finding out about one name with as few requests as possible.
+"""Looking up one name with as few requests as possible.
 
-What is fresh is answered at once. Otherwise, in this order of cost:
+A fresh answer costs no request. Otherwise:
 
-- a name that was known and is only too old is asked for itself (one HEAD, or one LIST of one key for a directory), up to
-  three times per directory and TTL; after that, and when a refresh of the whole directory was requested, a new
-  listing of it is cheaper;
-- a name in a directory that is not listed starts the listing, whose first page decides for most directories;
-- where the first page does not reach it, both questions are asked side by side (HEAD of the key, LIST of one key below
-  it), while the listing goes on for a bounded while.
+- A name that was known, and whose answer is too old, is asked for alone: one HEAD, or one LIST of one key for a directory.
+  After three such names within a TTL, or after a refresh of the whole directory, a new listing of it is cheaper.
+- A name in a directory that was not listed starts the listing. In most directories its first page decides.
+- If the first page does not reach the name, a HEAD of the key and a LIST of one key below it are sent side by side, while
+  the listing goes on for a bounded number of pages.
 
-A question about one name is asked once for all lookups that wait for it.
+Lookups of the same name at the same time share one question to the origin.
 """
 
 from __future__ import annotations
@@ -41,7 +40,8 @@ about as much time as two HEADs and answers a thousand."""
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Question:
-    """A question in progress, asked after so many `doubts` (`Freshness`). No answer: its caller was cancelled."""
+    """A question to the origin that is under way. `doubts` is `Freshness.doubts` when it was asked. It ends without an
+    answer if its caller is cancelled."""
 
     doubts: int
     answer: Outcome[Found | float] = field(default_factory=Outcome)
@@ -49,7 +49,7 @@ class _Question:
 
 @dataclass(eq=False, repr=False)
 class Looker:
-    """Answers about names: a `Found`, or for how many seconds there is none."""
+    """Answers about names: a `Found`, or for how many seconds the name is missing."""
 
     _tree: Tree
     _freshness: Freshness
@@ -58,7 +58,7 @@ class Looker:
     _questions: dict[tuple[int, bytes], _Question] = field(default_factory=dict)
 
     def now(self, directory: Directory, name: bytes) -> Found | float | None:
-        """What is fresh; None when `look` has to be awaited. Raises `NameTooLong`."""
+        """The fresh answer; None if `look` has to be awaited. Raises `NameTooLong`."""
         if not nameable(name):
             if len(name) > MAX_NAME:
                 raise NameTooLong(f"a name of {len(name)} bytes")
@@ -68,7 +68,7 @@ class Looker:
         return self._last_known(directory, name) if answer is None else answer
 
     def _last_known(self, directory: Directory, name: bytes) -> Found | float | None:
-        """What is used only because the origin does not answer, if it does not."""
+        """The last known answer, whatever its age, if the origin does not answer and may serve stale answers; else None."""
         if directory.origin is None or not directory.origin.serves_stale:
             return None
         answer = self._freshness.last_known(directory, name, self._tree.clock())
@@ -77,7 +77,8 @@ class Looker:
         return answer
 
     async def look(self, directory: Directory, name: bytes, *, share: bool = True) -> Found | float:
-        """What is fresh, or else found out. Without `share`, a question about a file is asked again."""
+        """The fresh answer, or one from the origin. Without `share`, an answer about a file that is already under way is not
+        used."""
         about(directory.prefix + name.decode("utf-8", "surrogateescape"))
         try:
             return await self._look(directory, name, share)
@@ -95,7 +96,7 @@ class Looker:
             if answer is not None:
                 return answer
             if text_of(name) is None:
-                return directory.ttls.negative_ttl  # keys are UTF-8: no key has this name
+                return directory.ttls.negative_ttl  # keys are UTF-8, so no key has this name
             origin = directory.origin
             if origin is None:
                 return directory.ttls.negative_ttl
@@ -120,9 +121,9 @@ class Looker:
         return await self.ask(directory, name)
 
     async def sure(self, directory: Directory, name: bytes, *, below: bool = False) -> Found | float:
-        """The same for a name that is about to be made and must replace nothing: that it is missing is not taken from what
-        is known but asked for, unless it was just now. One HEAD of the key; `below`, also a LIST of one key below it.
-        While the origin does not answer, what is fresh counts."""
+        """`look` for a name that is about to be made and must replace nothing. If the known answer says that it is missing,
+        the origin is asked again, unless it was asked a moment ago: one HEAD of the key and, with `below`, one LIST of one
+        key below it. While the origin does not answer, the fresh answer counts."""
         found = await self.look(directory, name)
         text, origin = text_of(name), directory.origin
         if isinstance(found, Found) or text is None or origin is None:
@@ -136,11 +137,11 @@ class Looker:
         except Unreachable:
             return found
         if isinstance(found, Found):
-            self._lister.tell(directory, name)  # the kernel has it as missing
+            self._lister.tell(directory, name)  # the kernel has cached that it is missing
         return found
 
     def _ask_itself(self, directory: Directory, name: bytes, now: float) -> bool:
-        """Whether the name was known, so that a question or two are cheaper than a listing."""
+        """True if the name was known, and one or two requests for it are cheaper than a listing of the directory."""
         as_dir, as_file = self._tree.find(directory, name)
         row = as_dir or as_file
         if row is None:
@@ -148,17 +149,17 @@ class Looker:
         if not row.known:
             return True
         if not directory.ttls.ttl:
-            return True  # a listing is not used any longer than an answer
+            return True  # with a TTL of 0 a listing serves no more lookups than an answer
         if directory.listed.complete and self._freshness.whole(directory) is None:
             return False
         return directory.asks.one_more(now, directory.ttls.ttl) <= SINGLE_ASKS
 
     async def ask(self, directory: Directory, name: bytes, *, share: bool = True) -> Found | float:
-        """Ask the origin about this very name. With `share`, an answer that is already on its way will do."""
+        """Ask the origin about this one name. With `share`, wait for a question about it that is already under way."""
         key = (directory.ino, name)
         while share and (under_way := self._questions.get(key)) is not None:
             if under_way.doubts != self._freshness.doubts:
-                break  # its answer may be older than what the caller knows of
+                break  # its answer may be from before a change that was found since
             if (answer := await under_way.answer.wait()) is not None:
                 return answer
         question = _Question(self._freshness.doubts)
@@ -179,6 +180,7 @@ class Looker:
         return answer
 
     async def _ask(self, directory: Directory, name: bytes) -> Found | float:
+        """Ask the origin, and record the answer. Asks again if the name or the directory changed during the request."""
         text, origin = text_of(name), directory.origin
         if text is None or origin is None:
             return directory.ttls.negative_ttl
@@ -196,30 +198,30 @@ class Looker:
                 and as_file.generation > (cover[0] if cover else 0)
                 and not self._freshness.was_asked(as_file.ino)
             ):
-                # A listing showed the file but has not come to where a directory of its name would be: ask for both, once.
+                # A listing showed the file, and has not reached the place of a directory of its name. Ask for both, once.
                 as_file = None
             prefix = directory.prefix
-            said = await _ask_origin(origin, prefix + text, as_dir, as_file)
-            said = name in self._freshness.pending.names_in(directory) or said
-            if prefix == directory.prefix and await self._write(directory, name, said, before, changes):
+            answer = await _ask_origin(origin, prefix + text, as_dir, as_file)
+            answer = name in self._freshness.pending.names_in(directory) or answer
+            if prefix == directory.prefix and await self._write(directory, name, answer, before, changes):
                 break
-        row = None if said is False else self._tree.row(directory, name + b"/" if said is True else name)
+        row = None if answer is False else self._tree.row(directory, name + b"/" if answer is True else name)
         ino = None if row is None else row.ino
         if epoch == self._tree.epoch:
             self._freshness.note_answer(directory, name, ino, asked_at)
         if row is None or ino is None:
             return directory.ttls.negative_ttl
-        return Found(ino, said is True, row, asked_at + directory.ttls.ttl)
+        return Found(ino, answer is True, row, asked_at + directory.ttls.ttl)
 
     async def _write(
         self,
         directory: Directory,
         name: bytes,
-        said: ObjectInfo | bool,
+        answer: ObjectInfo | bool,
         before: tuple[Row | None, Row | None],
         changes: int,
     ) -> bool:
-        """Write an answer down. False when the name was written meanwhile: the question was another one then."""
+        """Record an answer. False if the name was written during the request, so the origin has to be asked again."""
         async with self._tree.writing:
             if self._tree.find(directory, name) != before:
                 return False
@@ -227,56 +229,56 @@ class Looker:
                 return False
             cover = self._freshness.coverage(directory, name)
             generation = cover[0] if cover else 0
-            if _is_written(said, *before, generation):
+            if _is_written(answer, *before, generation):
                 return True
-            written = write_answer(self._tree, directory, name, said, generation)
+            written = write_answer(self._tree, directory, name, answer, generation)
         await self._lister.lost(directory, written.lost)
         return True
 
 
-def _is_written(said: ObjectInfo | bool, as_dir: Row | None, as_file: Row | None, generation: int) -> bool:
-    """Whether the rows say so already, and are not about to be swept."""
-    if said is False:
+def _is_written(answer: ObjectInfo | bool, as_dir: Row | None, as_file: Row | None, generation: int) -> bool:
+    """True if the rows have this answer already, and are not about to be swept."""
+    if answer is False:
         return as_dir is None and as_file is None
-    if said is True:
+    if answer is True:
         return as_dir is not None and as_dir.generation >= generation
     return (
         as_dir is None
         and as_file is not None
         and as_file.known
         and as_file.generation >= generation
-        and (as_file.size, as_file.etag, as_file.mtime_ns) == (said.size, said.etag, said.mtime_ns)
+        and (as_file.size, as_file.etag, as_file.mtime_ns) == (answer.size, answer.etag, answer.mtime_ns)
     )
 
 
 async def _ask_origin(origin: Origin, key: str, as_dir: Row | None, as_file: Row | None) -> ObjectInfo | bool:
-    """The object `key`; True when there are keys below it; False for neither. What it was before is asked first."""
+    """The object `key`; True if there are keys below it; False for neither. If a row exists, its kind is asked for first."""
     if not origin.can_list:
         return await _head(origin, key) or await _head(origin, key + "/") is not None
     if as_dir is not None:
         return await _has_keys(origin, key + "/") or await _head(origin, key) or False
     if as_file is not None:
         return await _head(origin, key) or await _has_keys(origin, key + "/")
-    said: dict[str, ObjectInfo | bool | CachefsError | None] = {}
+    answers: dict[str, ObjectInfo | bool | CachefsError | None] = {}
 
     async def head() -> None:
         try:
-            said["head"] = await _head(origin, key)
+            answers["head"] = await _head(origin, key)
         except CachefsError as exc:
-            said["head"] = exc
+            answers["head"] = exc
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(head)
         try:
             below = await _has_keys(origin, key + "/")
         except CachefsError as exc:
-            said["list"] = exc
+            answers["list"] = exc
             nursery.cancel_scope.cancel()
         else:
             if below:
                 nursery.cancel_scope.cancel()
-                said["list"] = True
-    for answer in (said.get("list"), said.get("head")):
+                answers["list"] = True
+    for answer in (answers.get("list"), answers.get("head")):
         if isinstance(answer, CachefsError):
             raise answer
         if answer:
@@ -292,13 +294,13 @@ async def _head(origin: Origin, key: str) -> ObjectInfo | None:
 
 
 async def _has_keys(origin: Origin, prefix: str) -> bool:
-    """Whether any key begins with `prefix`."""
+    """True if any key begins with `prefix`."""
     token: str | None = None
     while True:
         try:
             page = await origin.list_page(prefix, token=token, limit=1)
         except NotFound:
-            return False  # an origin with real directories (files, an index page) says it this way
+            return False  # an origin with real directories (files, an index page) answers so
         if page.objects or page.prefixes:
             return True
         if page.next_token is None or page.next_token == token:

@@ -1,7 +1,7 @@
-"""Which names are being changed: no two changes of one name run at a time, and none below a directory that is being moved.
+"""Locks on names: no two changes of one name run at a time, and none below a directory that is being moved.
 
-A change claims every name that it will touch before it looks at any of them, in one step, so two changes cannot wait for
-each other. Claims are granted in the order in which they were made, as far as they conflict. Readers of names claim nothing.
+A change claims all names that it will touch in one step, before it reads any of them, so there is no deadlock. Conflicting
+claims are granted in the order in which they were made. Readers of names claim nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Name = tuple["Directory", bytes]
 
 
 class _Claim:
-    """`names` by number of their directory. A claim of whole `trees` keeps others away from what is below its names, too,
-    also where a name becomes a directory meanwhile."""
+    """A claim of `names`, each (inode of its directory, name). A claim with `trees` also excludes claims below its names,
+    even if a name becomes a directory only later."""
 
     __slots__ = ("directories", "granted", "names", "trees")
 
@@ -34,7 +34,7 @@ class _Claim:
 
     @property
     def above(self) -> set[tuple[int, bytes]]:
-        """The names of all directories above, as long as none of these is renamed."""
+        """The names of all directories above. Computed each time, because a rename may change them."""
         return {above for directory in self.directories for above in _path(directory)}
 
     def conflicts(self, other: _Claim) -> bool:
@@ -56,7 +56,7 @@ class NameLocks:
 
     @asynccontextmanager
     async def claimed(self, *names: Name, trees: bool = False) -> AsyncIterator[None]:
-        """Hold the claim. What was known of the names before may be false when this begins: look again."""
+        """Hold a claim of the names. Look them up inside the block, because they may have changed during the wait for it."""
         claim = _Claim(names, trees)
         if any(claim.conflicts(other) for other in (*self._held, *self._waiting)):
             await self._wait(claim)

@@ -1,7 +1,7 @@
-"""What was set here of files and directories and has no place at the origin: mode, owner, times.
+"""Attribute overrides: modes, owners and times that programs set on this node. An object store has no place for them.
 
-It belongs to an inode on this node: what another client puts under the same name is another inode. Other nodes never see it.
-"""
+They belong to an inode. If another client replaces the file, the name gets another inode, without them. Other nodes do not
+see them."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ def without_set_ids(mode: int) -> int:
 
 
 def written(attrs: dict[str, Any]) -> None:
-    """The content has changed: its own time counts from now on."""
+    """Drop the times that were set, because the content has changed and its own time is shown from now on."""
     attrs.pop("mtime_ns", None)
     attrs.pop("ctime_ns", None)
 
 
 class Overrides:
-    """By inode. Nothing else knows it, so it is committed without delay. A caller that promises this awaits `written`."""
+    """The overrides by inode. They are stored nowhere else, so they are committed without delay. A caller that promises
+    durability awaits `written`."""
 
     def __init__(self, database: WriteBehind) -> None:
         self._database = database
-        self.any = database.count("kept") > 0  # so that a mount where nothing is kept pays nothing
+        self.any = database.count("kept") > 0  # without overrides, no read of the table is made
 
     def get(self, ino: int) -> dict[str, Any]:
-        """What was set: mode, uid, gid, atime_ns, mtime_ns, ctime_ns."""
+        """The overrides of an inode: some of mode, uid, gid, atime_ns, mtime_ns, ctime_ns."""
         data = self._database.get("kept", inode_key(ino)) if self.any else None
         return {} if data is None else json.loads(data)
 
     def put(self, ino: int, row: dict[str, Any]) -> None:
-        """Nothing of the row is nothing kept."""
+        """Replace the overrides of an inode. An empty dict removes them."""
         if row:
             self._database.write([("kept", inode_key(ino), json.dumps(row).encode())], soon=True)
             self.any = True
@@ -51,5 +52,5 @@ class Overrides:
             self._database.write([("kept", inode_key(ino), None)])
 
     async def written(self) -> None:
-        """Return when a kill does not undo what was put. Raises `NoRoom`, `CacheUnusable`."""
+        """Return when what was put survives a kill. Raises `NoRoom`, `CacheUnusable`."""
         await self._database.written(HANGS_AFTER_S)

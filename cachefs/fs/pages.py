@@ -1,9 +1,8 @@
-"""Writing down what an origin said, or what was done there: a page of a listing, one answer, a name that moves, the end of
-names that are gone.
+"""Writes to the tree: a page of a listing, an answer about one name, a rename, the removal of names.
 
-Each function writes once, while its caller holds `Tree.writing`, so that no other task writes in between. Those that write
-many rows run in a worker thread; what it finds out besides is returned, for the trio thread to act on.
-"""
+Each function makes one write, while its caller holds `Tree.writing`, so no other task writes in between. Functions that
+write many rows run in a worker thread. They return what the trio thread must then act on, such as inodes that lost their
+names."""
 
 from __future__ import annotations
 
@@ -22,17 +21,17 @@ if TYPE_CHECKING:
     from cachefs.origin.protocol import ObjectInfo
 
 CHUNK = 1000
-"""Rows of one transaction: a few milliseconds during which other writers wait. Measured: 5 µs a row."""
+"""Rows of one transaction, during which other writers wait. Measured: 5 µs a row."""
 
 
 Lost = tuple[int, bytes]
-"""(inode, mark) of what has no name any more. What is below a directory has to be erased."""
+"""(inode, mark) of a file or directory that has no name any more. The caller must erase what is below a directory."""
 
 
 @dataclass(slots=True)
 class Written:
-    """What a page did. `inos` are the inodes it showed, in its order. `lost` are those that these names do not show any
-    more. `conflicts` counts files hidden by a directory of the same name."""
+    """The result of a write. `inos` are the inodes of the entries, in their order. `lost` are inodes that these names led to
+    before. `conflicts` counts files that a directory of the same name hides."""
 
     inos: list[int] = field(default_factory=list)
     lost: list[Lost] = field(default_factory=list)
@@ -46,8 +45,8 @@ def write_names(
     generation: int,
     extra: Sequence[Put] = (),
 ) -> Written:
-    """Write (mark, object) `entries` as seen by listing `generation`; the object is None for directories. What is in
-    another version than before is another inode."""
+    """Write the `entries` (mark, object) that listing `generation` showed; the object is None for directories. A file in
+    another version than before gets another inode."""
     written = Written()
     puts: list[Put] = list(extra)
     database, numbers = tree.database, tree.numbers
@@ -66,7 +65,7 @@ def write_names(
         if info is None:
             row = Row(generation, old.mtime_ns if old else 0, 0, "", old.ino if old else numbers.next())
             if other_data and old is None:
-                written.lost.append((decode(other_data).ino, name))  # a file until now
+                written.lost.append((decode(other_data).ino, name))  # it was a file until now
             hides = name in files_here
         else:
             files_here.add(name)
@@ -87,6 +86,8 @@ def write_names(
 
 
 def _row_of(info: ObjectInfo, generation: int, old: Row | None, numbers: Numbers) -> Row:
+    """The new row of a file. It keeps the inode of `old` if the version is the same, or was not known. A listing without
+    sizes (size -1) keeps the old version, and makes it not `known`."""
     if info.size >= 0:
         same = old is not None and (
             not (old.known or old.etag) or (old.size, old.etag) == (info.size, info.etag)
@@ -106,14 +107,14 @@ def write_answer(
     generation: int,
     also: Sequence[Put] = (),
 ) -> Written:
-    """Write what was said of one name: an object, True for a directory, False for neither."""
+    """Write an answer about one name: an object, True for a directory, False for neither. `also` is written with it."""
     extra: list[Put] = [directory.state(), *also]
     as_dir, as_file = tree.find(directory, name)
     marks = {mark_of_directory(name): as_dir, name: as_file}
     if answer is False:
-        gone = forget(tree, directory, marks, extra)
+        removed = forget(tree, directory, marks, extra)
         directory.changed()
-        return Written(lost=gone)
+        return Written(lost=removed)
     lost: list[Lost] = []
     if answer is True:
         mark, info = mark_of_directory(name), None
@@ -131,7 +132,7 @@ def write_answer(
 def forget(
     tree: Tree, directory: Directory, marks: dict[bytes, Row | None], also: Sequence[Put] = ()
 ) -> list[Lost]:
-    """Take these rows away, and write what is `also` to be written."""
+    """Remove the rows `marks` (None: there is no such row), and write `also`. Returns what lost its name."""
     puts = list(also)
     lost: list[Lost] = []
     for mark, row in marks.items():
@@ -149,13 +150,13 @@ def move(
     row: Row,
     also: Sequence[Put] = (),
 ) -> list[Lost]:
-    """An inode goes from one place (directory, mark) to another, where `row` is what is known of it. Returns what was
-    there. What has come to the old place meanwhile stays."""
+    """Move an inode from one place (directory, mark) to another, with the row `row`. Returns what the new place had. A row
+    of another inode in the old place stays."""
     (directory, mark), (above, new) = place, to
     name = name_in(new)
     as_dir, as_file = tree.find(above, name)
-    there = {mark_of_directory(name): as_dir, name: as_file}
-    lost = forget(tree, above, {one: old for one, old in there.items() if old and old.ino != row.ino})
+    replaced = {mark_of_directory(name): as_dir, name: as_file}
+    lost = forget(tree, above, {one: old for one, old in replaced.items() if old and old.ino != row.ino})
     puts = [*named(above, new, row), above.state(), directory.state(), *also]
     if (before := tree.row(directory, mark)) is not None and before.ino == row.ino:
         puts.append(("names", directory.key + mark, None))
@@ -168,8 +169,8 @@ def move(
 def pin(
     tree: Tree, directory: Directory, name: bytes, mtime_ns: int, etag: str, ino: int
 ) -> tuple[Row, list[Lost]]:
-    """A file is being written under this name, the inode `ino` (0: a new one): its row, which no listing changes or sweeps
-    until it is written again; and what was there."""
+    """Write the row of a name under which a file is being written, with inode `ino` (0: a new one). No listing changes or
+    sweeps it until it is written again. Returns the row, and what lost its name."""
     as_dir, as_file = tree.find(directory, name)
     row = Row(PINNED, mtime_ns, 0, etag, ino or tree.numbers.next(), False)
     before = {mark_of_directory(name): as_dir, name: as_file}
@@ -181,7 +182,7 @@ def pin(
 
 
 def write_pinned(database: WriteBehind, directory: Directory, name: bytes, row: Row) -> None:
-    """The rows of a name under which a file is being written."""
+    """Write the rows of a name under which a file is being written."""
     database.write([directory.state(), *named(directory, name, row), ("local", directory.key + name, b"")])
     directory.changed()
 
@@ -189,14 +190,14 @@ def write_pinned(database: WriteBehind, directory: Directory, name: bytes, row: 
 def sweep(
     tree: Tree, directory: Directory, generation: int, after: bytes, kept: Container[bytes] = ()
 ) -> tuple[bytes | None, list[Lost]]:
-    """Remove from the next `CHUNK` names behind `after` those that listing `generation` did not show, but for directories
-    that are `kept`.
+    """Remove those of the next `CHUNK` names behind `after` that listing `generation` did not show, except the directories
+    in `kept`.
 
-    Returns where to go on (None at the end) and what was removed."""
+    Returns the mark to go on from (None at the end), and what was removed."""
     start = directory.key + after + b"\0" if after else directory.key
     rows = tree.database.scan("names", start, end_of(directory.key), CHUNK)
     puts: list[Put] = []
-    gone: list[Lost] = []
+    removed: list[Lost] = []
     for key, data in rows:
         if generation_of(data) >= generation:
             continue
@@ -205,16 +206,16 @@ def sweep(
             puts.append(("names", key, encode(row._replace(generation=generation))))
             continue
         puts += [("names", key, None), ("inodes", inode_key(row.ino), None)]
-        gone.append((row.ino, mark))
+        removed.append((row.ino, mark))
     if puts:
         tree.database.write(puts)
-    return (rows[-1][0][NUMBER_BYTES:] if len(rows) == CHUNK else None), gone
+    return (rows[-1][0][NUMBER_BYTES:] if len(rows) == CHUNK else None), removed
 
 
 def erase(tree: Tree, ino: int) -> list[int] | None:
-    """Remove up to `CHUNK` names of a directory that is gone.
+    """Remove up to `CHUNK` names of a directory that does not exist any more.
 
-    Returns the numbers of the directories among them; None when nothing was left and the directory itself is removed."""
+    Returns the inodes of the directories among them; None if no name was left, and the directory's own row is removed."""
     key = inode_key(ino)
     rows = tree.database.scan("names", key, end_of(key), CHUNK)
     if not rows:

@@ -1,8 +1,8 @@
-"""Looking again: what is known of a path, and of everything below it, is not used any more.
+"""Refreshes: the answers and listings of a path, and of everything below it, are not used any more.
 
-It makes no request. One number says that nothing from before counts, however much lies below (`Tree.refresh`); the kernel
-has to be told the names right below, which take what is under them along: those that are there, and those that it has as
-missing, of which nothing else here knows.
+A refresh makes no request. One number invalidates everything below a directory (`Tree.refresh`). The kernel is told the
+names directly in the directory, and then drops everything below them. These are the names that exist, and the names that
+the kernel has cached as missing, which only this module remembers.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False, repr=False)
 class Refreshing:
-    """`_forget` drops what is known of open files; `_tell` has the kernel look at a name (directory, ino, name) again, and
-    `_told` waits until it does. 0 is no inode."""
+    """Makes refreshes. `_forget` drops what is remembered of open files. `_tell` has the kernel drop its entry of a name
+    (directory, ino, name), where ino 0 means none. `_told` waits until these notifications are sent."""
 
     _tree: Tree
     _freshness: Freshness
@@ -38,10 +38,11 @@ class Refreshing:
     _forget: Callable[[], None]
     _tell: Callable[[Directory, int, bytes], None]
     _told: Callable[[], Awaitable[None]]
-    _absent: dict[tuple[int, bytes], float] = field(default_factory=dict)  # until when the kernel has it
+    _absent: dict[tuple[int, bytes], float] = field(default_factory=dict)  # until when the kernel caches it
 
     def absent(self, directory: Directory, name: bytes, seconds: float) -> float:
-        """For how many seconds, of so many, the kernel may keep that there is no such name."""
+        """Note that the kernel is told that a name is missing. Returns for how long it may cache that: `seconds`, or 0 if
+        too many such names are remembered."""
         if not seconds:
             return 0.0
         place, now = (directory.ino, name), self._tree.clock()
@@ -55,7 +56,7 @@ class Refreshing:
         return seconds
 
     async def path(self, path: str) -> None:
-        """Raises `NotFound` for what can be no path, `NameTooLong`."""
+        """Refresh a path relative to the mount. Raises `NameTooLong`, and `NotFound` for what cannot be a path."""
         directory = self._tree.root
         names = components(path)
         for index, name in enumerate(names):
@@ -70,16 +71,16 @@ class Refreshing:
                 elif as_file is not None:
                     await self.name(directory, name, as_file.ino)
                 else:
-                    # Not known: what may be known is its absence, and that hangs on the listing here.
+                    # It has no row. It may be known as missing, by an answer or by the listing of this directory.
                     self._freshness.forget_answers()
-                    await self._disbelieve(directory)
+                    await self._invalidate(directory)
                     self._tell(directory, 0, name)
                 return
             directory = self._tree.directory(as_dir.ino)
         await self.directory(directory)
 
     async def name(self, directory: Directory, mark: bytes, ino: int) -> None:
-        """What the mark leads to, a file or a directory of this number."""
+        """Refresh the file or directory `ino` that a mark leads to."""
         self._forget()
         if directory.origin is not None:
             self._freshness.doubt(ino)
@@ -89,8 +90,9 @@ class Refreshing:
             self._tell(directory, ino, mark)
 
     async def directory(self, directory: Directory) -> None:
+        """Refresh a directory and everything below it."""
         self._freshness.forget_answers()
-        await self._disbelieve(directory)
+        await self._invalidate(directory)
         for place in [place for place in self._absent if place[0] == directory.ino]:
             del self._absent[place]
             self._tell(directory, 0, place[1])
@@ -105,8 +107,8 @@ class Refreshing:
             await self._told()
 
     def renew(self) -> None:
-        """The database of names was cut short, so that every look at it fails: go on with an empty one. What was set
-        of files and directories (modes, owners, times) is lost, as when a start drops the database. Never raises."""
+        """Go on with an empty database, because the one of names was cut short and each read of it fails. Attribute
+        overrides (modes, owners, times) are lost, as when a start drops the database. Never raises."""
         try:
             if not self._tree.database.renew():
                 return
@@ -122,7 +124,7 @@ class Refreshing:
         except CachefsError as exc:
             log.warning("%s", exc)
 
-    async def _disbelieve(self, directory: Directory) -> None:
+    async def _invalidate(self, directory: Directory) -> None:
         self._forget()
         self._lister.cancel(directory)
         puts = self._tree.refresh(directory)

@@ -1,4 +1,4 @@
-"""How one name is written down: about 32 bytes for a file with an S3 etag. Pure.
+"""The encoding of one name's row: about 32 bytes for a file with an S3 etag. Pure.
 
 A million names must fit into the memory of a daemon that is allowed 200 MB, so the row is fixed fields of the smallest
 width that holds the value, then the etag, packed when it has the usual shape (32 hex digits in quotes).
@@ -30,16 +30,16 @@ _PARTS = re.compile(r'"([0-9a-f]{32})-([1-9][0-9]{0,4})"')  # a multipart upload
 SECOND = 1_000_000_000
 
 PINNED = 0xFFFFFFFF
-"""The generation of a name whose content is being written here: newer than any listing, so each shows it and none sweeps
-it."""
+"""The generation of a name whose file is being written here. It is newer than any listing, so each listing shows the name,
+and none sweeps it."""
 
 
 class Row(NamedTuple):
     """What is known of one name.
 
-    `generation` is the listing of its directory that last showed it. `ino` is its inode. Not `known`: the listing did not
-    tell size and etag; they are those of the version that was known before, if any was. Nor is a dirty file known.
-    Directories have size 0 and no etag."""
+    `generation` is that of the last listing of its directory that showed it. `ino` is its inode. `known` is False if the
+    listing gave no size and etag, which are then those of the last known version, if there was one; it is False for a dirty
+    file, too. Directories have size 0 and no etag."""
 
     generation: int
     mtime_ns: int
@@ -101,5 +101,5 @@ def decode(data: bytes) -> Row:
 
 
 def generation_of(data: bytes) -> int:
-    """The generation alone: what a sweep looks at."""
+    """The generation of an encoded row. A sweep needs nothing else."""
     return int.from_bytes(data[1:5], "big") if data[0] & _WIDE_GENERATION else data[1]

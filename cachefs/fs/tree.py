@@ -1,20 +1,19 @@
-"""The tree as it is known: names, inode numbers and the state of listings, in LMDB.
+"""The tree of known names: names, inode numbers and the state of listings, in LMDB.
 
-Idea: a name is one row, filed under its directory and its mark (`cachefs.fs.keys`), so that a table looks like the
-listing it came from; it leads to an inode, which has a number of its own. No Python object is kept per name: a million
-names cost disk pages, not heap. Objects exist only for directories in use, and exactly one for each; a directory that is
-renamed keeps it.
+Each name is one row, under its directory and its mark (`cachefs.fs.keys`), so the rows of a directory have the order of its
+listing. The row has the inode of the name. No Python object is kept for a name: a million names cost disk pages, not heap.
+Each directory in use has exactly one `Directory`, which it keeps when it is renamed.
 
-Tables: ``names`` number of a directory + mark → row; ``inodes`` number → number of its directory + mark; ``directories``
-number → state of its listing; ``state`` whatever concerns all; ``local`` the keys of `names` that are being written here;
-``kept`` number → what was set here of a file or a directory (`cachefs.fs.overrides`).
+Tables: ``names`` inode of a directory + mark → row; ``inodes`` inode → inode of its directory + mark; ``directories`` inode
+→ state of its listing; ``state`` values of the whole tree; ``local`` the keys of `names` that are being written here;
+``kept`` inode → attribute overrides (`cachefs.fs.overrides`).
 
-An inode is a directory, or one version of a file and what is made of that here. When the origin has another version under
-a name, that is another inode.
+An inode is a directory, or one version of a file with the changes that this node makes to it. When the origin has another
+version under a name, the name gets another inode.
 
-A file row beside a directory row of the same name is hidden: the directory wins.
+If a name has a row as a file and a row as a directory, the file is hidden.
 
-Reads are synchronous and cheap. So are writes, for the rows are brought to the disk behind them; they go through
+Reads are synchronous and cheap. So are writes, because the rows reach the disk later (`WriteBehind`). Writes go through
 `cachefs.fs.pages` under the one lock `writing`.
 """
 
@@ -51,11 +50,12 @@ FORMAT = "names 3"
 """Name of the tables' format, for `Database`."""
 
 KEPT_DIRECTORIES = 4096
-"""Directories remembered as objects, about 500 bytes each: others are read again when asked for. And removed directories
-that processes may still be in: beyond it the oldest answer ESTALE. A bound of memory: 2 MB for each."""
+"""How many directories are remembered as objects, about 500 bytes each; others are read again when they are used. Also how
+many removed directories are remembered for processes that are in them; older ones answer ESTALE. A bound of memory: 2 MB
+for each."""
 
 CHANGES_REMEMBERED = 16_384
-"""Names that were changed here lately, about 150 bytes each. A bound of memory: 2.5 MB."""
+"""Recently changed names that are remembered, about 150 bytes each. A bound of memory: 2.5 MB."""
 
 ALWAYS = 0xFFFFFFFF
 
@@ -70,7 +70,7 @@ _TIME = struct.Struct(">d")
 
 @dataclass(frozen=True)
 class Volume:
-    """One origin under the mount; `name` is its top-level directory, "" when it is the mount's root itself."""
+    """One origin under the mount. `name` is its top-level directory; "" means that it is the mount's root."""
 
     name: str
     origin: Origin
@@ -78,7 +78,7 @@ class Volume:
 
 
 class Found(NamedTuple):
-    """A name that exists. `until` is when what is known of it has to be looked at again."""
+    """A name that exists. After `until` (time of the tree's clock), the origin has to be asked again."""
 
     ino: int
     is_dir: bool
@@ -88,8 +88,8 @@ class Found(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class KernelListing:
-    """The listing of a directory that the kernel has, or is reading: what it has read under the number `ino` since it last
-    dropped what it had. `version` is the directory's then, `generation` the listing that it is read from, 0 until then."""
+    """The listing of a directory that the kernel caches, or is reading, for the inode `ino`. `version` is the directory's
+    when that began; `generation` is the listing that it is read from, 0 before the first read."""
 
     ino: int
     version: int
@@ -101,11 +101,11 @@ _versions = count(1)
 
 @dataclass(slots=True)
 class Listed:
-    """What the listings of a directory came to. `generation` is the last one given to a listing, `complete` that of the
-    last listing that reached its end (0: none did): it began in `epoch`, its last page was asked for `at` that time, and it
-    met so many `hidden` keys. `refreshed` is the epoch in which a refresh of everything below was requested. `early`: the
-    listing was begun before a reader came. It shows what is there, but not what is missing: that may have come since.
-    `came` is when the last page of any of them did."""
+    """The state of a directory's listings. `generation` is the last one given to a listing. `complete` is that of the last
+    listing that reached its end, 0 without one: it began in `epoch`, its last page was requested `at` that time, and it
+    met so many `hidden` keys. `refreshed` is the epoch of the last refresh of the directory and everything below. `early`:
+    the listing began before a reader came, so a name that it does not show may have come since, and is asked for. `came` is
+    when the last page of any listing came."""
 
     generation: int = 0
     complete: int = 0
@@ -125,19 +125,19 @@ class Listed:
         self.complete, self.epoch, self.at, self.hidden = generation, epoch, at, hidden
 
     def packed(self) -> bytes:
-        """For `_STATE`, without `early` and `came`."""
+        """The stored state: all but `early` and `came`."""
         return _STATE.pack(self.generation, self.complete, self.at, self.epoch, self.refreshed, self.hidden)
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class SingleAsks:
-    """Names of a directory that were asked for one by one, lately."""
+    """Counts the names of a directory that were recently asked for one by one."""
 
     count: int = 0
     since: float = 0.0
 
     def one_more(self, now: float, ttl: float) -> int:
-        """How many there are within a TTL, with this one."""
+        """Count one more. Returns how many there were within a TTL."""
         if now - self.since > ttl or self.since > now:
             self.count, self.since = 0, now
         self.count += 1
@@ -146,9 +146,9 @@ class SingleAsks:
 
 @dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class Directory:
-    """One directory in use. `prefix` is the key prefix of what is in it; no origin means the list of volumes. `marked`: the
-    origin is known to have a marker of it. `needed` is an epoch, and the one since which a listing may have begun to be used
-    then (`Tree.epoch_needed`)."""
+    """One directory in use. `prefix` is the prefix of the keys in it. `origin` is None for the list of volumes. `marked`:
+    the origin is known to have a marker for it. `needed` caches (current epoch, result) of `Tree.epoch_needed`. `version`
+    changes when names come or go, `key` is the beginning of its rows' keys."""
 
     ino: int
     parent: Directory | None
@@ -171,21 +171,21 @@ class Directory:
         self.changed()
 
     def changed(self) -> None:
-        """A name has come or gone since the last complete listing, or may have. To be called once that is written."""
-        self.version = next(_versions)  # in the whole process: the object may be made again
+        """Note that names may have come or gone. Call it when their rows are written."""
+        self.version = next(_versions)  # unique in the process, because the object may be made again
 
     def state(self) -> Put:
-        """The row that says what was `listed`."""
+        """The row with the state of its listings."""
         return ("directories", self.key, self.listed.packed())
 
     @property
     def is_top(self) -> bool:
-        """Whether it is there because it is mounted, not because a key says so."""
+        """True for the root of a source, which exists because it is mounted, whatever keys there are."""
         return self.parent is None or self.parent.origin is None
 
 
 def clock_of(database: WriteBehind, machine: Machine | None = None) -> SteadyClock:
-    """The clock that the times in this database are by."""
+    """The clock by which the times in this database were taken."""
     earlier = database.get("state", _CLOCK)
     clock = SteadyClock(earlier, machine)
     if clock.state != earlier:
@@ -193,8 +193,8 @@ def clock_of(database: WriteBehind, machine: Machine | None = None) -> SteadyClo
     return clock
 
 
-class _Turn:
-    """The lock of all that write names. Each waits first while more rows wait for the disk than memory is to hold."""
+class _WriteLock:
+    """The lock of all writers of names. A writer first waits while too many rows in memory wait for the disk."""
 
     def __init__(self, database: WriteBehind) -> None:
         self._database = database
@@ -210,9 +210,9 @@ class _Turn:
 
 
 class Tree:
-    """What is known of all names. `clock` is seconds since the epoch: answers and listings are dated by it. Opening it
-    forgets everything that was learnt from other volumes, and makes everything unknown if some of it was learnt later than
-    now: then nothing says how old the rest is."""
+    """All known names. `clock` returns seconds since the epoch; it dates answers and listings. Opening the tree drops all
+    rows if the volumes are not those of the last run. If a listing is dated later than now, the clock was set back and no
+    age is certain: then everything is refreshed."""
 
     def __init__(
         self,
@@ -224,14 +224,14 @@ class Tree:
         self._ttls = ttls or Ttls()
         self.database = database
         self.clock = clock
-        self.writing = _Turn(database)
+        self.writing = _WriteLock(database)
         self._by_ino: weakref.WeakValueDictionary[int, Directory] = weakref.WeakValueDictionary()
         self._remembered: dict[int, Directory] = {}
         self._volumes: dict[bytes, tuple[Origin, Ttls]] = {}
-        self.changes = 0  # made here so far
+        self.changes = 0  # how many changes of names this node has made
         self._changed: dict[tuple[int, bytes], int] = {}
         self.renewals = 0
-        self._lasting: list[Put] = []  # rows that are the same as long as the mount is there
+        self._lasting: list[Put] = []  # rows that stay the same while the mount exists
         same_volumes = self._check_fingerprint(volumes)
         self.numbers = Numbers(database)
         self._forget_dirty_files()
@@ -249,7 +249,7 @@ class Tree:
             database.write([*self.refresh(self.root), self.newest(clock())])
 
     def _check_fingerprint(self, volumes: Sequence[Volume]) -> bool:
-        """Whether these volumes are those of the last run."""
+        """True if these volumes are those of the last run; otherwise the rows of the last run are dropped."""
         parts = sorted(f"{v.name}\0{v.origin.source}\0{_prefix_of(v.origin)}" for v in volumes)
         fingerprint = "\n".join(parts).encode("utf-8", "surrogatepass")
         known = self.database.get("state", _FINGERPRINT)
@@ -266,8 +266,8 @@ class Tree:
         return known == fingerprint
 
     def _forget_dirty_files(self) -> None:
-        """What was being written when the last daemon died: what is at the origin under these names is not known. Each keeps
-        its inode, if its content comes back."""
+        """Make the names unknown that were being written when the last daemon died. Each row keeps its inode, for a dirty
+        file that is recovered."""
         while rows := self.database.scan("local", b"", b"\xff" * 8, 1000):
             puts: list[Put] = []
             for key, _ in rows:
@@ -281,7 +281,7 @@ class Tree:
             self.database.write(puts)
 
     def _write_volumes(self, volumes: Sequence[Volume]) -> None:
-        """The root is the list of volumes: always listed, always fresh."""
+        """Write the root directory, which is the list of volumes, as listed and always fresh."""
         root = self.root
         root.listed.generation = 1
         root.listed.ended(1, ALWAYS, float("inf"), root.listed.hidden)
@@ -314,8 +314,8 @@ class Tree:
         return found
 
     def locate(self, ino: int) -> tuple[Directory, bytes]:
-        """Where an inode (not the root) is: its directory and its mark there. Raises `ObjectChanged` where no name
-        leads to it any more: ESTALE makes the kernel walk the path again, to what is there now."""
+        """The directory of an inode (not the root), and its mark there. Raises `ObjectChanged` if no name leads to it any
+        more: it becomes ESTALE, on which the kernel walks the path again."""
         above, mark = self._place(ino)
         return self._by_ino.get(above) or self.directory(above), mark
 
@@ -326,7 +326,7 @@ class Tree:
         return int.from_bytes(place[:NUMBER_BYTES], "big"), place[NUMBER_BYTES:]
 
     def _written_place(self, ino: int) -> bytes | None:
-        """The key of the row of an inode; its number may be any."""
+        """The key of an inode's row in `names`; None if there is none. `ino` may be any number that the kernel sends."""
         return None if ino >> 8 * NUMBER_BYTES else self.database.get("inodes", inode_key(ino))
 
     def _adopt(self, parent: Directory, ino: int, mark: bytes) -> Directory:
@@ -343,14 +343,16 @@ class Tree:
         return Listed(*_STATE.unpack(state)) if state else Listed()
 
     def drop(self, directory: Directory) -> None:
-        """Forget the object of a directory that is gone."""
+        """Forget the object of a removed directory."""
         self._by_ino.pop(directory.ino, None)
         self._remembered.pop(directory.ino, None)
 
     def replace(self, directory: Directory, parent: Directory, mark: bytes) -> list[Directory]:
-        """A directory has another place now. Returns it and those below it that are in use: what they hold is under other
-        keys."""
-        directory.listed.refreshed = self.epoch_needed(directory)  # as it was above
+        """Give a directory another parent and mark. Returns it and the directories in use below it, which all have other
+        prefixes now."""
+        directory.listed.refreshed = self.epoch_needed(
+            directory
+        )  # refreshes of its former parents still apply
         directory.parent, directory.mark = parent, mark
         before, after = directory.prefix, parent.prefix + mark.decode()
         moved = [one for one in self.in_use() if is_below(one, directory)]
@@ -360,11 +362,11 @@ class Tree:
         return moved
 
     def known(self, ino: int) -> Directory | None:
-        """The directory, when it is in use."""
+        """The directory if it is in use, else None."""
         return self._by_ino.get(ino)
 
     def epoch_needed(self, directory: Directory) -> int:
-        """The epoch since which a listing of `directory` may have begun to be used."""
+        """The earliest epoch whose listings of `directory` may be used: that of the last refresh of it or of one above."""
         if directory.needed[0] != self.epoch:
             needed, above = 0, directory
             while above is not None:
@@ -374,13 +376,13 @@ class Tree:
         return directory.needed[1]
 
     def refresh(self, directory: Directory) -> list[Put]:
-        """From now on nothing known about `directory` and below is used. Returns the rows that make it last."""
+        """Make everything known about `directory` and below unusable. Returns the rows that the caller must write."""
         self.epoch += 1
         directory.listed.refreshed = self.epoch
         return [directory.state(), ("state", _EPOCH, self.epoch.to_bytes(4, "big"))]
 
     def renew(self) -> None:
-        """Nothing is written any more: write the directories that are in use. All else is to be asked for again."""
+        """Fill an emptied database: write the directories that are in use. All else is asked for again."""
         self.renewals += 1
         puts = list(self._lasting)
         for directory in self.in_use():
@@ -395,11 +397,11 @@ class Tree:
         self.database.write([*puts, *self.refresh(self.root)])
 
     def newest(self, listed_at: float) -> Put:
-        """The row that says when the last listing ended."""
+        """The row with the time of the last listing."""
         return ("state", _NEWEST, _TIME.pack(listed_at))
 
     def tops(self) -> list[Directory]:
-        """The directories that are mounted."""
+        """The root directories of the sources."""
         if self.root.origin is not None:
             return [self.root]
         rows = self.as_directories(self.root, list(self._volumes))
@@ -411,7 +413,7 @@ class Tree:
     # -- changes made here ---------------------------------------------------------------------------
 
     def note_change(self, directory: Directory, name: bytes) -> None:
-        """A change of this name is done: what was asked for before must not undo it."""
+        """Note a change of a name, so that answers which were requested before do not undo it."""
         self.changes += 1
         self._changed.pop((directory.ino, name), None)
         self._changed[directory.ino, name] = self.changes
@@ -419,13 +421,13 @@ class Tree:
             del self._changed[next(iter(self._changed))]
 
     def changed_since(self, directory: Directory, name: bytes, changes: int) -> bool:
-        """Whether it was changed here after the first `changes` changes."""
+        """True if this node changed the name after the first `changes` changes."""
         return self.changes != changes and self._changed.get((directory.ino, name), 0) > changes
 
     # -- names -------------------------------------------------------------------------------------
 
     def find(self, directory: Directory, name: bytes) -> tuple[Row | None, Row | None]:
-        """What is written about a name: as a directory, as a file."""
+        """The rows of a name: (as a directory, as a file)."""
         key = directory.key + name
         as_dir, as_file = self.database.get_many("names", (key + b"/", key))
         return as_dir and decode(as_dir), as_file and decode(as_file)  # type: ignore[return-value]
@@ -435,21 +437,22 @@ class Tree:
         return None if data is None else decode(data)
 
     def scan(self, directory: Directory, after: bytes, limit: int) -> list[tuple[bytes, Row]]:
-        """(mark, row) of the names behind the mark `after`, in order."""
+        """At most `limit` (mark, row) behind the mark `after`, in order."""
         rows = self.database.scan(
             "names", directory.key + after + b"\0" if after else directory.key, end_of(directory.key), limit
         )
         return [(key[NUMBER_BYTES:], decode(data)) for key, data in rows]
 
     def as_directories(self, directory: Directory, names: Sequence[bytes]) -> list[Row | None]:
-        """What is written about these names as directories."""
+        """The rows of these names as directories."""
         rows = self.database.get_many("names", [directory.key + name + b"/" for name in names])
         return [None if data is None else decode(data) for data in rows]
 
     def shown(
         self, directory: Directory, rows: list[tuple[bytes, Row]], generation: int
     ) -> list[tuple[bytes, Row]]:
-        """Those of its rows that a listing shows: none of an earlier one, and no file that a directory of its name hides."""
+        """Those of the rows that listing `generation` shows: none of earlier listings, and no file that a directory
+        hides."""
         rows = [one for one in rows if one[1].generation >= generation]
         files = [mark for mark, _ in rows if not mark.endswith(b"/")]
         as_directories = zip(files, self.as_directories(directory, files), strict=True)
@@ -457,7 +460,7 @@ class Tree:
         return [one for one in rows if one[0] not in hidden] if hidden else rows
 
     def mark_at(self, directory: Directory, ino: int) -> bytes | None:
-        """The mark of an inode, if it is in this directory."""
+        """The mark of an inode if it is in this directory, else None."""
         place = self._written_place(ino)
         return place[NUMBER_BYTES:] if place is not None and place.startswith(directory.key) else None
 
@@ -471,20 +474,20 @@ def named(directory: Directory, mark: bytes, row: Row) -> list[Put]:
 
 
 def is_below(directory: Directory | None, above: Directory) -> bool:
-    """Whether it is `above` or a directory below it."""
+    """True if `directory` is `above` or below it."""
     while directory is not None and directory is not above:
         directory = directory.parent
     return directory is above
 
 
 def _unlisted(state: bytes) -> bytes:
-    """The state of a directory whose last listing does not count any more."""
+    """The stored state of a directory, without its last complete listing."""
     generation, _, _, listed_epoch, refreshed, hidden = _STATE.unpack(state)
     return _STATE.pack(generation, 0, 0.0, listed_epoch, refreshed, hidden)
 
 
 def end_of(key: bytes) -> bytes:
-    """The first key behind everything that begins with `key` (never all 0xFF: numbers do not come that far)."""
+    """The first key behind all keys that begin with `key`. `key` is never all 0xFF, because inode numbers are smaller."""
     return (int.from_bytes(key, "big") + 1).to_bytes(len(key), "big")
 
 

@@ -1,8 +1,8 @@
-"""What lies around a file, by path or by neighbourhood: for what fetches before a reader asks.
+"""Queries of the tree for prefetch and warm-up: a file by its path, and the files of its directory.
 
-Two kinds of questions. `known`, `version`, `siblings` and `count_files` read what is written down, however old, and never
-make a request: their callers read conditionally, so old knowledge costs a refused GET and never a wrong byte.
-`resolve` and `walk` ask the origin as a lookup and an `ls -R` would, and all readers use what they learn.
+`known`, `version`, `siblings` and `count_files` read the rows, however old, and make no request. Their callers read
+conditionally, so an outdated row costs a refused GET and never a wrong byte. `resolve` and `walk` ask the origin as a lookup
+and an `ls -R` do, and record the answers in the tree.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Sibling(NamedTuple):
-    """A file of a directory. `mark` is its place in the listing."""
+    """A file of a directory. `mark` is its mark there (`cachefs.fs.keys`)."""
 
     mark: bytes
     ino: int
@@ -55,15 +55,15 @@ class TreeQueries:
     _looker: Looker
     _directories: DirectoryReader
 
-    # -- from what is written ----------------------------------------------------------------------
+    # -- from the rows -----------------------------------------------------------------------------
 
     def knows(self, origin: Origin) -> bool:
-        """Whether anything is written down of what is mounted of an origin."""
+        """True if the tree has any names of an origin."""
         tops = (top for top in self._tree.tops() if top.origin is origin)
         return any(top.listed.complete or self._tree.scan(top, b"", 1) for top in tops)
 
     def known(self, path: str) -> tuple[Origin, ObjectId] | None:
-        """The file at `path` as it is written down; None when it is not."""
+        """The origin and version of the file at `path`, from the rows; None if they have no such file."""
         directory = self._tree.root
         names = components(path)
         for index, name in enumerate(names):
@@ -79,7 +79,8 @@ class TreeQueries:
         return None
 
     def version(self, ino: int) -> ObjectId | None:
-        """The version of the file `ino` as it is written down; None when it is not, or when that is no file."""
+        """The version of the file `ino`, from its row; None if the version is not known, or `ino` is a directory. Raises
+        `ObjectChanged`."""
         if ino == ROOT:
             return None
         directory, mark = self._tree.locate(ino)
@@ -89,9 +90,9 @@ class TreeQueries:
         return object_of(directory, mark, row)
 
     def siblings(self, ino: int, after: bytes, limit: int) -> tuple[list[Sibling], bytes | None]:
-        """Files of the directory that holds the file `ino`, behind the mark `after` (b"": from the beginning), in the
-        order of the listing, as far as it is known; and the mark to go on from, None at the end of all. At most `limit`,
-        perhaps none though more follow: a run of sub-directories is passed a slice at a time."""
+        """The files of the directory that holds the file `ino`, behind the mark `after` (b"": from the beginning), in the
+        order of the listing, as far as it has come. Returns them, and the mark to go on from (None at the end). There are at
+        most `limit`, and perhaps none although more follow, because each call passes at most `limit` rows."""
         directory, _ = self._tree.locate(ino)
         rows, end = self._known_rows(directory, after, min(limit, CHUNK))
         assert directory.origin is not None or not rows
@@ -101,8 +102,8 @@ class TreeQueries:
         ], end
 
     async def count_files(self, ino: int, largest: int) -> tuple[int, int] | None:
-        """How many files of at most `largest` bytes the directory that holds the file `ino` has, and their bytes; None as
-        long as its listing is not complete. Looks at every row, a slice at a time."""
+        """(files, bytes) of the files of at most `largest` bytes in the directory that holds the file `ino`; None while its
+        listing is not complete. Reads every row, a slice at a time."""
         directory, _ = self._tree.locate(ino)
         whole = self._freshness.whole(directory)
         after: bytes | None = b"" if whole is not None else None
@@ -119,7 +120,7 @@ class TreeQueries:
     def _known_rows(
         self, directory: Directory, after: bytes, limit: int
     ) -> tuple[list[tuple[bytes, Row]], bytes | None]:
-        """Rows of files that a listing shows, of the next `limit` rows; and where to go on."""
+        """The files that a listing shows, among the next `limit` rows, and the mark to go on from (None at the end)."""
         whole, listing = self._freshness.whole(directory), directory.listing
         if whole is not None:
             generation, listing = whole[0], None
@@ -139,7 +140,8 @@ class TreeQueries:
     # -- asking the origin --------------------------------------------------------------------------
 
     async def resolve(self, path: str) -> tuple[Origin, ObjectId] | None:
-        """The file at `path`; None when there is no such name. Raises `IsADirectory`, and what a lookup raises."""
+        """The origin and version of the file at `path`; None if it does not exist. Raises `IsADirectory`, and what a lookup
+        raises."""
         directory, found = await self._find(path)
         if found is None:
             return None
@@ -149,8 +151,8 @@ class TreeQueries:
         return directory.origin, object_of(directory, components(path)[-1], found.row)
 
     async def walk(self, path: str) -> AsyncGenerator[WalkedFile, None]:
-        """The file at `path`, or all files below it in the order of the listings. Holds one
-        slice of each directory on the way down. Raises `NotFound`, and what reading a directory raises."""
+        """Yield the file at `path`, or all files below it in the order of the listings. Holds one slice of each directory on
+        the way down. Raises `NotFound`, and what reading a directory raises."""
         names = components(path)
         directory, found = await self._find(path)
         if found is None:
@@ -164,7 +166,7 @@ class TreeQueries:
                 yield file
 
     async def _find(self, path: str) -> tuple[Directory, Found | None]:
-        """The directory that holds the last name of `path`, and what that name is."""
+        """The directory that holds the last name of `path`, and the lookup of that name (None: it does not exist)."""
         directory = self._tree.root
         found = Found(directory.ino, True, NO_ROW, 0.0)
         for name in components(path):
@@ -204,7 +206,7 @@ def components(path: str) -> list[bytes]:
 
 
 def object_of(directory: Directory, mark: bytes, row: Row) -> ObjectId:
-    """The version that a row of a file names."""
+    """The version that a file's row has."""
     assert directory.origin is not None
     return ObjectId(directory.origin.source, directory.prefix + mark.decode(), row.etag, row.size)
 

@@ -1,7 +1,7 @@
-"""Writing, put together: dirty files, names, and what is kept of attributes, over the local changes.
+"""The write side of the filesystem: dirty files, changes of names and attribute overrides, over the local changes.
 
-Here is what asks for no file's content: which node an inode number means, what is shown of it, and which users may change
-it. Callers of `create`, `mknod`, `mkdir`, `unlink`, `rmdir`, `rename` and `open` have claimed the names (`claimed`).
+This module does what needs no file content: it finds the node of an inode, computes the attributes that are shown, and sets
+attributes. Callers of `create`, `mknod`, `mkdir`, `unlink`, `rmdir`, `rename` and `open` have claimed the names (`claimed`).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ T = TypeVar("T")
 
 
 class Writing:
-    """`dirty_files` is for what is done by handle, `names` for unlink, rmdir and rename. The times that
-    files and directories show are by `wall`, in seconds since the epoch."""
+    """Writes of one mount. `dirty_files` has the operations on handles; `names` has unlink, rmdir and rename. `wall` returns
+    seconds since the epoch, for the times that files and directories show."""
 
     def __init__(
         self,
@@ -80,10 +80,10 @@ class Writing:
         *,
         trees: bool = False,
     ) -> T:
-        """Make a change of names while no other runs at them, nor, with `trees`, below them.
+        """Await `change` while no other change of its names runs nor, with `trees`, of names below them.
 
-        `places` says where the names are; it is asked again once they are claimed, because a file or a directory may have
-        been moved meanwhile. `change` is given them one by one."""
+        `places` returns the names. It is called again once they are claimed, because a rename may have moved a file or a
+        directory during the wait. `change` is called with the directory and the name of each, as separate arguments."""
         while True:
             names = places()
             async with self.locks.claimed(*names, trees=trees):
@@ -93,7 +93,7 @@ class Writing:
     # -- what is shown -----------------------------------------------------------------------------
 
     def shape(self, ino: int, is_dir: bool, row: Row) -> Attributes:
-        """Of what the origin has."""
+        """The attributes of a file or directory that the origin has."""
         overrides = self._overrides.get(ino) if self._overrides.any else _NOTHING
         if is_dir and (changed := self._local_changes.times.get(ino)) is not None:
             overrides = {
@@ -104,18 +104,18 @@ class Writing:
         return self._shape(ino, is_dir, row.size, row.mtime_ns, overrides)
 
     def attributes(self, row: Row) -> Attributes:
-        """Of what is being written: a pending row."""
+        """The attributes for a pending row, which belongs to a dirty file."""
         return self._of_node(self._local_changes.of_row(row))
 
     def orphan(self, ino: int) -> tuple[Attributes, float] | None:
-        """Of what has no name any more, and is still open."""
+        """The attributes of a file that is open, has a dirty file and no name, with a TTL of 0; None for other inodes."""
         node = self._local_changes.nodes.get(ino)
         if node is None or not node.removed or node.dirty_file is None:
             return None
         return self._of_node(node), 0.0
 
     def of_handle(self, handle: FileHandle) -> Attributes:
-        """Of what is open, whatever its name shows."""
+        """The attributes of an open file, whatever its name shows."""
         if (node := handle.node) is not None and handle.size == DIRTY_FILE:
             (size, mtime_ns), overrides = _content(node), node.attrs
         else:
@@ -146,8 +146,8 @@ class Writing:
         )
 
     def _attrs(self, above: Directory, is_dir: bool, mode: int, uid: int, gid: int) -> dict[str, Any]:
-        """What has to be kept of something new: what is not shown anyhow. A set-gid directory hands its group down, and
-        directories in it are set-gid, too."""
+        """The attribute overrides of a new file or directory: the values that differ from the mount's defaults. What is made
+        in a set-gid directory gets its group, and a directory made there is set-gid, too."""
         options = self._options
         over = self._overrides.get(above.ino)
         if over.get("mode", options.dir_mode) & stat.S_ISGID:
@@ -162,11 +162,12 @@ class Writing:
         return {name: value for name, value in wanted.items() if value != shown[name]}
 
     def forget_inode(self, ino: int) -> None:
-        """No name leads to it any more: the origin has something else."""
+        """Drop the attribute overrides of an inode whose file the origin has replaced or removed."""
         self._overrides.put(ino, {})
 
     def clear_set_ids(self, fh: int, later: bool) -> None:
-        """A process that may not keep set-uid and set-gid bits has changed the open file; `later`: may change it unseen."""
+        """Clear the set-uid and set-gid bits, because a process without the right to keep them has changed the open file.
+        `later`: it may change the file in passthrough, so they are cleared when a change is seen."""
         node = self._files.handles[fh].node
         if node is not None and later:
             node.clears = True
@@ -176,37 +177,41 @@ class Writing:
                 self._overrides.put(node.ino, node.attrs)
 
     def _cleared(self, attrs: dict[str, Any]) -> int | None:
-        """The mode without those bits, if it has some."""
+        """The mode without set-uid and set-gid bits; None if it has none of them."""
         mode = attrs.get("mode", self._options.file_mode)
         clean = stat.S_IMODE(without_set_ids(mode | stat.S_IFREG))
         return clean if clean != mode else None
 
     def _changed_unseen(self, dirty_file: DirtyFile) -> None:
-        """A process has written a dirty file in passthrough."""
+        """Note that a process has written a dirty file in passthrough."""
         written(dirty_file.attrs)
         node = self._local_changes.of_dirty_file(dirty_file)
         if node is not None and node.clears and (cleared := self._cleared(dirty_file.attrs)) is not None:
             dirty_file.attrs["mode"] = cleared
 
-    def keep(self, ino: int, news: dict[str, int]) -> bool:
-        """Set these (see `Overrides.get`), for as long as it is this version. Returns whether that is to be `kept`."""
-        news = {**news, "ctime_ns": self._local_changes.now_ns()}
-        if "mode" in news:
-            news["mode"] = stat.S_IMODE(news["mode"])
+    def keep(self, ino: int, changes: dict[str, int]) -> bool:
+        """Set attributes of an inode (see `Overrides.get`). They hold as long as the inode. Returns True if the caller must
+        await `overrides_committed`."""
+        changes = {**changes, "ctime_ns": self._local_changes.now_ns()}
+        if "mode" in changes:
+            changes["mode"] = stat.S_IMODE(changes["mode"])
         node = self._local_changes.nodes.get(ino)
         if node is not None and node.dirty_file is not None and (node.pending or node.removed):
-            return self._keep_of_node(node, node.dirty_file, news)
+            return self._keep_of_node(node, node.dirty_file, changes)
         if (shown := self._files.nameless.get(ino)) is not None:
             if node is not None:
-                node.attrs.update(news)
-            if "mode" in news:
-                news["mode"] |= stat.S_IFREG
-            self._files.nameless[ino] = replace(shown, **news)
+                node.attrs.update(changes)
+            if "mode" in changes:
+                changes["mode"] |= stat.S_IFREG
+            self._files.nameless[ino] = replace(shown, **changes)
             return False
-        if (gone := self._files.gone.get(ino)) is not None:
-            if "mode" in news:
-                news["mode"] |= stat.S_IFDIR
-            self._files.gone[ino] = (gone[0], replace(gone[1], **news))
+        if (removed_directory := self._files.removed_directories.get(ino)) is not None:
+            if "mode" in changes:
+                changes["mode"] |= stat.S_IFDIR
+            self._files.removed_directories[ino] = (
+                removed_directory[0],
+                replace(removed_directory[1], **changes),
+            )
             return False
         mtime_ns = 0
         if ino != ROOT:
@@ -214,28 +219,28 @@ class Writing:
             node = self._local_changes.at(directory, name_in(mark))
             if node is not None and node.ino == ino:
                 if node.pending and node.dirty_file is not None:
-                    return self._keep_of_node(node, node.dirty_file, news)
-                node.attrs.update(news)  # its first change would bring the old ones back
+                    return self._keep_of_node(node, node.dirty_file, changes)
+                node.attrs.update(changes)  # the node's first change writes `attrs` back
             row = self._tree.row(directory, mark)
             if row is not None:
                 mtime_ns = row.mtime_ns
         if (changed := self._local_changes.times.get(ino)) is not None:
             mtime_ns = changed
-            news = {"mtime_ns": mtime_ns, **news}
+            changes = {"mtime_ns": mtime_ns, **changes}
         overrides = self._overrides.get(ino)
-        self._overrides.put(ino, overrides | _with_atime(overrides, mtime_ns, news))
-        self._local_changes.times.drop(ino)  # not before: the process may be killed in between
+        self._overrides.put(ino, overrides | _with_atime(overrides, mtime_ns, changes))
+        self._local_changes.times.drop(ino)  # last, because a kill before this line must not lose the time
         return True
 
     async def overrides_committed(self) -> None:
-        """Return when a kill does not undo what was set. Raises `NoRoom`, `CacheUnusable`."""
+        """Return when the overrides set so far survive a kill. Raises `NoRoom`, `CacheUnusable`."""
         await self._overrides.written()
 
-    def _keep_of_node(self, node: Node, dirty_file: DirtyFile, news: dict[str, int]) -> bool:
-        """Of what is being written. It is kept for the next start, too: the journal says what was set when the file was
-        closed."""
-        dirty_file.look()  # a later one would take what is set now for older than the change
-        node.attrs.update(_with_atime(node.attrs, _content(node)[1], news))
+    def _keep_of_node(self, node: Node, dirty_file: DirtyFile, changes: dict[str, int]) -> bool:
+        """`keep` for a dirty file. The overrides are stored, too, for the next start: the journal has them only as they were
+        when the file was closed."""
+        dirty_file.look()  # first: a change found later would count as newer than these attributes, and drop them
+        node.attrs.update(_with_atime(node.attrs, _content(node)[1], changes))
         if self._local_changes.named(node):
             self._overrides.put(node.ino, node.attrs)
         return False
@@ -245,10 +250,10 @@ class Writing:
     async def create(
         self, directory: Directory, name: bytes, flags: int, mode: int, pid: int, uid: int, gid: int
     ) -> tuple[int, Opened]:
-        """The number of a new file, or of the one that is there, and a handle of it."""
+        """Create and open a file, or open the one that exists. Returns its inode and the handle."""
         writable(directory)
         check_name(directory, name)
-        # An open that empties the file replaces whatever is there. Others must not do so by mistake.
+        # An open with O_TRUNC replaces whatever is there. Any other create must first make sure that the name is free.
         replaces = flags & os.O_TRUNC and not flags & os.O_EXCL
         found = await (self._looker.look if replaces else self._looker.sure)(directory, name)
         if isinstance(found, Found):
@@ -277,7 +282,7 @@ class Writing:
         return ino
 
     async def open(self, directory: Directory, mark: bytes, found: Found, flags: int, pid: int) -> Opened:
-        """A handle to write what was found. The caller has claimed the name."""
+        """Open the file that was found for writing. The caller has claimed the name."""
         if found.is_dir:
             raise IsADirectory(f"{directory.prefix}{mark.decode()} is a directory")
         self._files.forget_warm()
@@ -285,13 +290,14 @@ class Writing:
         return await self.dirty_files.open(directory, mark, obj, found.row, flags, pid)
 
     async def open_nameless(self, ino: int, flags: int, pid: int) -> Opened:
-        """A handle to write what is open and has lost its name."""
+        """Open a nameless file, which is open already, for writing."""
         shown = self._files.nameless[ino]
         attrs = {"mode": stat.S_IMODE(shown.mode), "uid": shown.uid, "gid": shown.gid}
         return await self.dirty_files.open_nameless(ino, flags, pid, attrs)
 
     def open_reader(self, directory: Directory, mark: bytes, row: Row, pid: int) -> Opened | None:
-        """A handle to read what is being written, or was until a moment ago; None where there is no such thing."""
+        """Open a dirty file for reading: one that is pending, or uploaded and not yet adopted by the cache. None if the name
+        has no such file."""
         if not row.known:
             node = self._local_changes.pending.get((directory.ino, mark))
         else:
@@ -314,7 +320,7 @@ class Writing:
         except ObjectChanged:
             if not self._files.removed(ino):
                 raise
-            await self.truncate(ino, size, fh)  # it has lost its name meanwhile
+            await self.truncate(ino, size, fh)  # it lost its name during the wait
 
     def _place_of(self, ino: int) -> Name:
         directory, mark = self._tree.locate(ino)
@@ -348,16 +354,16 @@ class Writing:
 
     async def recover(self) -> None:
         if not self._tree.database.was_clean:
-            # What was under way when an earlier daemon died may have reached the origin, and is in no row here.
+            # Changes that were under way when an earlier daemon died may have reached the origin, and no row shows them.
             self._tree.database.write(self._tree.refresh(self._tree.root))
         origins = [top.origin for top in self._tree.tops() if top.origin is not None]
         await self.names.recover(origins, self._place)
         await self.dirty_files.recover(self._place)
 
     async def _place(self, origin: Origin, key: str) -> tuple[Directory, bytes]:
-        """The directory of a key, written down where it is not known, and its name."""
+        """The directory and the name of a key. Directories on the way that the tree does not have are recorded."""
         for top in self._tree.tops():
-            if top.origin is origin:  # others may show the key, too
+            if top.origin is origin:  # other sources may have the key below their prefix, too
                 directory = top
                 *above, last = key[len(top.prefix) :].encode().split(b"/")
                 for name in above:
@@ -366,15 +372,15 @@ class Writing:
         raise NotFound(f"{key} is not below what is mounted")
 
 
-def _with_atime(overrides: dict[str, int], mtime_ns: int, news: dict[str, int]) -> dict[str, int]:
-    """What is set, and the time of the last use if that follows the time of the content, which is set alone."""
-    if "mtime_ns" not in news:
-        return news
-    return {"atime_ns": overrides.get("atime_ns", mtime_ns), **news}
+def _with_atime(overrides: dict[str, int], mtime_ns: int, changes: dict[str, int]) -> dict[str, int]:
+    """The new attributes. If the modification time is set alone, the access time that was shown until now is kept."""
+    if "mtime_ns" not in changes:
+        return changes
+    return {"atime_ns": overrides.get("atime_ns", mtime_ns), **changes}
 
 
 def _content(node: Node) -> tuple[int, int]:
-    """Size and time of a dirty file; the origin's time, once its name has shown that."""
+    """(size, mtime_ns) of a node's dirty file. Once the node is not pending, the time is that of the uploaded object."""
     dirty_file = node.dirty_file
     assert dirty_file is not None
     dirty_file.look()

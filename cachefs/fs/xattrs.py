@@ -1,8 +1,8 @@
-"""Extended attributes: what cachefs knows of a file or a directory, as text under ``user.cachefs.``.
+"""Extended attributes under ``user.cachefs.``: the state of a file or directory, as text.
 
-They are asked for by name and never listed: a program that copies a file with all its attributes (cp -a, rsync -X, tar)
-would leave them on the copy, where they say nothing. Those that a copy has from elsewhere are taken without an error, and
-not kept.
+A program can read them by name, but they are not listed: a program that copies a file with all its attributes (cp -a,
+rsync -X, tar) would set them on the copy, where they mean nothing. If a copy from another mount sets some here, they are
+accepted without an error, and not kept.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def of_file(obj: ObjectId, reader: Reader, name: bytes) -> bytes:
 
 
 def of_directory(directory: Directory, whole: tuple[int, float] | None, name: bytes) -> bytes:
-    """`whole` is the last complete listing: (generation, time)."""
+    """The value of an attribute of a directory. `whole` is its last complete listing: (generation, time)."""
     if name == HIDDEN:
         listing = directory.listing
         return str(max(directory.listed.hidden, listing.hidden if listing else 0)).encode()

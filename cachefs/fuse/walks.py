@@ -57,7 +57,7 @@ class WalksAgain:
         self._unsure_until = -math.inf
 
     def took_over(self) -> None:
-        """Take each walk for a second one for `TOLD_BEFORE_S`: the daemon before may have answered its thread with ESTALE."""
+        """Take each walk for a second one for `TOLD_BEFORE_S`: the daemon before may have answered ESTALE."""
         self.unsure, self._unsure_until = True, trio.current_time() + TOLD_BEFORE_S
 
     def begin(self, thread: int) -> None:

@@ -31,13 +31,13 @@ GENTLE = 1.5
 STEEP = 12.0
 
 ENOUGH_EXPECTED = 8.0
-"""The lack of hits counts once so many were expected by chance. The chance that none comes is then e^-8."""
+"""The prefetch is judged by its hits once so many were expected by chance. The chance that none comes is then e^-8."""
 
 RARELY = 0.25
 """The share of those hits below which nothing more is fetched. Derived: with 8 expected, two come by chance in 1 of 70."""
 
 PASS_SHARE = 32
-"""The listing is passed through again when one file in so many was demanded since, and was not cached."""
+"""A new pass through the listing begins when one file in so many was demanded since the last, and was not cached."""
 
 
 def share(demanded: float) -> float:
@@ -60,12 +60,12 @@ class Directory:
         self._missed = START  # since the last pass of the listing
 
     def missed(self, now: float) -> None:
-        """A file was opened for the first time in this epoch, and none of it was cached."""
+        """Note that a file was opened for the first time in this epoch, and none of it was cached."""
         self._missed += 1
         self._demand(now)
 
     def hit(self, now: float) -> None:
-        """A prefetched file was opened for the first time."""
+        """Note that a prefetched file was opened for the first time."""
         self._demand(now)
         self.used += 1
 
@@ -86,11 +86,11 @@ class Directory:
         self._missed = self.files or START
 
     def started(self) -> None:
-        """A file is being prefetched."""
+        """Note that the prefetch of a file begins."""
         self.fetched += 1
 
     def failed(self) -> None:
-        """It could not be fetched."""
+        """Note that the prefetch of a file failed, or was put off."""
         self.fetched -= 1
 
     @property
@@ -108,7 +108,7 @@ class Directory:
         if self.demanded < START or self.rarely_used:
             return 0
         if self.files is None:
-            # As on the gentle slope of any directory. Less than two thirds of what is fetched is for nothing.
+            # The count is not known, so the gentle slope holds: less than two thirds of the fetched files go unused.
             return max(0, int(GENTLE * self.demanded) - self.unused)
         allowed = int(share(self.demanded / max(self.files, 1)) * self.files)
         return max(0, min(allowed, self.files - self.demanded) - self.unused)

@@ -1,11 +1,11 @@
 """Access plans: the files that a job will read, in order, one *plan* for each of its ranks. Pure.
 
 A plan has a list of files, and the orders of this epoch and of the next as numbers into it. The two orders are one sequence,
-the next one behind the current one. The job's opens show where it is. The *position* is the place behind the furthest of the
-recently opened files that lie together in the order, if at least half of them do. So the plan does not wait for files that
-are opened out of order or skipped; it follows a job that starts again, or elsewhere, forward and back; and another job on
-the same files, whose opens are scattered over this order, does not move it. Opens that fit nowhere cost only the prefetch.
-When the position enters the next order, that becomes the current one.
+the next one behind the current one. The job's opens show its progress. The *position* is the place behind the furthest of
+the recently opened files that lie together in the order, if at least half of them do. So files that are opened out of order
+or skipped do not hold the plan up. The plan follows a job that starts again, or elsewhere, forward and back. Another job on
+the same files does not move it, because its opens are scattered over this order. Opens that fit nowhere cost only the
+prefetch. When the position enters the next order, that becomes the current one.
 
 Memory, measured for 1.2 M paths of 50 bytes: 65 bytes a file for the list, which plans with the same files share, and 8
 bytes a file for each order."""
@@ -32,11 +32,11 @@ from cachefs.base.database import Database
 from cachefs.base.errors import CachefsError, ConfigError
 
 RECENT = 64
-"""Opens that tell where the job is (of a short order, a quarter): a few of each worker."""
+"""Recent opens from which the position is computed: a few of each worker. In a short order, a quarter of its length."""
 
 NEAR_MOST, NEAR_LEAST, NEAR_PART = 8192, 4, 8
-"""Recent opens lie together if they are within an eighth of the order around their median, within bounds. Workers with their
-batches and their look-ahead open a few thousand files out of order."""
+"""Recent opens lie together if each is within an eighth of the order from their median; the eighth is bounded. Workers with
+their batches and their look-ahead open a few thousand files out of order."""
 
 FIND_EVERY = 8
 """Opens after which the position is computed again, which takes 15 µs (measured)."""
@@ -53,14 +53,14 @@ SOON_MOST, SOON_LEAST, SOON_PART = 512, 16, 8
 may have been evicted since. The fastest readers need a tenth of a second for so many, which is several round trips."""
 
 DROP_AFTER_S = 86_400.0
-"""A plan without a use for a day belongs to a job that is over. Given."""
+"""A plan that was not used for a day is dropped, because its job is over. Given."""
 
 QUIET_S = 600.0
-"""After so long without a use nothing more is fetched for a plan until its files are opened again. Most such jobs are dead;
-the start or the evaluation of a job takes less."""
+"""When a plan was not used for so long, nothing more is fetched for it until its files are opened again. Most such jobs are
+dead; the start or the evaluation of a job takes less."""
 
 FOLLOWED_S = 7200.0
-"""Until so long after its last use a plan is told of every open: longer than an evaluation, and than `TOUCH_EVERY_S`."""
+"""For so long after its last use, a plan is told of every open: longer than an evaluation, and than `TOUCH_EVERY_S`."""
 
 MOST_PLANS = 256
 """Plans at a time: the ranks of several jobs on a node."""
@@ -79,7 +79,7 @@ class Order:
         return self.total
 
     def extend(self, numbers: array[int]) -> None:
-        """Raises ValueError for too many numbers, or one beyond the list of files."""
+        """Add numbers. Raises ValueError for too many of them, or for one beyond the list of files."""
         if len(self.numbers) + len(numbers) > self.total:
             raise ValueError("more numbers than the order has")
         if len(numbers) and max(numbers) >= len(self._places):
@@ -163,7 +163,7 @@ class Plan:
         self._recent.clear()
 
     def opened(self, path: bytes, now: float) -> bool:
-        """A file was opened; True if the plan names it."""
+        """Note that a file was opened. True if the plan names it."""
         number = self.files.find(path)
         if number is None or not any(order.place(number) is not None for order in self.orders):
             return False
@@ -215,7 +215,7 @@ class Plan:
             self._recent.clear()
 
     def quiet(self, now: float, seconds: float = QUIET_S) -> bool:
-        """True if it was not used for so long."""
+        """True if the plan was not used for `seconds`."""
         return now - self.used_at > seconds
 
     def is_past(self, epoch: int, place: int) -> bool:
@@ -235,7 +235,7 @@ class Plan:
             return self._item(self.soon - 1)
         if self.ahead < min(len(self), self.position + LOOKAHEAD):
             if self.soon == self.ahead < soon:
-                self.soon += 1  # once is enough
+                self.soon += 1  # it becomes a candidate now, so not a second time
             self.ahead += 1
             return self._item(self.ahead - 1)
         return None
@@ -247,7 +247,7 @@ class Plan:
         return Item(self, order.epoch, place, self.files[order.numbers[place]])
 
     def put_back(self, item: Item) -> None:
-        """It could not be fetched now: make it and the files behind it candidates again."""
+        """Make a file that could not be fetched now, and those behind it, candidates again."""
         start = 0
         for order in self.orders:
             if order.epoch == item.epoch:
@@ -279,13 +279,13 @@ class Plans:
     def put(self, plan: Plan) -> Plan | None:
         """Add or replace a plan. Returns the plan that was dropped for it: the one unused for longest."""
         self.drop(plan.name)
-        gone = None
+        dropped = None
         if len(self.by_name) >= MOST_PLANS:
-            gone = min(self.by_name.values(), key=lambda p: p.used_at)
-            self.drop(gone.name)
+            dropped = min(self.by_name.values(), key=lambda p: p.used_at)
+            self.drop(dropped.name)
         self.by_name[plan.name] = plan
         self._round_robin.append(plan)
-        return gone
+        return dropped
 
     def drop(self, name: str) -> Plan | None:
         plan = self.by_name.pop(name, None)
@@ -298,7 +298,7 @@ class Plans:
         return [name for name, plan in self.by_name.items() if now - plan.used_at > DROP_AFTER_S]
 
     def opened(self, path: bytes, now: float) -> bool:
-        """True if any plan names the file."""
+        """Note that a file was opened. True if any plan names it."""
         named = False
         for plan in self.by_name.values():
             named |= plan.opened(path, now)
@@ -360,7 +360,7 @@ class Files:
 
     @classmethod
     def from_text(cls, text: bytes) -> Files:
-        """Raises ValueError for what `text` cannot have been."""
+        """The list whose `text` this was. Raises ValueError if it cannot have been one."""
         paths = text.split(b"\0")
         if paths.pop() != b"":
             raise ValueError("the last path has no end")
@@ -370,7 +370,7 @@ class Files:
         return files
 
     def extend(self, paths: Iterable[bytes]) -> None:
-        """Raises `ConfigError` when there are more than `total`, or one has a NUL in it."""
+        """Add paths. Raises `ConfigError` if there are more than `total`, or one has a NUL in it."""
         for path in paths:
             number = len(self._ends)
             end = len(self._text) + len(path)
@@ -399,7 +399,7 @@ class Files:
         return bytes(self._text[start : self._ends[number]])
 
     def find(self, path: bytes) -> int | None:
-        """The number of a path."""
+        """The number of a path; None if the list does not have it."""
         if not self._table:
             self.make_table()
         found = self._table[self._slot(self._table, path)]
@@ -442,7 +442,7 @@ class Snapshot(NamedTuple):
 
 
 class PlanStore:
-    """All methods block, and one runs at a time. A database that cannot be used is logged, and raises nothing."""
+    """Plans on disk. All methods block, and one runs at a time. A failure of the database is logged, and raises nothing."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -474,7 +474,7 @@ class PlanStore:
             log.warning("plan %s may come back with a restart: %s", name, exc)
 
     def load(self) -> list[Plan]:
-        """The plans of an earlier daemon."""
+        """The plans that an earlier daemon saved."""
         plans: list[Plan] = []
         if not self._directory.exists():
             return plans
@@ -663,13 +663,13 @@ class Hints:
         self._unfinished.pop(plan, None)
 
     async def _put(self, plan: Plan) -> None:
-        gone = self._plans.put(plan)
-        if gone is not None:
-            self._orders.pop(gone.name, None)
+        dropped = self._plans.put(plan)
+        if dropped is not None:
+            self._orders.pop(dropped.name, None)
         self._on_change()
-        if gone is not None and self._plan_store is not None:
+        if dropped is not None and self._plan_store is not None:
             async with self._writing:
-                await trio.to_thread.run_sync(self._plan_store.drop, gone.name)
+                await trio.to_thread.run_sync(self._plan_store.drop, dropped.name)
 
     async def _save(self, plan: Plan) -> None:
         if self._plan_store is None:
@@ -680,7 +680,7 @@ class Hints:
 
 
 def _check_types(plan: object, **numbers: object) -> None:
-    """The values come as JSON from any client of the control socket."""
+    """Check the values of a hint, which come as JSON from any client of the control socket. Raises `ConfigError`."""
     if not isinstance(plan, str) or not 0 < len(plan) <= LONGEST_NAME:
         raise ConfigError(f"the name of a plan has 1 to {LONGEST_NAME} characters")
     for name, number in numbers.items():

@@ -1,5 +1,5 @@
-"""The executor of prefetch: one task that takes groups of candidates, the most certain first. The small files of a group are
-begun by one call, without tasks; each other transfer has a task.
+"""The executor of prefetch: one task that takes groups of candidates, the most certain first. One call begins the small
+files of a group, without tasks; each other transfer has a task.
 
 Plans come first, then the next shards, then the rest of a directory. Two bounds hold for all of them together: transfers in
 flight, which leave the origin's last slots to readers, and bytes that were fetched and not used yet (`UNUSED_SHARE`). A
@@ -7,8 +7,8 @@ prefetched file is *awaited* until it is opened; then it is *used*. A predicted 
 (`shards.READ_SHARE`), since a process may open it for its footer only.
 
 The cache store refuses a block that would displace blocks worth more. Then prefetch pauses until a file was used or a second
-has passed. It pauses as long after a failure, so that only readers send requests to an origin that is down. An error here
-costs only the prefetch.
+has passed. After a failure it pauses for a second, too, so that only readers send requests to an origin that is down. An
+error here costs only the prefetch.
 """
 
 from __future__ import annotations
@@ -42,36 +42,36 @@ PART_BYTES, PARTS = 8 << 20, 8
 """`Fetcher.prefetch` fetches a large file in parts of `PART_BYTES`, `PARTS` at a time. It counts as so many transfers."""
 
 AT_ONCE = 8
-"""Files of a group, which are begun before the daemon's other tasks have their turn. Derived: about 0.5 ms. A group waits
-until so many slots are free; otherwise each file that ends would begin a group of one."""
+"""Files of a group, which are begun before the daemon's other tasks run. Derived: about 0.5 ms. A group waits until so many
+slots are free; otherwise each fetch that ends would begin a group of one."""
 
 LEAST_GROUPS = 4
-"""Groups that fill all slots. Guessed: three quarters of the slots stay in use while a group waits."""
+"""At least so many groups fill the slots. Guessed: three quarters of the slots stay in use while a group waits for slots."""
 
 UNUSED_SHARE = 2
-"""Files that were prefetched and not opened yet may take half of the cache. Given: as much is left to files that are read
-again."""
+"""Files that were prefetched and not opened yet may take half of the cache. Given: the other half is left to files that are
+read again."""
 
 LARGEST_SHARE = 4
-"""A file takes at most a quarter of the bytes that may lie unused; of a larger one the begin is fetched."""
+"""A file takes at most a quarter of the bytes that may be unused. Of a larger one only the beginning is fetched."""
 
 MOST_AWAITED = 65_536
-"""Files that may lie unused, about 600 bytes of memory each."""
+"""Most awaited files, about 600 bytes of memory each."""
 
 PAUSE_S = 1.0
 """How long prefetch pauses when it is refused or fails. Given."""
 
 SWEEP_EVERY_S = 60.0
-"""Between two passes through the awaited files."""
+"""The time between two passes through the awaited files."""
 
 UNREAD_S = 60.0
-"""A predicted shard that was opened, and not read for so long, counts as not wanted."""
+"""A predicted shard that was opened and then not read for so long counts as not wanted."""
 
 AWAITED_S = 600.0
 """A file that was not opened for so long is no longer awaited, unless a plan in use names it."""
 
 SHOWN = 4
-"""Directories in the status."""
+"""Most directories that the status shows."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,8 +88,8 @@ class _Prefetched:
 
 
 class Awaited:
-    """The files whose opens prefetch must be told of, by digest (see `FileSystem.watch_opens`). `unread` are predicted
-    shards that were opened and not read yet. `bytes` is the size of both together, which lies unused."""
+    """The digests of files whose opens must be reported to prefetch (see `FileSystem.watch_opens`). `unread` are predicted
+    shards that were opened and not read yet. `bytes` is the size of both together: the unused bytes."""
 
     __slots__ = ("bytes", "everything", "files", "unread")
 
@@ -114,7 +114,8 @@ class Awaited:
         return ahead
 
     def end(self, digest: bytes) -> _Prefetched | None:
-        """An opened file was used, or counts as not wanted."""
+        """Stop counting an opened file as unused: it was used, or counts as not wanted. Returns None if it was not
+        counted."""
         ahead = self.unread.pop(digest, None)
         if ahead is not None:
             self.bytes -= ahead.size
@@ -133,7 +134,7 @@ class Awaited:
 
 
 class _Watched:
-    """Digests of large files whose reads the daemon must see: they are opened without passthrough."""
+    """The digests of large files whose reads the daemon must see. These are opened without passthrough."""
 
     def __init__(self, awaited: Awaited, shards: FromShards) -> None:
         self._files = awaited.files
@@ -177,11 +178,11 @@ class Prefetcher:
         self.awaited = Awaited()
         self._nursery: trio.Nursery | None = None
         self._in_flight = 0  # transfers
-        self._stirred = False
-        self._news = trio.Event()
+        self._woken = False
+        self._wake_up = trio.Event()
         self._sweep_soon = trio.Event()
         self._resume_at = float("-inf")
-        self._pause = ""
+        self._pause_reason = ""
         self._fetched_bytes = self._used_bytes = self._unknown = 0
 
     # -- events ------------------------------------------------------------------------------
@@ -203,7 +204,7 @@ class Prefetcher:
                 self._use(obj.digest)
             if ahead.candidate.walk is not None:
                 self._directories.hit(ahead.candidate.walk, self._fetcher.course.epoch(obj), now)
-            if self._pause == "no room":
+            if self._pause_reason == "no room":
                 self._resume_at = now
             self._wake()
         if self._plans.plans.by_name:
@@ -266,21 +267,21 @@ class Prefetcher:
             nursery.start_soon(self._sweep_now_and_then)
             try:
                 while True:
-                    self._stirred = False
+                    self._woken = False
                     if await self._start_some(nursery):
                         await trio.lowlevel.checkpoint()
-                    elif not self._stirred:
-                        self._news = trio.Event()
+                    elif not self._woken:
+                        self._wake_up = trio.Event()
                         with trio.move_on_at(self._resume_at if self._paused() else float("inf")):
-                            await self._news.wait()
+                            await self._wake_up.wait()
             finally:
                 self._nursery = None
                 await self.hints.aclose()
 
     def _wake(self) -> None:
-        if self._has_slots:  # else the end of a transfer wakes it
-            self._stirred = True
-            self._news.set()
+        if self._has_slots:  # otherwise the end of a transfer wakes the task
+            self._woken = True
+            self._wake_up.set()
 
     @property
     def _has_slots(self) -> bool:
@@ -300,7 +301,7 @@ class Prefetcher:
         return bool(group)
 
     def _budget(self) -> int:
-        """Bytes that may lie unused now."""
+        """How many bytes may be unused now."""
         return self._capacity() // UNUSED_SHARE
 
     def _enough(self, budget: int) -> bool:
@@ -317,11 +318,12 @@ class Prefetcher:
         return bool(obj.size) and obj.digest not in self.awaited.files and not self._fetcher.whole(obj)
 
     def _still_wanted(self, obj: ObjectId) -> bool:
-        """For predictions: a file that was read in this epoch may have been evicted, and is not read again soon."""
+        """`_wanted` for predictions. They leave out a file that was read in this epoch: it may have been evicted, and is not
+        read again soon."""
         return self._wanted(obj) and not self._fetcher.course.had(obj)
 
     def _start(self, nursery: trio.Nursery, group: list[Candidate], budget: int) -> None:
-        """Begin transfers, the first and as many others as are allowed; the rest are put back."""
+        """Begin the transfers of the first candidate, and of as many others as the bounds allow. The rest are put back."""
         now = trio.current_time()
         small: dict[Origin, list[_Prefetched]] = {}
         for number, candidate in enumerate(group):
@@ -335,7 +337,7 @@ class Prefetcher:
                 continue
             origin, obj = candidate.found
             if obj.digest in self.awaited.files:
-                continue  # of two plans, or prefetched during the lookup
+                continue  # two plans name it, or it was prefetched during the lookup
             size = min(obj.size, budget // LARGEST_SHARE)
             ahead = _Prefetched(candidate, obj, size, now)
             self.awaited.put(ahead)
@@ -344,17 +346,17 @@ class Prefetcher:
             if size == obj.size <= LARGE:
                 small.setdefault(origin, []).append(ahead)
             else:
-                contained(nursery, "prefetch", self._bring, origin, ahead, transfers)
+                contained(nursery, "prefetch", self._fetch, origin, ahead, transfers)
         for origin, files in small.items():
             self._start_small(nursery, origin, files)
 
     def _start_small(self, nursery: trio.Nursery, origin: Origin, files: list[_Prefetched]) -> None:
         others = self._fetcher.prefetch_small(
-            origin, [(one.object, partial(self._ended, one, 1)) for one in files]
+            origin, [(ahead.object, partial(self._ended, ahead, 1)) for ahead in files]
         )
-        for one in files if others else ():
-            if one.object in others:
-                contained(nursery, "prefetch", self._bring, origin, one, 1)
+        for ahead in files if others else ():
+            if ahead.object in others:
+                contained(nursery, "prefetch", self._fetch, origin, ahead, 1)
 
     async def _look_up(self, nursery: trio.Nursery, candidate: Candidate) -> None:
         """Look up a path that no listing has, then fetch it."""
@@ -374,7 +376,7 @@ class Prefetcher:
         elif self._wanted(candidate.found[1]):
             self._start(nursery, [candidate], self._budget())
 
-    async def _bring(self, origin: Origin, ahead: _Prefetched, transfers: int) -> None:
+    async def _fetch(self, origin: Origin, ahead: _Prefetched, transfers: int) -> None:
         fetched = 0
         failure: BaseException | None = None
         try:
@@ -387,7 +389,7 @@ class Prefetcher:
             self._ended(ahead, transfers, fetched, failure)
 
     def _ended(self, ahead: _Prefetched, transfers: int, fetched: int, failure: BaseException | None) -> None:
-        """A transfer has ended, or could not begin."""
+        """Note that a transfer has ended, or could not begin."""
         self._in_flight -= transfers
         if failure is None:
             ahead.fetched, ahead.done = fetched, True
@@ -403,16 +405,16 @@ class Prefetcher:
 
     def _failed(self, exc: CachefsError, candidate: Candidate) -> None:
         if isinstance(exc, NoRoom):
-            self._rest("no room")
+            self._pause_for("no room")
             candidate.put_back()
             return
         self._metrics.prefetch_errors += 1
         log.debug("prefetch: %s", exc)
         if not isinstance(exc, NotFound | IsADirectory | ObjectChanged):  # those are of this file alone
-            self._rest(str(exc))
+            self._pause_for(str(exc))
 
-    def _rest(self, reason: str) -> None:
-        self._pause = reason
+    def _pause_for(self, reason: str) -> None:
+        self._pause_reason = reason
         self._resume_at = trio.current_time() + PAUSE_S
 
     # -- housekeeping ------------------------------------------------------------------------------
@@ -461,7 +463,7 @@ class Prefetcher:
             "fetched_bytes": self._fetched_bytes,
             "used_bytes": self._used_bytes,
             "unknown_paths": self._unknown,
-            "paused": self._pause if self._paused() else full,
+            "paused": self._pause_reason if self._paused() else full,
         }
 
 

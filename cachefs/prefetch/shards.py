@@ -26,8 +26,8 @@ PLACES = 64
 """The longest step in places of the listing: as many as a node has workers."""
 
 NEAR = 64
-"""A single step up to this predicts the next shard. A longer one predicts when it comes twice: in a shuffled order of shards
-most steps are long, and a wrong prediction costs a shard."""
+"""The longest step that predicts the next shard when it comes once. A longer one has to come twice: in a shuffled order of
+shards most steps are long, and a wrong prediction costs a shard."""
 
 FARTHEST = 1024
 """The longest step between numbers: workers of a whole cluster."""
@@ -107,11 +107,11 @@ class _Stream:
     last: bytes = b""
     step: Step | None = None
     count: int = 0  # steps that are predicted to follow
-    doubted: bool = False  # a prediction was wrong: the next step has to come twice
+    doubted: bool = False  # a prediction was wrong, so the next step has to come twice
     unread_left: int = 0  # opens until the daemon has to see one read
 
     def opened(self, name: bytes, listing: Listing) -> bool:
-        """False if it is the same shard as before: it may be opened again for its footer, or by a second thread."""
+        """Note an open. False if it is the same shard as before, opened again for its footer or by a second thread."""
         if name == self.last:
             return False
         taken = step(self.last, name, listing) if self.last else None
@@ -145,8 +145,8 @@ class Shards:
     def opened(
         self, directory: str, pid: int, name: bytes, listing: Listing, *, counts: bool = True
     ) -> list[bytes]:
-        """A large file was opened. Returns what to fetch now, soonest first. `counts` is False for a file that was cached
-        before any prefetch: the kernel may have all of it in memory, so the daemon may see no reads of it."""
+        """Note that a large file was opened. Returns the names of files to fetch now, soonest first. `counts` is False for a
+        file that was cached before any prefetch: the kernel may have all of it in memory, so the daemon may see no reads."""
         names: list[bytes] = []
         # The shared stream first: the shards that one process takes from a queue may look like steps, too.
         for key in ((directory, ANY_PROCESS), (directory, pid)):
@@ -160,7 +160,7 @@ class Shards:
         return list(dict.fromkeys(names))
 
     def was_read(self, directory: str, pid: int, listing: Listing) -> list[bytes]:
-        """A shard that this process has opened was read. Returns what to fetch now."""
+        """Note that a shard which this process has opened was read. Returns the names of files to fetch now."""
         names: list[bytes] = []
         for stream in self._of(directory, pid):
             stream.unread_left = MOST_UNREAD

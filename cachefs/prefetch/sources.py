@@ -1,8 +1,8 @@
 """Candidates for prefetch: the objects of the files that the policies predict.
 
-Each source asks its policy which files to fetch, finds their objects in the cached listings, skips those that are cached or
-in flight, and returns a group of candidates: as many as are asked for, if it has so many. A plan may name a path that no
-listing has: the task that fetches it looks it up, with requests to the origin.
+Each source asks its policy which files to fetch, finds their objects in the cached listings, and skips those that are cached
+or in flight. It returns a group of candidates, of at most the requested number. A plan may name a path that no listing has:
+then the task that fetches it looks it up at the origin.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SLICE = 64
 """Names examined between two checkpoints, about 10 µs each."""
 
 REMEMBERED = 256
-"""Directories remembered: a data set by class has a thousand, and a job reads a few at a time."""
+"""Directories remembered. A data set with a directory for each class has a thousand, and a job reads a few at a time."""
 
 FORGET_AFTER_S = 600.0
 """After so long without a demand, a directory's counts start again: the next reader may be another job."""
@@ -39,13 +39,13 @@ SCANS = 8
 """Slices of a listing that are searched for large files among small ones."""
 
 QUEUES = 64
-"""Streams of shards with predictions; the newest comes first."""
+"""Most streams of shards with predictions that wait to be fetched; the newest is fetched first."""
 
 MOST_PROGRESS = 1024
 """Recently opened large files whose reads are counted, about 500 bytes each."""
 
 MOST_PIDS = 16
-"""Processes remembered of each."""
+"""Processes remembered for each of these files."""
 
 Found: TypeAlias = "tuple[Origin, ObjectId]"
 """A version of a file, and its origin."""
@@ -54,13 +54,13 @@ Wanted = Callable[["ObjectId"], bool]
 """True for a version that is neither cached nor in flight and, unless a plan names it, was not read in this epoch."""
 
 LookSoon = Callable[[Iterable["ObjectId"]], None]
-"""Called with versions shortly before `Wanted` is."""
+"""Called with versions shortly before `Wanted` is called for them, so that the store reads their rows together."""
 
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """A file to fetch. `found` is None for a path of a plan that must be looked up first. `put_back` makes it a candidate
-    again, where it cannot be fetched now."""
+    """A file to fetch. `found` is None for a path of a plan that must be looked up first. If the file cannot be fetched now,
+    `put_back` makes it a candidate again."""
 
     found: Found | None
     put_back: Callable[[], None]
@@ -69,7 +69,7 @@ class Candidate:
     stream: StreamKey | None = None  # of a shard
 
     def give_back(self) -> None:
-        """It is not fetched now."""
+        """Put it back, because it is not fetched now."""
         self.put_back()
         if self.walk is not None:
             self.walk.policy.failed()
@@ -128,7 +128,7 @@ class FromPlans:
         return items
 
     def _known(self, items: list[Item]) -> list[tuple[Item, Found | None]]:
-        """What the listings have of these, without those whose paths no listing can have."""
+        """The files as the listings have them (None: in none). Paths that no listing can have are left out."""
         known = []
         for item in items:
             try:
@@ -139,7 +139,7 @@ class FromPlans:
 
 
 class _Progress:
-    """How much of a large file its readers have read, and which processes they are. The footer does not count."""
+    """Counts how much of a large file its readers have read, without the footer, and remembers these processes."""
 
     __slots__ = ("footer", "left", "listing", "pids")
 
@@ -150,7 +150,7 @@ class _Progress:
         self.left = obj.size // READ_SHARE  # bytes until it counts as read
 
     def read(self, offset: int, size: int) -> bool:
-        """True if it counts as read from now on."""
+        """Count a read. True if this makes the file count as read."""
         if self.left <= 0:
             return False
         self.left -= max(0, min(offset + size, self.footer) - offset)
@@ -158,7 +158,7 @@ class _Progress:
 
 
 class FromShards:
-    """The large files that are predicted to come next. `_queues` has those of each (directory, pid), soonest first."""
+    """The large files that are predicted next. `_queues` has those of each (directory, pid), soonest first."""
 
     def __init__(self, fs: FileSystem, paths: Paths, wanted: Wanted) -> None:
         self.shards = Shards()
@@ -169,8 +169,8 @@ class FromShards:
         self._progress: OrderedDict[bytes, _Progress] = OrderedDict()
 
     def opened(self, ino: int, pid: int, origin: Origin, obj: ObjectId, *, cold: bool, counts: bool) -> None:
-        """A large file was opened. `cold`: none of it was cached, or it was prefetched and not read yet. For `counts` see
-        `Shards.opened`."""
+        """Note that a large file was opened. `cold`: none of it was cached, or it was prefetched and not read yet. For
+        `counts` see `Shards.opened`."""
         above, _, name = self._paths.of(origin, obj).rpartition("/")
         listing = _Large(self._fs, ino, above)
         progress = self._progress.pop(obj.digest, None)
@@ -187,7 +187,7 @@ class FromShards:
             self._queue(key, listing, self.shards.was_read(*key, listing))
 
     def read(self, obj: ObjectId, offset: int, size: int) -> bool:
-        """A part of a large file was read. True if that predicts others."""
+        """Note that a part of a large file was read. True if the file counts as read with it, so others are predicted."""
         progress = self._progress.get(obj.digest)
         if progress is None or not progress.read(offset, size):
             return False
@@ -205,7 +205,7 @@ class FromShards:
                 self._queues.popitem(last=False)
 
     async def next(self) -> list[Candidate]:
-        """One at most: each takes several transfers."""
+        """The next candidate, if there is one. There is at most one, because each takes several transfers."""
         while self._queues:
             await trio.lowlevel.checkpoint()
             key, queue = next(reversed(self._queues.items()))
@@ -258,19 +258,19 @@ class _Walk:
         self.name = name
         self.start = mark
         self.after: bytes | None = None
-        self.round = False
+        self.second_half = False
         self.buffer: deque[Sibling] = deque()
         self.count_at = START
 
     def begin(self) -> bool:
         if not self.policy.begin_pass():
             return False
-        self.after, self.round = self.start, False
+        self.after, self.second_half = self.start, False
         return True
 
     def to_the_end(self) -> None:
         """After the last name: start again from the first, once."""
-        self.after, self.round = (None, True) if self.round else (b"", True)
+        self.after, self.second_half = (None, True) if self.second_half else (b"", True)
 
 
 class FromDirectories:
@@ -292,8 +292,8 @@ class FromDirectories:
         self._eager: OrderedDict[str, None] = OrderedDict()
 
     def missed(self, ino: int, origin: Origin, obj: ObjectId, epoch: int, now: float) -> _Walk | None:
-        """A small file that was not cached was opened, for the first time in an epoch. Returns the directory's walk if the
-        caller should count its files now."""
+        """Note that a small file that was not cached was opened, for the first time in an epoch. Returns the directory's
+        walk if the caller should count its files now."""
         key, _, name = self._paths.of(origin, obj).rpartition("/")
         walk = self._walks.get(key)
         if walk is None or now - walk.policy.last > FORGET_AFTER_S:
@@ -316,7 +316,7 @@ class FromDirectories:
         return None
 
     def hit(self, walk: _Walk, epoch: int, now: float) -> None:
-        """A prefetched file was opened."""
+        """Note that a prefetched file was opened."""
         walk.policy.in_epoch(epoch)
         walk.policy.hit(now)
         if walk.policy.more_files() and self._walks.get(walk.name) is walk:
@@ -333,7 +333,7 @@ class FromDirectories:
             walk.policy.files = counted[0]
 
     async def next(self, most: int) -> list[Candidate]:
-        """Of one directory."""
+        """At most `most` candidates, all of one directory."""
         while self._eager:
             key = next(reversed(self._eager))
             walk = self._walks.get(key)
@@ -344,8 +344,8 @@ class FromDirectories:
                 group.append(Candidate((sibling.origin, sibling.object), put_back, walk=walk))
                 walk.policy.started()
             if group:
-                return group  # before anything is waited for: a reader may open one of them meanwhile
-            if walk is None or not more or not await self._look_on(walk):
+                return group  # without an await, during which a reader could open one of them
+            if walk is None or not more or not await self._read_slice(walk):
                 self._eager.pop(key, None)
         return []
 
@@ -354,15 +354,15 @@ class FromDirectories:
         self._eager[key] = None
 
     def _next_of(self, walk: _Walk) -> Sibling | None:
-        """The next file to fetch of those that were looked at."""
+        """The next file of the buffer that should be fetched; None if there is none."""
         while walk.buffer:
             sibling = walk.buffer.popleft()
             if self._wanted(sibling.object):
                 return sibling
         return None
 
-    async def _look_on(self, walk: _Walk) -> bool:
-        """Look at a slice of the listing. False at the end of a pass, or where the listing ends so far."""
+    async def _read_slice(self, walk: _Walk) -> bool:
+        """Read a slice of the listing into the buffer. False at the end of a pass, or where the listing ends so far."""
         await trio.lowlevel.checkpoint()
         if walk.after is None and not walk.begin():
             return False
@@ -380,7 +380,7 @@ class FromDirectories:
         walk.after = after
         if after is None:
             walk.to_the_end()
-        elif walk.round and after >= walk.start:
+        elif walk.second_half and after >= walk.start:
             walk.after = None
         return True
 
