@@ -5,8 +5,8 @@ control socket. The tasks that walk the tree are only a few files ahead of those
 has few of them in memory. A job keeps no state on disk: it skips files that are cached whole, so a second run goes on
 where the first one ended.
 
-A job must not evict what it has fetched itself. It adds up the bytes of its files, and fails with one line before they exceed
-the capacity of the cache. Jobs fetch with background priority, so readers overtake them.
+A job must not evict what it has fetched itself. It adds up the bytes of its files, and fails with one line before they
+exceed the capacity of the cache. Jobs fetch with background priority, so readers overtake them.
 """
 
 from __future__ import annotations
