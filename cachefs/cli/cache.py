@@ -328,11 +328,11 @@ SHOWN = 8
 @click.option("--shape", type=click.Choice(SHAPES), help="A synthetic trace instead: an order of reading.")
 @click.option("--cache-size", required=True, metavar="SIZE,…", help="One size or several: 100G,200G.")
 @click.option(
-    "--policy", type=click.Choice([*POLICIES, "all"]), default="all", help="As of --eviction.  [all]"
+    "--policy", type=click.Choice([*POLICIES, "all"]), default="all", help="Policy of eviction.  [all]"
 )
-@click.option("--block-size", metavar="SIZE", default="1M", help="The mount's --block-size.  [1M]")
-@click.option("--dataset-size", metavar="SIZE", default="10G", help="Bytes of a shape.  [10G]")
-@click.option("--file-size", metavar="SIZE", help="Bytes of a shape's files.  [64M for shards, else 1M]")
+@click.option("--block-size", metavar="SIZE", default="1M", help="Block size of the mount.  [1M]")
+@click.option("--dataset-size", metavar="SIZE", default="10G", help="Size of a shape's dataset.  [10G]")
+@click.option("--file-size", metavar="SIZE", help="Size of a shape's files.  [64M for shards, else 1M]")
 @click.option("--epochs", type=click.IntRange(1, 1000), default=5, help="Epochs of a shape.  [5]")
 @click.option("--seed", type=int, default=0, help="Seed of a shape.  [0]")
 @as_json()
