@@ -1,5 +1,5 @@
-"""Verbs of the control socket about what the daemon does: `explain` (where a file's extents are, which node owns them, why
-they were missed last), `watch` (status and ledger), `probe` (round trips to the origins), `log_level`.
+"""Verbs of the control socket that explain what the daemon does: `explain` (where a file's extents are, which node owns
+them, why they were missed last), `watch` (status and ledger), `probe` (round trips to the origins), `log_level`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ EXTENTS_SHOWN = 4096
 """Most extents in one reply. Derived: 64 GiB of a file at the default block size, in 1 MiB."""
 
 PROBES, PROBED_WITHIN_S = 3, 15.0
-"""Requests of one measurement, of which the fastest counts, and their deadline. Guessed: one may meet a slow connection, and
-an origin that takes 5 s a request is as good as silent."""
+"""Requests of one measurement, of which the fastest counts, and their deadline in all. Guessed: one may meet a slow
+connection, and an origin that takes 5 s a request counts as silent."""
 
 LEVELS = ("debug", "info", "warning", "error")
 
 
 class Explainer:
-    """`status` is what `cachefs status` shows. `cluster` is None on a mount without peers."""
+    """Answers these verbs. `status` returns what `cachefs status` shows; `cluster` is None on a mount without peers."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class Explainer:
         return {**await self._status(), **shown(self._metrics)}
 
     async def explain(self, path: str) -> dict[str, Any]:
-        """What this node knows of the file at `path` (relative to the mount). Raises `NotFound`, `IsADirectory` and what a
-        lookup raises."""
+        """What this node knows of the file at `path` (relative to the mount). Raises `NotFound`, `IsADirectory` and the
+        errors of a lookup."""
         found = await self._tree_queries.resolve(path)
         if found is None:
             raise NotFound(f"no such file: {path}")
