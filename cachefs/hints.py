@@ -5,12 +5,12 @@ before it is opened. This module draws the order, sends it, and passes it on unc
 
     loader = hinted(DataLoader(dataset, shuffle=True, ...), dataset.paths)
 
-It needs the standard library only. It never disturbs the training: a separate thread sends, and failures (no mount, no
+It needs the standard library only. It does not disturb the training: a separate thread sends, and all failures (no mount, no
 daemon, a path outside of the mount) cause one warning at most. Paths are sent once; after that an epoch takes four bytes a
 sample.
 
-A *plan* is a list of files and the orders that were sent for it. There is one for each rank, each list and each sampler of a
-process. Its name is made of host, rank and the list's digest: jobs that share a node have different plans, and a job that is
+A *plan* is a list of files and the orders that were sent for it. Each rank, each list and each sampler of a process has its
+own. Its name consists of host, rank and the list's digest: jobs that share a node have different plans, and a job that is
 started again finds its own. An order is sent with the digest of its list, and the daemon refuses it for any other list.
 """
 
@@ -49,11 +49,11 @@ INDICES_AT_ONCE = 48 << 10
 """Numbers of an order in one request: 192 KiB, and 256 KiB as base64. Derived: half of `client.MAX_REQUEST_BYTES`."""
 
 ASK_DEADLINE_S = 30.0
-"""For one request. The daemon answers most in milliseconds, and the last part of a list of a million files in seconds; only
-the sending thread waits."""
+"""Deadline of one request. The daemon answers most in milliseconds, and the last part of a list of a million files in
+seconds. Only the sending thread waits."""
 
 EXIT_DEADLINE_S = 5.0
-"""How long a process that ends waits until its last hints are sent. They take milliseconds; a daemon that hangs must not
+"""How long a process waits at its end for the last hints to be sent. They take milliseconds; a daemon that hangs must not
 hold up the end of a job."""
 
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "LOCAL_RANK")
@@ -68,8 +68,8 @@ def announce(
 ) -> None:
     """Tell the daemons that these files will be read next, in this order.
 
-    Returns at once; with `wait_s`, when all is sent or so many seconds are over. The default `plan` is this process's own,
-    and its next announcement replaces it. Never raises because of the daemon or the paths."""
+    Returns at once, or, with `wait_s`, when everything is sent or that many seconds have passed. The default `plan` belongs
+    to this process, and its next announcement replaces it. Errors of the daemon or the paths do not raise."""
     listed = [os.fsdecode(path) for path in paths]
     order = array("I", range(len(listed)))
     if _in_worker():
@@ -81,7 +81,7 @@ def announce(
 
 
 def wait(timeout_s: float = 60.0) -> bool:
-    """Wait until everything that was announced has been sent, or has failed. Returns False if the time was over first."""
+    """Wait until everything that was announced has been sent, or has failed. Returns False after `timeout_s`."""
     return _sender.wait(timeout_s)
 
 
@@ -92,7 +92,7 @@ class HintedSampler:
     PyTorch. If that sampler, or one inside of it, has `set_epoch`, the order of the next epoch is sent ahead, too. Every
     other attribute is the wrapped sampler's.
 
-    The whole order is drawn at the first sample. Of a sampler that can be saved (`state_dict`) a copy is drawn instead."""
+    The whole order is drawn when the first sample is requested; if the sampler can be saved (`state_dict`), from a copy."""
 
     def __init__(
         self, sampler: Any, paths: Iterable[str | os.PathLike[str]], *, plan: str | None = None
@@ -115,7 +115,7 @@ class HintedSampler:
         return getattr(self.sampler, name)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the sampler; it may also be set there."""
+        """Set the epoch of the wrapped sampler, whose own `set_epoch` may be called, too."""
         self._set = epoch
         holder = _holder(self.sampler)
         if holder is not None:
@@ -145,7 +145,7 @@ class HintedSampler:
             self._send(epoch, order)
         for count, item in enumerate(chain(order, drawing), 1):
             yield item
-            # Half way: not at the beginning, where drawing would delay the first batches, and long before the next epoch.
+            # Half way: drawing at the beginning would delay the first batches, and the next epoch is still far.
             if count == (length + 1) // 2:
                 self._send_next(epoch, length)
 
@@ -155,7 +155,7 @@ class HintedSampler:
             _holder(later).set_epoch(epoch + 1)
             self._send(epoch + 1, list(islice(later, length)), ahead=True)
 
-        if _holder(self.sampler) is not None:  # otherwise its next order is not decided yet
+        if _holder(self.sampler) is not None:  # without it, the next order is not decided yet
             self._draw_ahead(epoch + 1, draw)
 
     def _draw_ahead(self, epoch: int, draw: Callable[[], None]) -> None:
@@ -184,8 +184,8 @@ def hinted(loader: Any, paths: Iterable[str | os.PathLike[str]], *, plan: str | 
     `paths` is the file of each sample of its dataset, by index. Call it before the first iteration."""
     if not hasattr(loader, "collate_fn"):
         return HintedSampler(loader, paths, plan=plan)
-    # The attribute that a loader iterates. The loader refuses an assignment, because its other attributes must agree; they
-    # do.
+    # Replaces the attribute that the loader iterates. `vars`, because the loader refuses assignments: its other attributes
+    # must agree with it, and they do.
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     vars(loader)[name] = HintedSampler(getattr(loader, name), paths, plan=plan)
     return loader
@@ -195,7 +195,7 @@ def hinted(loader: Any, paths: Iterable[str | os.PathLike[str]], *, plan: str | 
 
 
 def _chain(sampler: Any) -> Iterator[Any]:
-    """The sampler and those it wraps."""
+    """The sampler and those that it wraps, the outermost first."""
     for _ in range(8):
         if sampler is None:
             return
@@ -209,7 +209,7 @@ def _holder(sampler: Any) -> Any:
 
 
 def _clone(sampler: Any) -> Any:
-    """A copy of a sampler and of those it wraps: changes and draws of one do not affect the other."""
+    """A copy of a sampler and of those that it wraps: changes to one, and draws from it, do not affect the other."""
     clone = copy.copy(sampler)
     for name in ("sampler", "batch_sampler"):
         if hasattr(clone, "__dict__") and vars(clone).get(name) is not None:
@@ -225,7 +225,7 @@ def _length(sampler: Any) -> int | None:
 
 
 def _indices(items: list[Any]) -> array[int]:
-    """Samples or batches of samples, as one row of numbers."""
+    """The indices of samples, or of batches of samples, as one array."""
     try:
         return array("I", items)
     except TypeError:
@@ -241,24 +241,24 @@ def _indices(items: list[Any]) -> array[int]:
 
 @contextmanager
 def _generators_restored(sampler: Any) -> Iterator[None]:
-    """Restore all random generators at the end: draws inside do not change the numbers that come after."""
-    kept: list[tuple[Callable[[Any], object], Any]] = [(random.setstate, random.getstate())]
+    """Restore all random generators at the end, so that draws inside do not change later random numbers."""
+    states: list[tuple[Callable[[Any], object], Any]] = [(random.setstate, random.getstate())]
     if (numpy := sys.modules.get("numpy")) is not None:
-        kept.append((numpy.random.set_state, numpy.random.get_state()))
+        states.append((numpy.random.set_state, numpy.random.get_state()))
     if (torch := sys.modules.get("torch")) is not None:
-        kept.append((torch.set_rng_state, torch.get_rng_state()))
+        states.append((torch.set_rng_state, torch.get_rng_state()))
     for one in _chain(sampler):
         for own in vars(one).values() if hasattr(one, "__dict__") else ():
             if isinstance(own, random.Random):
-                kept.append((own.setstate, own.getstate()))
+                states.append((own.setstate, own.getstate()))
             elif hasattr(own, "get_state") and hasattr(own, "set_state"):  # torch.Generator, RandomState
-                kept.append((own.set_state, own.get_state()))
+                states.append((own.set_state, own.get_state()))
             elif hasattr(own, "bit_generator"):
-                kept.append((partial(setattr, own.bit_generator, "state"), own.bit_generator.state))
+                states.append((partial(setattr, own.bit_generator, "state"), own.bit_generator.state))
     try:
         yield
     finally:
-        for put_back, state in kept:
+        for put_back, state in states:
             put_back(state)
 
 
@@ -275,7 +275,7 @@ def _rank(sampler: Any = None) -> str:
 
 
 def _in_worker() -> bool:
-    """True in a worker process of a loader. Its parent sends the hints."""
+    """True in a worker process of a loader, whose parent sends the hints."""
     data = sys.modules.get("torch.utils.data")
     return data is not None and data.get_worker_info() is not None
 
@@ -297,7 +297,7 @@ class _Files:
         self._shares: list[_Share] | None = None
 
     def send(self, epoch: int, order: array[int]) -> None:
-        """Raises `CachefsError`."""
+        """Send the order of an epoch, and before the first one the files. Raises `CachefsError`."""
         if self._shares is None:
             self._shares = list(_by_mount(self._paths))
             self._paths = []
@@ -327,7 +327,7 @@ class _Share:
         self._sent = False
 
     def name(self, plan: str | None, rank: str, *, replaces: bool) -> None:
-        """Name the plan. Called when all its paths are known."""
+        """Choose the name of the plan. Called when `paths` is complete."""
         self.digest = digest(self.paths)
         if plan is not None:
             self.plan = plan
@@ -343,8 +343,8 @@ class _Share:
 
     def send(self, epoch: int, order: array[int]) -> None:
         if len(self.numbers) != len(self.paths) or (order and max(order) >= len(self.numbers)):
-            numbers, there = self.numbers, len(self.numbers)
-            order = array("I", (numbers[i] for i in order if i < there and numbers[i] != NOT_ON_A_MOUNT))
+            numbers, count = self.numbers, len(self.numbers)
+            order = array("I", (numbers[i] for i in order if i < count and numbers[i] != NOT_ON_A_MOUNT))
         if not self._sent:
             if self._former not in ("", self.plan):
                 drop(self.mountpoint, self._former)
@@ -359,10 +359,10 @@ class _Share:
 
 
 _last_plans: dict[Path, str] = {}
-"""The plan without a name that was announced last, by mount."""
+"""Mount → name of the last plan that `announce` named by itself."""
 
 _samplers: Counter[tuple[Path, str]] = Counter()
-"""How many samplers of this process have the same list, by (mount, name of the plan)."""
+"""(mount, name of the plan) → number of samplers of this process that have the same list."""
 
 
 def _by_mount(paths: list[str]) -> Iterable[_Share]:
@@ -469,7 +469,7 @@ _warned = False
 
 
 def _warn_once(reason: str) -> None:
-    """Warn, the first time. The training goes on without hints."""
+    """Warn at the first failure of this process. The training goes on without hints."""
     global _warned
     log.debug("not hinted: %s", reason)
     if not _warned:
@@ -482,7 +482,7 @@ _sender = _Sender()
 
 
 def _after_fork() -> None:
-    """A forked child has the lock and the tasks of its parent, but not its thread: begin with none."""
+    """Begin without tasks in a forked child, which has the lock and the tasks of its parent, but not the thread."""
     global _sender
     _sender = _Sender()
 

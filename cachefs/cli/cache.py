@@ -53,8 +53,8 @@ parallel_option = click.option(
 )
 @click.option("--background", is_flag=True, help="Return at once; cachefs status shows the progress.")
 @click.option("--stop", is_flag=True, help="End the jobs of PATH's mount.")
-@click.option("--profile", metavar="FILE", help="Fetch what a recording of cachefs record has read.")
-@click.option("--cluster", is_flag=True, help="Have the other nodes fetch their share, too.")
+@click.option("--profile", metavar="FILE", help="Fetch the ranges that cachefs record has written to FILE.")
+@click.option("--cluster", is_flag=True, help="Tell the other nodes to fetch their shares, too.")
 @as_json("The result as JSON.")
 def warm(
     paths: tuple[Path, ...],
@@ -95,16 +95,16 @@ def warm(
     if background:
         if check:
             raise ConfigError("--background returns before anything is known, so it excludes --check")
-        begun = []
+        started = []
         for mountpoint, items in wanted.items():
             running = asking.job(
                 mountpoint, "warm", items, at_once=parallel or 0, vanish=bool(profile), cluster=cluster
             )
             with running as number:
-                begun.append({"job": number, "mountpoint": str(mountpoint)})
+                started.append({"job": number, "mountpoint": str(mountpoint)})
         if as_json:
-            show.data(begun)
-        for job in () if as_json else begun:
+            show.data(started)
+        for job in () if as_json else started:
             say(f"job {job['job']} on {job['mountpoint']}")
         return 0
     action = "check" if check else "warm"
@@ -125,14 +125,14 @@ def warm(
             f"nothing that {profile} names ({done['vanished']:,} files or parts) is below {paths[0]}: was another "
             "directory recorded?"
         )
-    gone = f"; {done['vanished']:,} are not there any more" if done["vanished"] else ""
+    vanished = f"; {done['vanished']:,} are not there any more" if done["vanished"] else ""
     elsewhere = ""
     if done["elsewhere_bytes"]:
-        way = "were fetched by other nodes" if cluster else "are for other nodes to fetch (--cluster)"
-        elsewhere = f"; {about_bytes(done['elsewhere_bytes'])} {way}"
+        state = "were fetched by other nodes" if cluster else "are for other nodes to fetch (--cluster)"
+        elsewhere = f"; {about_bytes(done['elsewhere_bytes'])} {state}"
     note(
         f"{done['done_files']:,} files, {about_bytes(done['done_bytes'])}: {about_bytes(done['fetched_bytes'])} fetched "
-        f"in {done['seconds']:.1f} s{elsewhere}, the rest was cached{gone}"
+        f"in {done['seconds']:.1f} s{elsewhere}, the rest was cached{vanished}"
     )
     return 0
 
@@ -159,8 +159,8 @@ def evict(paths: tuple[Path, ...], list_file: str | None, as_json: bool) -> None
 def pin(paths: tuple[Path, ...], list_file: str | None, parallel: int | None, as_json: bool) -> None:
     """Fetch the files at and below PATH, and never evict them until cachefs unpin.
 
-    Pins survive restarts. A pin is of the present version of a file: a file that is replaced at the origin is not
-    pinned. The mount's --pin-budget limits the sum of all pins.
+    Pins survive restarts. A pin holds for the present version of a file: if the file is replaced at the origin, the
+    new version is not pinned. The mount's --pin-budget limits the sum of all pins.
     """
     done = _jobs("pin", paths_by_mount(paths, list_file), parallel, as_json=as_json)
     note(
@@ -212,7 +212,7 @@ def _jobs(
 
 
 DRAIN_EVERY_S = 0.5
-"""Between two requests for the lines of a recording, of which the daemon holds a bounded number."""
+"""Seconds between two requests for the lines of a recording, of which the daemon holds a bounded number."""
 
 PLAN = "hint"
 """The default name of a plan. Training jobs have plans of other names."""
@@ -221,7 +221,7 @@ PLAN = "hint"
 @click.command(short_help="Tell a mount what will be read next.")
 @click.argument("mountpoint", type=Place())
 @list_option
-@click.option("--plan", default=PLAN, help=f"The name of the list, for several at a time.  [{PLAN}]")
+@click.option("--plan", default=PLAN, help=f"Name of the plan; a mount may have several.  [{PLAN}]")
 @click.option("--epoch", type=click.IntRange(0), default=0, help="The number of the epoch.  [0]")
 @click.option("--drop", is_flag=True, help="Forget the plan.")
 def hint(mountpoint: Path, list_file: str | None, plan: str, epoch: int, drop: bool) -> None:
@@ -256,9 +256,9 @@ def hint(mountpoint: Path, list_file: str | None, plan: str, epoch: int, drop: b
 def record(mountpoint: Path, output: str, how_long: str | None) -> None:
     """Record which files of the mount at MOUNTPOINT are opened, and which parts of large ones are read.
 
-    One JSON object a line: t (seconds since the start), path, size, offset, length, pid. An open has the
-    whole file's length; that of a large file which is read through the daemon has length 0, and lines
-    for the reads of it follow. cachefs warm --profile fetches what was read, cachefs simulate computes
+    One JSON object a line: t (seconds since the start), path, size, offset, length, pid. The line of an
+    open has the length of the whole file. For a large file that is read through the daemon, it has length
+    0, and lines for its reads follow. cachefs warm --profile fetches what was read, cachefs simulate computes
     what cache it needs. Reads that the kernel answers from its page cache are not recorded.
     """
     mount, _ = asking.mount_of(mountpoint)
@@ -266,7 +266,7 @@ def record(mountpoint: Path, output: str, how_long: str | None) -> None:
     enough = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: enough.set())
-    recording = asking.ask(mount, "record_start")  # may be refused, so before FILE is truncated
+    recording = asking.ask(mount, "record_start")  # before FILE is truncated, because the daemon may refuse
     try:
         with _opened(output) as file:
             lines, lost = _record(mount, recording, file, until, enough)
@@ -318,21 +318,23 @@ SHAPES = (
     "two-jobs",
 )
 SHOWN = 8
-"""Most epochs in a line; of more, the last one is shown, too."""
+"""Most epochs in a line: the first ones and the last."""
 
 
 @click.command(short_help="Compute how much cache is enough, from a trace.")
 @click.option(
     "--trace", metavar="FILE", type=click.Path(path_type=Path), help="A recording of cachefs record."
 )
-@click.option("--shape", type=click.Choice(SHAPES), help="A synthetic order of reading instead.")
+@click.option("--shape", type=click.Choice(SHAPES), help="A synthetic trace instead: an order of reading.")
 @click.option("--cache-size", required=True, metavar="SIZE,…", help="One size or several: 100G,200G.")
-@click.option("--policy", type=click.Choice([*POLICIES, "all"]), default="all", help="As --eviction.  [all]")
-@click.option("--block-size", metavar="SIZE", default="1M", help="As of the mount.  [1M]")
-@click.option("--dataset-size", metavar="SIZE", default="10G", help="Of a shape.  [10G]")
-@click.option("--file-size", metavar="SIZE", help="Of a shape.  [64M for shards, else 1M]")
-@click.option("--epochs", type=click.IntRange(1, 1000), default=5, help="Of a shape.  [5]")
-@click.option("--seed", type=int, default=0, help="Of a shape.  [0]")
+@click.option(
+    "--policy", type=click.Choice([*POLICIES, "all"]), default="all", help="Policy of eviction.  [all]"
+)
+@click.option("--block-size", metavar="SIZE", default="1M", help="Block size of the mount.  [1M]")
+@click.option("--dataset-size", metavar="SIZE", default="10G", help="Size of a shape's dataset.  [10G]")
+@click.option("--file-size", metavar="SIZE", help="Size of a shape's files.  [64M for shards, else 1M]")
+@click.option("--epochs", type=click.IntRange(1, 1000), default=5, help="Epochs of a shape.  [5]")
+@click.option("--seed", type=int, default=0, help="Seed of a shape.  [0]")
 @as_json()
 def simulate(
     trace: Path | None,
@@ -346,7 +348,7 @@ def simulate(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Compute for each cache size the share of reads that it would answer, by epoch, and the bytes from the origin.
+    """Compute the hit ratio of each epoch and the bytes from the origin, for each cache size.
 
     \b
     cachefs record /mnt/data -o trace.jsonl --for 2h

@@ -30,7 +30,7 @@ EXTENTS_LISTED = 64
 CACHED = "user.cachefs.cached"
 
 cached_option = click.option(
-    "--cached", is_flag=True, expose_value=False, help="Accepted: it is what this shows."
+    "--cached", is_flag=True, expose_value=False, help="Has no effect: cached bytes are always shown."
 )
 
 
@@ -46,7 +46,7 @@ def list_cached(path: Path, as_json: bool) -> None:
         rows = [(str(path), path, known)]
         if known is None:
             rows = [
-                (entry.name, entry, _measure(entry, may_be_gone=True)) for entry in sorted(path.iterdir())
+                (entry.name, entry, _measure(entry, may_be_missing=True)) for entry in sorted(path.iterdir())
             ]
     except OSError as exc:
         raise MountError(f"{exc.filename or path}: {exc.strerror}") from exc
@@ -70,8 +70,8 @@ def add_up(path: Path, max_depth: int | None, summarize: bool, as_json: bool) ->
     deepest = 0 if summarize else max_depth
 
     def visit(path: Path, depth: int) -> tuple[int, _Measured]:
-        """(files, their measures)."""
-        known, files = _measure(path, may_be_gone=depth > 0), 1
+        """Returns (number of files, their bytes)."""
+        known, files = _measure(path, may_be_missing=depth > 0), 1
         if known is None:
             below = [visit(entry, depth + 1) for entry in sorted(path.iterdir())]
             files = sum(count for count, _ in below)
@@ -99,21 +99,21 @@ class _Measured(NamedTuple):
     cached: int
 
 
-def _measure(path: Path, *, may_be_gone: bool = False) -> _Measured | None:
-    """None for a directory. Zeros for a missing file that `may_be_gone`."""
+def _measure(path: Path, *, may_be_missing: bool = False) -> _Measured | None:
+    """The bytes of a file; None for a directory, zeros for a missing file that `may_be_missing`."""
     try:
         stats = path.stat()
         return (
             None if stat.S_ISDIR(stats.st_mode) else _Measured(stats.st_size, int(os.getxattr(path, CACHED)))
         )
     except FileNotFoundError:
-        if not may_be_gone:
+        if not may_be_missing:
             raise
         return _Measured(0, 0)
 
 
 def _refuse_outside_mounts(path: Path) -> None:
-    """Raise `MountError` for a path outside of a mount: reading the attribute would raise an unspecific errno."""
+    """Raise `MountError` for a path outside of a mount. Reading the attribute there would raise an unclear errno."""
     asking.mount_of(path)
 
 
@@ -122,11 +122,11 @@ def _row(known: _Measured, name: str) -> str:
     return f"{about_bytes(known.cached):>10} {about_bytes(known.size):>10} {share:>7}  {name}"
 
 
-@click.command(short_help="Which nodes hold files.")
+@click.command(short_help="Which nodes have cached files.")
 @click.argument("paths", nargs=-1, required=True, metavar="PATH…", type=Place())
 @as_json("A list of objects: path, files, bytes, nodes, unreachable.")
 def locate(paths: tuple[Path, ...], as_json: bool) -> None:
-    """Show how many bytes of the files at and below each PATH which node holds."""
+    """Show how many bytes of the files at and below each PATH each node has cached."""
     answers = []
     for path in paths:
         mountpoint, relative = asking.mount_of(path)
@@ -137,12 +137,12 @@ def locate(paths: tuple[Path, ...], as_json: bool) -> None:
     rows = []
     for answer in answers:
         for node, cached in sorted(answer["nodes"].items()):
-            lost = node in answer["unreachable"]
+            is_silent = node in answer["unreachable"]
             rows.append(
                 (
-                    "?" if lost else about_bytes(cached),
+                    "?" if is_silent else about_bytes(cached),
                     about_bytes(answer["bytes"]),
-                    "?" if lost else about_share(cached, answer["bytes"]),
+                    "?" if is_silent else about_share(cached, answer["bytes"]),
                     node,
                     answer["path"],
                 )
@@ -172,7 +172,7 @@ def _explanation(path: Path) -> dict[str, Any] | None:
 @click.argument("path", type=Place())
 @as_json()
 def info(path: Path, as_json: bool) -> None:
-    """Show which object the file PATH is, and how much of it is cached; of a directory, the sums of all files below."""
+    """Show which object the file PATH is, and how much of it is cached. For a directory, show the sums of its files."""
     known = _explanation(path)
     if known is None:
         mountpoint, relative = asking.mount_of(path)
@@ -238,7 +238,7 @@ def why(path: Path, as_json: bool) -> None:
 
 
 def explain(known: Mapping[str, Any], now: float) -> Iterator[str]:
-    """The answer for people: the file, then its extents. Adjacent extents with equal text share a line."""
+    """The lines of `why`: the file, then its extents. Adjacent extents with equal text share a line."""
     yield f"{known['key']}: {_of(known['cached_bytes'], known['size'])} here"
     if known["passthrough_on"]:
         yield f"whole and verified on {known['passthrough_on']}: the kernel reads it by itself from the next open on"
@@ -246,14 +246,14 @@ def explain(known: Mapping[str, Any], now: float) -> Iterator[str]:
         yield "whole, but in several tiers or not verified yet: it is read through the daemon"
     runs: list[tuple[int, int, str]] = []
     for row in known["extents"]:
-        said = _extent(row, now)
-        if runs and runs[-1][2] == said:
-            runs[-1] = runs[-1][0], row["extent"], said
+        text = _extent(row, now)
+        if runs and runs[-1][2] == text:
+            runs[-1] = runs[-1][0], row["extent"], text
         else:
-            runs.append((row["extent"], row["extent"], said))
-    for first, last, said in runs[:EXTENTS_LISTED]:
+            runs.append((row["extent"], row["extent"], text))
+    for first, last, text in runs[:EXTENTS_LISTED]:
         number = f"extent {first}" if first == last else f"extents {first}-{last}"
-        yield f"{number:<16}  {said}"
+        yield f"{number:<16}  {text}"
     left = len(runs) - EXTENTS_LISTED
     if left > 0 or known["left_out"]:
         yield f"… and {max(left, 0) + known['left_out']:,} more: --json has them"
@@ -272,8 +272,8 @@ def _extent(row: Mapping[str, Any], now: float) -> str:
             ]
             if copy["verified"] < copy["blocks"]:
                 more.append("not verified yet")
-            some = "" if copy["blocks"] == row["blocks"] else f" {copy['blocks']} of {row['blocks']} blocks"
-            parts.append(f"{copy['tier']}{some}{' (' + ', '.join(more) + ')' if more else ''}")
+            count = "" if copy["blocks"] == row["blocks"] else f" {copy['blocks']} of {row['blocks']} blocks"
+            parts.append(f"{copy['tier']}{count}{' (' + ', '.join(more) + ')' if more else ''}")
     if row["on_its_way"]:
         parts.append(f"{row['on_its_way']} blocks in flight")
     if not parts:

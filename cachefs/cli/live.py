@@ -27,12 +27,13 @@ from cachefs.cli.show import as_json, rate, say, share
 from cachefs.daemon import asking
 
 HEADS_EVERY = 20
+"""Lines of `stats` between two headings."""
 
 interval_option = click.option(
     "-i", "--interval", metavar="TIME", help="Time between two lines or screens.  [1s; top: 2s]"
 )
 count_option = click.option(
-    "-n", "--count", type=click.IntRange(1), help="End after so many.  [until Ctrl-C]"
+    "-n", "--count", type=click.IntRange(1), help="End after this many.  [until Ctrl-C]"
 )
 
 Answer = Mapping[str, Any]
@@ -138,9 +139,9 @@ def stats(mountpoint: Path | None, interval: str | None, count: int | None, as_j
 @mountpoint
 @interval_option
 @count_option
-@click.option("--by", type=click.Choice(["process", "dataset"]), help="Only these.  [both]")
+@click.option("--by", type=click.Choice(["process", "dataset"]), help="Show only these rows.  [both]")
 @click.option("--pid", type=click.IntRange(1), help="Only this process and its descendants.")
-@click.option("--total", is_flag=True, help="Since each process was first seen, once; needs --json.")
+@click.option("--total", is_flag=True, help="Sums since each process was first seen, once; needs --json.")
 @as_json("An object a line: which process waited how long, and for what.")
 def top(
     mountpoint: Path | None,
@@ -151,15 +152,15 @@ def top(
     total: bool,
     as_json: bool,
 ) -> None:
-    """Show which processes wait for the mount at MOUNTPOINT and what for, and which requests each dataset causes.
+    """Show which processes wait for the mount at MOUNTPOINT and for what, and which requests each dataset causes.
 
     A process appears once one of its requests has to wait: a read, a listing, a close. Requests that the kernel or the
     cache answers at once are not counted.
 
     In JSON, blocked_s are the seconds in which at least one request of the process waited, and blocked_share is their share
-    of the time (seconds). waited_s are the sums of its requests' waits by what for: reads wait for the origin, a peer or
-    this node's disk, other requests for names (lookup, listing, open, rename) or writes (write, close, fsync). So a
-    training loop can log "waited 38 % on data":
+    of the time (seconds). waited_s has the waits of its requests, added up by cause: reads wait for the origin, a peer or
+    this node's disk, other requests for names (lookup, listing, open, rename) or writes (write, close, fsync). A
+    training loop can thus log "waited 38 % on data":
 
     \b
     cachefs top --json -i 60s -n 1 --pid $TRAINER /mnt/data | jq .processes[].blocked_share
@@ -212,8 +213,8 @@ def _process_rows(
 ) -> list[tuple[str, ...]]:
     waiting: dict[int, str] = {}
     for wait in after["waiting"]:
-        what = " ".join(part for part in (wait["request"], wait["key"]) if part)
-        waiting.setdefault(wait["pid"], f"{wait['on']}: {what} ({wait['seconds']:.1f} s)")
+        request = " ".join(part for part in (wait["request"], wait["key"]) if part)
+        waiting.setdefault(wait["pid"], f"{wait['on']}: {request} ({wait['seconds']:.1f} s)")
     return [
         (
             row["name"],
@@ -245,7 +246,7 @@ def _dataset_rows(before: Answer, after: Answer, seconds: float) -> list[tuple[s
 
 
 def process_waits(before: Answer | None, after: Answer, pids: set[int] | None = None) -> dict[str, Any]:
-    """How long each process waited between two samples, or since it was first seen; the longest first."""
+    """How long each process waited between two samples (`before` None: since it was first seen), the longest first."""
     earlier = {(row["pid"], row["name"]): row for row in before["processes"]} if before else {}
     between_s = after["reads"]["seen_s"] - before["reads"]["seen_s"] if before else None
 
@@ -288,7 +289,7 @@ def process_waits(before: Answer | None, after: Answer, pids: set[int] | None = 
 def ledger(mountpoint: Path | None, prices: Path | None, as_json: bool) -> None:
     """Show the requests and bytes that the mount at MOUNTPOINT exchanged with its origins since it began, by dataset.
 
-    --json has the same by process, without prefetched files. An example of a price list, in which all else is free:
+    --json has the same by process, without prefetched files. An example of a price list; what it does not list is free:
 
     \b
     currency = "USD"
@@ -360,11 +361,11 @@ class Prices:
         except (OSError, ValueError) as exc:
             raise ConfigError(f"{path}: {getattr(exc, 'strerror', None) or exc}") from exc
         requests, moved = table.get("requests", {}), table.get("bytes", {})
-        strange = (table.keys() - {"currency", "requests", "bytes"}) | (moved.keys() - {"in", "out"})
-        strange |= requests.keys() - set(ORIGIN_REQUESTS)
-        if strange:
+        unknown = (table.keys() - {"currency", "requests", "bytes"}) | (moved.keys() - {"in", "out"})
+        unknown |= requests.keys() - set(ORIGIN_REQUESTS)
+        if unknown:
             raise ConfigError(
-                f"{path}: {', '.join(sorted(strange))}: not in a price list, which has currency, [requests] with "
+                f"{path}: {', '.join(sorted(unknown))}: not in a price list, which has currency, [requests] with "
                 f"{', '.join(ORIGIN_REQUESTS)}, and [bytes] with in, out"
             )
         wrong = [name for name, value in {**requests, **moved}.items() if not isinstance(value, int | float)]
@@ -373,8 +374,8 @@ class Prices:
         return cls(str(table.get("currency", "cost")), requests, moved)
 
     def cost(self, requests: Mapping[str, int], bytes_in: int, bytes_out: int) -> float:
-        asked = sum(self.requests.get(kind, 0.0) * count / 1000 for kind, count in requests.items())
-        return asked + (self.bytes.get("in", 0.0) * bytes_in + self.bytes.get("out", 0.0) * bytes_out) / 1e9
+        costs = sum(self.requests.get(kind, 0.0) * count / 1000 for kind, count in requests.items())
+        return costs + (self.bytes.get("in", 0.0) * bytes_in + self.bytes.get("out", 0.0) * bytes_out) / 1e9
 
 
 COMMANDS = (stats, top, ledger)

@@ -1,6 +1,6 @@
 """The `cachefs` command, and the verbs mount, umount, config, version, completion.
 
-A verb is a few lines; the work is done in the room it imports. The options of `mount` come from the table in
+A verb has a few lines; the room that it imports does the work. The options of `mount` come from the table in
 `cachefs.config.config`. An error is one line on stderr that begins with ``cachefs:``. The exit code is 2 for wrong usage, 1
 for other errors. Verbs import modules that are slow to import, so that `status` in a loop costs little.
 """
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 ALIASES = {"unmount": "umount", "warmup": "warm", "load": "warm", "prefetch": "warm", "free": "evict"}
-"""Names of these verbs in other tools."""
+"""Name of a verb in other tools → its name here."""
 
 VERBS = {
     "Mounting": ("mount", "umount", "upgrade", "config"),
@@ -100,7 +100,7 @@ class OneLine(click.Group):
         except (click.Abort, KeyboardInterrupt):
             _fail("interrupted", 130)
         except BrokenPipeError:
-            # The reader of our output has closed the pipe. The flush at exit must not complain about it.
+            # The reader of our output has closed the pipe. The flush at exit must not fail because of it.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
         except Exception as exc:
@@ -186,7 +186,7 @@ cli.params.extend(show.COMMON_OPTIONS)
 @cli.command(cls=MountCommand, short_help="Show an origin as files below a directory.")
 @click.argument("places", nargs=-1, metavar="[SOURCE] MOUNTPOINT")
 @click.option(
-    "-o", "o", multiple=True, metavar="K=V,…", help="The options above as in fstab, dashes or underscores."
+    "-o", "o", multiple=True, metavar="K=V,…", help="The options above as in fstab, with - or _ in names."
 )
 @click.pass_context
 def mount(ctx: click.Context, /, places: tuple[str, ...], o: tuple[str, ...], **options: Any) -> int:
@@ -208,7 +208,7 @@ def mount(ctx: click.Context, /, places: tuple[str, ...], o: tuple[str, ...], **
     Every option can also be given as -o cache_size=500G, as CACHEFS_CACHE_SIZE=500G, or as cache_size =
     "500G" in the --config file. The command line wins over -o, -o over the environment, the environment over
     the file.
-    --no-SWITCH turns a switch off again. Sizes: K, M, G, T and KiB, … are powers of 1024, KB, MB, … of 1000.
+    --no-SWITCH turns a switch off. Sizes: K, M, G, T and KiB, … are powers of 1024, KB, MB, … of 1000.
     Defaults are in [brackets].
     """
     from cachefs.daemon import background
@@ -252,7 +252,7 @@ def _mount_config(
     elif places:
         given["source" if "://" in places[0] else "mountpoint"] = places[0]
     if in_background:
-        given["foreground"] = False  # the parent passes -f to its child, whose log is a file all the same
+        given["foreground"] = False  # the parent passes -f to its child, which logs to a file nevertheless
     token = base_directory.set(cwd)
     try:
         return mounting.located(layers.load(given, o))
@@ -269,7 +269,8 @@ def _mount_in_background(arguments: list[str], config: Config) -> None:
         )
     mounting.check(config)
     dead = mounting.dead_mount(config)
-    # A caller that ends this process (timeout, a service manager) means the child, too, which the unwinding ends.
+    # A caller that ends this process (timeout, a service manager) must end the child, too: `sys.exit` unwinds `start`, which
+    # does that.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     background.start(arguments, config, over_dead=dead is not None)
     if dead is not None:
@@ -287,7 +288,7 @@ def _serve(config: Config, ready: Any, reread: Callable[[], Config], held: Any) 
             raise MountError(
                 f"cannot write the log {config.log_file}: {exc.strerror}: choose another --log-file"
             ) from exc
-        logs.setup(config.log_level, config.log_format)  # the parent has found another place for stderr
+        logs.setup(config.log_level, config.log_format)  # to stderr, the log that the parent has opened
         config = replace(config, log_file=Path(os.readlink("/proc/self/fd/2")))
     if held is not None:
         from cachefs.daemon import daemon
@@ -301,12 +302,12 @@ def _serve(config: Config, ready: Any, reread: Callable[[], Config], held: Any) 
     from cachefs.daemon import daemon
 
     if ready.in_background:
-        os.chdir("/")  # a working directory could not be unmounted
+        os.chdir("/")  # the filesystem of a working directory cannot be unmounted
     try:
         return daemon.run(config, ready.ready, reread, held)
     except CachefsError as exc:
         if ready.in_background:
-            log.error("%s", exc)  # noqa: TRY400 (an expected failure, told in one line)
+            log.error("%s", exc)  # noqa: TRY400 (an expected failure takes one line)
         raise
 
 
@@ -341,7 +342,7 @@ def mount_cachefs(
         raise ConfigError(f"options of a mount cannot be changed: unmount {mountpoint} first")
     if fake:
         return 0
-    # mount(8) adds "rw" unless the user gave "ro", so it is no choice of the user's.
+    # mount(8) adds "rw" unless the user gave "ro", so the user may not have chosen it.
     words = [option.replace("\\", "\\\\").replace(",", "\\,") for option in options if option != "rw"]
     words += ["ro"] if read_only else []
     arguments = ["-o", ",".join(words)] if words else []
@@ -354,7 +355,7 @@ def mount_cachefs(
 @cli.command(short_help="Unmount, and wait for the daemon to end.")
 @click.argument("mountpoint", type=Place())
 @click.option("--lazy", "-l", is_flag=True, help="Detach at once, even if processes use it.")
-@click.option("--flush", is_flag=True, help="Only if every written file is at the origin.")
+@click.option("--flush", is_flag=True, help="Unmount only if every written file is at the origin.")
 def umount(mountpoint: Path, lazy: bool, flush: bool) -> None:
     """Unmount MOUNTPOINT and wait until its daemon has saved its cache and ended.
 
@@ -422,7 +423,7 @@ def version(as_json: bool) -> None:
 @click.argument("shell", required=False, type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(ctx: click.Context, shell: str | None) -> None:
-    """Print the shell code that completes cachefs commands. SHELL is by default that of $SHELL.
+    """Print the shell code that completes cachefs commands. SHELL is by default the name in $SHELL.
 
     \b
     bash:  cachefs completion bash > ~/.local/share/bash-completion/completions/cachefs

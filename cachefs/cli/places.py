@@ -23,7 +23,7 @@ MOUNTS_NAMED = 8
 
 
 class Place(click.Path):
-    """The type of a path. click's own calls stat while it parses the arguments, which may hang below a mount."""
+    """The type of a path. click.Path would call stat while it parses the arguments, which may hang below a mount."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         return Path(value)
@@ -37,13 +37,13 @@ mountpoint = click.argument("mountpoint", required=False, type=Place())
 
 
 def resolve_mount(mountpoint: Path | None) -> Path:
-    """The given mount, or the only one of this user. Raises `MountError` if there are several."""
+    """The given mount, or the only one of this user. Raises `MountError` if there is none or several."""
     if mountpoint is not None:
         return canonical(mountpoint)
     found = asking.all_statuses()
     if len(found) != 1:
-        some = ", ".join(str(status["mountpoint"]) for status in found[:MOUNTS_NAMED])
-        raise MountError(f"{len(found)} cachefs mounts: name one: {some}" if found else "no cachefs mounts")
+        names = ", ".join(str(status["mountpoint"]) for status in found[:MOUNTS_NAMED])
+        raise MountError(f"{len(found)} cachefs mounts: name one: {names}" if found else "no cachefs mounts")
     return Path(found[0]["mountpoint"])
 
 
@@ -102,7 +102,7 @@ def paths_in_list(list_file: str, base: Path | None) -> dict[Path, list[str]]:
 
 
 def parts_in_recording(file: str, base: Path) -> dict[Path, list[Any]]:
-    """{mount: parts that a recording has read, in its order, each once}: a path, or [path, offset, length]."""
+    """Mount → the parts in a recording, in its order, each once: the path of a whole file, or [path, offset, length]."""
     from cachefs.daemon.recording import parsed
 
     mountpoint, above = asking.mount_of(base)

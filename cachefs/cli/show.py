@@ -1,7 +1,7 @@
 """Output of the verbs: lines, labelled values, tables, JSON, and the progress of jobs.
 
-All verbs print by this module. Names of files may contain control characters, so it escapes all text. It also has the
-options of all verbs: ``-q``, ``-v`` and ``--color``.
+All verbs print through this module. It escapes all text, because names of files may contain control characters. It also
+has the options that all verbs share: ``-q``, ``-v`` and ``--color``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cachefs.base.units import about_bytes, printable
 QUIET = "cachefs.quiet"
 
 LINE_EVERY_S = 10.0
-"""Between progress lines of a job when stderr is no terminal. Guessed: a warm-up of hours prints some thousand lines."""
+"""Seconds between progress lines of a job without a terminal. Guessed: a warm-up of hours prints some thousand lines."""
 
 Row = Sequence[str]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -52,7 +52,7 @@ COMMON_OPTIONS = (
         is_flag=True,
         expose_value=False,
         callback=_quiet,
-        help="Print results and errors alone.",
+        help="Print only results and errors.",
     ),
     click.Option(
         ["-v", "--verbose"],
@@ -135,7 +135,7 @@ def share(part: float, whole: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """The two largest units, of days, hours, minutes and seconds."""
+    """A duration in its two largest units, of days, hours, minutes and seconds."""
     minutes, s = divmod(int(max(seconds, 0)), 60)
     hours, m = divmod(minutes, 60)
     d, h = divmod(hours, 24)

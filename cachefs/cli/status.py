@@ -29,14 +29,14 @@ DATASETS_NAMED = 6
 """Most datasets in a line."""
 
 FOLLOW_EVERY_S = 1.0
-"""Between two reads of the log that `logs -f` follows. Borrowed from tail(1), `--sleep-interval`."""
+"""Seconds between two reads of the log that `logs -f` follows. Borrowed from tail(1), `--sleep-interval`."""
 
 MARKS = {"ok": ("ok     ", "green"), "note": ("note   ", "yellow"), "problem": ("PROBLEM", "red")}
 
 
 @click.command(short_help="The state of mounts.")
 @mountpoint
-@as_json("Everything the daemon counts; a list without MOUNTPOINT.")
+@as_json("All values of the daemon; a list without MOUNTPOINT.")
 def status(mountpoint: Path | None, as_json: bool) -> None:
     """Show the state, the cache and the requests of the mount at MOUNTPOINT, or of all mounts of this user."""
     found = asking.all_statuses() if mountpoint is None else [asking.status_of(mountpoint)]
@@ -74,8 +74,8 @@ def refresh(path: Path) -> None:
 def upgrade(mountpoint: Path, as_json: bool) -> None:
     """Replace the daemon of MOUNTPOINT by the version that is installed now. Not for a mount with --no-restart.
 
-    Files that programs have open stay open: the programs wait for a moment and get no error. If the installed version does
-    not start, or cannot take over the open files, the command says so, and nothing changes.
+    Open files stay open: programs wait for a moment and get no error. If the installed version does not start, or cannot
+    take over the open files, the command says so, and nothing changes.
     """
     before, after = asking.upgrade(canonical(mountpoint))
     if as_json:
@@ -86,7 +86,7 @@ def upgrade(mountpoint: Path, as_json: bool) -> None:
 
 
 def lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(label, value) of each line."""
+    """The lines of `status`, as (label, value)."""
     yield "mountpoint", str(status.get("mountpoint", "?"))
     for source in status.get("sources") or []:
         name = f"{source['name']}: " if source.get("name") else ""
@@ -180,9 +180,9 @@ def _counts(metrics: Counter[str]) -> Iterator[tuple[str, str]]:
         "tier_errors": "tier errors",
         "fuse_errors": "failed operations",
     }
-    met = [f"{metrics[name]:,} {words}" for name, words in trouble.items() if metrics[name]]
-    if met:
-        yield "trouble", ", ".join(met)
+    counts = [f"{metrics[name]:,} {words}" for name, words in trouble.items() if metrics[name]]
+    if counts:
+        yield "trouble", ", ".join(counts)
     yield (
         "readers",
         f"{metrics['fuse_open']:,} opens, {metrics['fuse_read']:,} reads, "
@@ -262,7 +262,7 @@ def _ended(job: Mapping[str, Any]) -> str:
 
 
 def _eviction(eviction: Mapping[str, Any], pinned: int) -> Iterator[tuple[str, str]]:
-    """The policy and each dataset's mode; the epochs of datasets that have some; the pinned bytes."""
+    """The policy and the mode of each dataset, the epochs of datasets that are read in epochs, and the pinned bytes."""
     if eviction.get("policy"):
         modes = [
             f"{dataset.get('name') or '/'} by {'epochs' if dataset.get('mode') == 'epoch' else 'last use'}"
@@ -309,7 +309,7 @@ def _pairs(client: object, origin: object) -> str:
 
 
 def _origin(origin: Mapping[str, Any]) -> Iterator[str]:
-    """The requests of an origin, and their limits."""
+    """The state of an origin's requests, and their limits."""
     if origin.get("out_s") is not None:
         yield f"no answer for {show.duration(origin['out_s'])}: {origin['on_outage']}"
     if "concurrency" in origin:
@@ -392,7 +392,7 @@ def _status(mountpoint: Path | None) -> Mapping[str, Any]:
 
 @click.command(short_help="Find what is wrong or slow.")
 @mountpoint
-@click.option("--cache-dir", type=Place(), help="The planned cache directory, before any mount.")
+@click.option("--cache-dir", type=Place(), help="Check this planned cache directory, before any mount.")
 @click.option("--no-speed", is_flag=True, help="Write nothing: do not measure the cache's disk.")
 @as_json("A list of objects: level, subject, found, todo.")
 def doctor(mountpoint: Path | None, cache_dir: Path | None, no_speed: bool, as_json: bool) -> int:
@@ -427,7 +427,7 @@ def log_level(level: str, mountpoint: Path | None) -> None:
 
 @click.command(short_help="Print the log of a mount.")
 @click.argument("place", required=False, type=Place(), metavar="[MOUNTPOINT]")
-@click.option("-f", "--follow", is_flag=True, help="Go on, and print new lines as they are logged.")
+@click.option("-f", "--follow", is_flag=True, help="Keep printing new lines as they are logged.")
 @click.option(
     "-n", "--lines", "last", type=click.IntRange(0), help="Only the last N lines.  [all]", metavar="N"
 )
@@ -458,7 +458,7 @@ def _log_of(place: Path | None) -> Path:
 
 
 def _follow(path: Path, file: IO[str]) -> None:
-    """Print new lines, also after a rotation, until Ctrl-C."""
+    """Print new lines until Ctrl-C, also after a rotation."""
     try:
         while True:
             while line := file.readline():

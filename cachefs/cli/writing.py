@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.option("--timeout", metavar="TIME", help="Give up after this long: 60s, 5m.  [forever]")
 @as_json("A list of objects: mountpoint, and what is left: files, bytes, failures.")
 def flush(path: Path | None, timeout: str | None, as_json: bool) -> None:
-    """Upload the written files at and below PATH (of all mounts of this user, if left out) now, and wait for it.
+    """Upload the written files at and below PATH now, and wait for it. Without PATH, of all mounts of this user.
 
     Exits with 1 and says why when a file could not be uploaded; the daemon goes on trying.
     """
@@ -51,7 +51,7 @@ def flush(path: Path | None, timeout: str | None, as_json: bool) -> None:
 
 
 def _must_exist(path: Path) -> None:
-    """Raise `MountError` for a missing path. Other errors are left to the daemon."""
+    """Raise `MountError` for a missing path. The daemon reports other errors."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -69,7 +69,7 @@ def show_left(left: Mapping[str, Any]) -> None:
 @click.command(short_help="Recover written files whose journal was lost.")
 @click.argument("place", type=Place())
 @click.option(
-    "--to", metavar="DIR", type=Place(), help="Copy the files there: a mount uploads them under their names."
+    "--to", metavar="DIR", type=Place(), help="Copy the files to DIR: a mount uploads them under their names."
 )
 @click.option("--remove", is_flag=True, help="Remove the files that were copied.")
 @as_json("A list of objects: name, size, mtime, waiting; with --to also copied, error.")

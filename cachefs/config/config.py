@@ -6,9 +6,9 @@ line, the names in `-o`, the environment and the file, and the output of `--prin
 cannot differ. `layers` reads them.
 
 Some defaults are derived from other options: the cache directory from the sources, times to live from the consistency
-preset. They are set when the Config is made.
+preset. `Config` sets them when it is created.
 
-A Config has no secret: credentials come from the origins' own environment variables and files.
+A Config holds no secret: credentials come from the environment variables and files of the origins' own tools.
 """
 
 from __future__ import annotations
@@ -96,12 +96,12 @@ class Source:
 
 
 AS_THE_MOUNT = ("read_only", "consistency", "metadata_ttl", "negative_ttl", "prefetch", "concurrency")
-"""Options of a source whose default is the mount's value (`Config.of`)."""
+"""Options of a source that default to the mount's value (`Config.of`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All options of a mount. Paths are absolute. The room that knows the total resolves a size in percent.
+    """All options of a mount. Paths are absolute. A size in percent is resolved by the room that knows the total.
 
     Options that say how an origin is reached (`client`, `endpoint_url`, …) are read from its `Source`, where
     `layers.load` has filled in those of the mount; options in `AS_THE_MOUNT` are read with `of`. `dataclasses.replace`
@@ -114,7 +114,7 @@ class Config:
     """The descriptor of /dev/fuse, if another process has mounted it at `mountpoint` (/dev/fd/N if that is not visible)."""
 
     cache_dir: Path = PATH(
-        "Directory of the SSD cache. Also found again when the same source is mounted elsewhere.",
+        "Directory of the SSD cache. By default, the same source has the same cache at every mountpoint.",
         default="/var/cache/cachefs/SOURCE for root, else ~/.cache/cachefs/SOURCE",
         derive=lambda config: default_cache_dir(config.sources),
     )
@@ -124,25 +124,25 @@ class Config:
     )
     ram: Size = SIZE(
         "How much memory holds blocks: 8G, or a share of this process's memory limit (cgroups included). "
-        "0 does without.",
+        "0: no blocks in memory.",
         default="25%, at most 4G",
         derive=lambda _: Size(bytes=min(memory_limit() // 4, 4 << 30)),
     )
     keep_free: Size = SIZE(
-        "Disk space the cache always leaves free: 50G, or a share of the filesystem.",
+        "Disk space that the cache always leaves free: 50G, or a share of the filesystem.",
         value=Size(percent=10.0),
     )
-    block_size: int = BLOCK_SIZE("Unit of bookkeeping; a power of two, 64K to 16M.", value=1 << 20)
+    block_size: int = BLOCK_SIZE("Size of a cached block; a power of two, 64K to 16M.", value=1 << 20)
     verify: Verify = choice(Verify)(
         "When cached blocks are checked against their checksum: at every read from disk, at the first one "
-        "after a start, or never. Damage to a file that the kernel reads by itself shows with `full` only. Small "
-        "objects whose etag is an MD5 are compared with it when they are fetched: all, some, or none.",
+        "after a start, or never. With `full`, the daemon reads every file, so that the kernel never reads a damaged one by "
+        "itself. Small objects whose etag is an MD5 are compared with it when they are fetched: all, some, or none.",
         value="first",
     )
 
     eviction: Eviction = choice(Eviction)(
-        "What is evicted when the cache is full. lru: the least recently used; epoch: what the present epoch of training "
-        "has read already; auto: as epoch for datasets that are read in epochs, else as lru.",
+        "What is evicted first when the cache is full. lru: the least recently used; epoch: what the present epoch of "
+        "training has read already; auto: like epoch for datasets that are read in epochs, else like lru.",
         value="auto",
     )
     pin_budget: Size = SIZE(
@@ -150,18 +150,18 @@ class Config:
     )
 
     read_only: bool = SWITCH(
-        "Refuse every change. Reading small files again and again is faster so.",
+        "Refuse every change. Small files that are read repeatedly are then read faster.",
         default="no; yes with --zero-open, and where the origin cannot be written",
         flags=("--ro",),
         derive=lambda config: config.zero_open,
     )
     writeback: bool = SWITCH(
-        "A file is safe on this node's disk when close or fsync returns, and goes to the origin after that. Without, it is "
-        "at the origin when they return.",
+        "close and fsync return when the file is safe on this node's disk, and it is uploaded after that. Without this "
+        "option, they return when it is at the origin.",
         value=False,
     )
     upload_delay: float = DURATION(
-        "With --writeback, how long a closed file waits: a name that is replaced or removed until then costs no upload.",
+        "With --writeback, how long a closed file waits for its upload: one that is replaced or removed before costs none.",
         value=1.0,
     )
     upload_limit: int = RATE("Most bytes a second to the origin: 200M. 0 is no limit.", value=0)
@@ -171,29 +171,29 @@ class Config:
         value="overwrite",
     )
     flush_deadline: float = DURATION(
-        "How long unmounting waits for files on their way to the origin. What is left with --writeback is sent by the next "
-        "mount of this cache.",
+        "How long unmounting waits for uploads. With --writeback, the next mount of this cache uploads the files that are "
+        "left.",
         value=60.0,
     )
 
     consistency: Consistency = choice(Consistency)(
-        "strict asks the origin at every open; default uses what it knows for a minute; immutable "
+        "strict asks the origin at every open; default uses cached attributes for a minute; immutable "
         "never asks again.",
         value="default",
     )
     metadata_ttl: float = DURATION(
-        "How long attributes and listings are used without asking: 60s, 5m, 1h, forever.",
+        "How long cached attributes and listings are used: 60s, 5m, 1h, forever.",
         default="by --consistency: 0, 60s or forever",
         derive=lambda config: METADATA_TTL[config.consistency],
     )
     negative_ttl: float = DURATION(
-        "How long a missing name is taken for missing without asking.",
+        "How long a name that was missing is taken for missing, without asking the origin.",
         default="by --consistency: 0, 5s or 1h",
         derive=lambda config: NEGATIVE_TTL[config.consistency],
     )
     on_outage: OnOutage = OUTAGE(
-        "While an origin does not answer: use what is known of it, however old; fail at once; or wait so long. "
-        "What is cached is read in each.",
+        "While an origin does not answer: serve-stale uses cached names and attributes of any age; eio fails at once; wait "
+        "waits for TIME. Cached blocks are read in each case.",
         default="serve-stale; eio with --consistency strict",
         derive=lambda config: OnOutage("eio" if config.consistency == "strict" else "serve-stale"),
     )
@@ -208,7 +208,7 @@ class Config:
     region: str | None = TEXT("Region of the bucket.", value=None)
     profile: str | None = TEXT("Named profile in ~/.aws/config to take credentials from.", value=None)
     anonymous: bool = SWITCH(
-        "Send requests unsigned: public data.", value=False, flags=("--no-sign-request",)
+        "Send requests unsigned, for public data.", value=False, flags=("--no-sign-request",)
     )
 
     requester_pays: bool = SWITCH(
@@ -218,29 +218,33 @@ class Config:
         "KMS key that encrypts what is written (SSE-KMS; s3:// only).", value=None, metavar="KEY"
     )
 
-    uid: int = USER("Owner that files show.", default="the user who mounts", derive=lambda _: os.getuid())
-    gid: int = GROUP(
-        "Group that files show.", default="the group of the user who mounts", derive=lambda _: os.getgid()
+    uid: int = USER(
+        "Owner of files and directories.", default="the user who mounts", derive=lambda _: os.getuid()
     )
-    umask: int = MODE("Bits taken away from 0666 and 0777.", value=0o022, default="022")
+    gid: int = GROUP(
+        "Group of files and directories.",
+        default="the group of the user who mounts",
+        derive=lambda _: os.getgid(),
+    )
+    umask: int = MODE("Bits removed from 0666 (files) and 0777 (directories).", value=0o022, default="022")
     file_mode: int = MODE(
-        "Mode of files. One that is set on a file is kept by this node.",
+        "Mode of files. This node remembers a mode that is set on a file.",
         default="0666 less umask: 0644",
         derive=lambda config: 0o666 & ~config.umask,
     )
     dir_mode: int = MODE(
         "Mode of directories.", default="0777 less umask: 0755", derive=lambda config: 0o777 & ~config.umask
     )
-    allow_other: bool = SWITCH("Let other users in, as far as the modes do.", value=False)
+    allow_other: bool = SWITCH("Let other users access the mount, as far as the modes allow.", value=False)
 
     concurrency: int = COUNT("Most requests in flight to the origin; fewer while it throttles.", value=64)
     download_limit: int = RATE("Most bytes a second from the origin: 200M. 0 is no limit.", value=0)
     timeout: float = DURATION(
         "How long a request may go without progress, retries included, before it fails.", value=60.0
     )
-    max_readahead: int = BYTE_COUNT("Furthest a sequential reader is read ahead of.", value=64 << 20)
+    max_readahead: int = BYTE_COUNT("Most bytes that are read ahead of a sequential reader.", value=64 << 20)
     prefetch: Prefetch = choice(Prefetch)(
-        "Fetch files before they are opened: the rest of a directory of small files, the next shards, what hints announce.",
+        "Fetch files before they are opened: the rest of a directory of small files, the next shards, the files of hints.",
         value="on",
     )
 
@@ -251,17 +255,19 @@ class Config:
         metavar="PLACE",
     )
     peer_listen: str | None = TEXT(
-        "The address at which other nodes ask this one.",
+        "The address at which this node serves other nodes.",
         value=None,
         metavar="HOST:PORT",
         default="this machine's address in static:, every address and the port of dns:",
     )
-    cache_group: str = TEXT("Nodes share with those of the same group.", value="default", metavar="NAME")
+    cache_group: str = TEXT("Nodes share only with nodes of the same group.", value="default", metavar="NAME")
     group_weight: float = WEIGHT(
         "This node's share of the group's data, relative to others.", value=1.0, default="1"
     )
-    replicas: int = COUNT("How many nodes keep what they read of the same data.", value=1)
-    sharing: bool = SWITCH("Give to other nodes. --no-sharing only asks them.", value=True, default="yes")
+    replicas: int = COUNT("How many nodes keep the same data, once they have read it.", value=1)
+    sharing: bool = SWITCH(
+        "Serve other nodes. --no-sharing only requests data from them.", value=True, default="yes"
+    )
     peer_key_file: Path | None = PATH(
         "File with the key that all nodes share; only its owner may read it.", value=None
     )
@@ -273,23 +279,23 @@ class Config:
     foreground: bool = SWITCH("Stay in the foreground and log to stderr.", value=False, flags=("-f",))
     fuse: FuseChoice = choice(FuseChoice)(
         "The FUSE backend. With native, as root, the kernel reads whole cached files by itself (Linux 6.9); auto takes it "
-        "where it can.",
+        "where possible.",
         value="auto",
     )
     zero_open: bool = SWITCH(
-        "Open files without asking the daemon, for many small files that never change and stay in the page cache: what that "
-        "does not hold is read through the daemon. Needs --fuse native or auto, and --consistency immutable.",
+        "Open files without asking the daemon, for many small files that never change and stay in the page cache. Data that "
+        "the page cache does not hold is read through the daemon. Needs --fuse native or auto, and --consistency immutable.",
         value=False,
     )
     restart: bool = SWITCH(
-        "Start the daemon again when it dies, so that programs only wait, also those that write; where this cannot be "
+        "Start the daemon again when it dies, so that programs only wait, also those that write. Where this is impossible "
         "(pyfuse3, before Linux 6.9), the mount ends with its daemon.",
         value=True,
     )
     nonempty: bool = SWITCH("Mount over a directory that is not empty.", value=False)
     mount_timeout: float = DURATION("How long to wait for the mount to answer before giving up.", value=30.0)
-    log_level: LogLevel = choice(LogLevel)("How much to log.", value="info")
-    log_format: LogFormat = choice(LogFormat)("How a log line looks.", value="text")
+    log_level: LogLevel = choice(LogLevel)("Lowest level that is logged.", value="info")
+    log_format: LogFormat = choice(LogFormat)("Format of the log.", value="text")
     log_file: Path | None = PATH(
         "Log to this file (rotated at 10 MiB, three kept).",
         default="cachefs.log in the cache directory; stderr with -f",
@@ -297,12 +303,12 @@ class Config:
     )
 
     metrics: str | None = LISTEN(
-        "Show metrics for Prometheus at /metrics, /healthz, /readyz, and a page for people at /. A PORT alone is for this "
-        "machine; any other address needs no password either.",
+        "Serve metrics for Prometheus at /metrics, /healthz, /readyz, and a page for people at /, all without a password. A "
+        "PORT alone listens for this machine only.",
         value=None,
     )
     print_config: bool = SWITCH(
-        "Print what all these add up to, and where each came from, as a config file; then stop.",
+        "Print the value of each option and where it came from, as a config file; then exit.",
         value=False,
         flag_only=True,
     )
@@ -327,7 +333,7 @@ class Config:
         return repr((sources, str(self.cache_dir), self.block_size))
 
     def of(self, source: Source, name: str) -> Any:
-        """The value of an option in `AS_THE_MOUNT` for a source: its own, or by its own consistency, or the mount's."""
+        """The value of an option in `AS_THE_MOUNT` for a source: its own, else by its own consistency, else the mount's."""
         own = getattr(source, name)
         if own is None and source.consistency is not None and name in _TTLS:
             return _TTLS[name][source.consistency]

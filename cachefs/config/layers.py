@@ -1,8 +1,8 @@
 """Reading a `Config` from argv, `-o`, the environment and a TOML file, and writing it as TOML.
 
-The layers are merged as text: argv wins over `-o`, `-o` over the environment, that over the file, that over the defaults.
-Then each text is parsed once. A bad value is refused in one line, with its origin and what to write instead; an unknown name
-is refused with the nearest known one.
+The layers are merged as text: argv wins over `-o`, `-o` over the environment, the environment over the file, and the file
+over the defaults. Then each text is parsed once. A bad value is refused in one line, with its origin and what to write
+instead; an unknown name is refused with the nearest known one.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ GENERIC_OPTIONS = frozenset(
     nolazytime sync async dirsync iversion noiversion mand nomand silent loud default_permissions
     """.split()  # noqa: SIM905 (forty words read better than forty strings)
 )
-"""Options that mount(8) and fstab pass to every filesystem. They are ignored: cachefs behaves so in any case."""
+"""Options that mount(8) and fstab pass to every filesystem. They are ignored: none of them changes what cachefs does."""
 
 PER_SOURCE = tuple(item.name for item in fields(Source) if item.name not in ("name", "url"))
 
 
 class Given(NamedTuple):
-    """The text of an option, and where it came from."""
+    """The text of an option, and where it came from (for error messages and `--print-config`)."""
 
     text: str
     origin: str
@@ -127,7 +127,7 @@ def _parse(name: str, given: Given) -> Any:
         raise ConfigError(f"{origin}: {shown} is {exc}") from None
 
 
-def _known(name: str, origin: str, allowed: Iterable[str], what: str = "option") -> str:
+def _known(name: str, origin: str, allowed: Iterable[str], kind: str = "option") -> str:
     """The canonical name of an option, which may be given with dashes or underscores. Raises `ConfigError`."""
     plain = name.strip().replace("-", "_")
     plain = _ALIASES.get(plain, plain)
@@ -135,9 +135,9 @@ def _known(name: str, origin: str, allowed: Iterable[str], what: str = "option")
     if plain in allowed:
         return plain
     if looks_secret(plain):
-        raise ConfigError(f"{origin}: unknown {what}; {SECRET_ADVICE}")
+        raise ConfigError(f"{origin}: unknown {kind}; {SECRET_ADVICE}")
     near = difflib.get_close_matches(plain, allowed, 1, 0.5)
-    raise ConfigError(f"{origin}: unknown {what} {name!r}" + (f": did you mean {near[0]}?" if near else ""))
+    raise ConfigError(f"{origin}: unknown {kind} {name!r}" + (f": did you mean {near[0]}?" if near else ""))
 
 
 def _mount_options(arguments: Iterable[str]) -> dict[str, Given]:
@@ -173,7 +173,7 @@ def _environment(environ: Mapping[str, str]) -> dict[str, Given]:
         if name in allowed:
             given[name] = Given(value, variable)
         elif near := difflib.get_close_matches(name, allowed, 1, 0.8):
-            # Only a likely typo is refused: Kubernetes sets CACHEFS_PORT and its like for a service named cachefs.
+            # Only a likely typo is refused: for a service named cachefs, Kubernetes sets CACHEFS_PORT and others.
             raise ConfigError(f"{variable}: unknown option: did you mean {ENV_PREFIX}{near[0].upper()}?")
     return given
 
@@ -237,7 +237,7 @@ def _from_toml(name: str, value: object, origin: str) -> Given:
 def _sources(
     single: Given | None, tables: list[SourceTable], shared: Mapping[str, Any]
 ) -> tuple[Source, ...]:
-    """The sources: `single`, which is given outside of the tables, or else one for each table."""
+    """The sources: `single`, if one is given outside of the tables, else one for each table."""
     if single is not None:
         return (Source(name="", url=_parse("source", single), **shared),)
     if not tables:

@@ -40,12 +40,12 @@ _SECRET_WORD = re.compile(
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://.*", re.DOTALL)
 
 base_directory: ContextVar[str] = ContextVar("base_directory", default="")
-"""What relative paths are relative to, while a configuration is read; "": the working directory. A daemon, which works
-in another one, reads its configuration again."""
+"""The directory of relative paths while a configuration is read; "": the working directory. A daemon that reads its
+configuration again has another working directory."""
 
 
 def absolute(path: str) -> str:
-    """The absolute path, without a system call on it: one below a mount that hangs would not return."""
+    """The absolute path, without a system call on it, which would not return below a mount that hangs."""
     return os.path.abspath(os.path.join(base_directory.get(), os.path.expanduser(path)))
 
 
@@ -60,7 +60,7 @@ class SecretInside(ValueError):
 
 
 def looks_secret(name: str) -> bool:
-    """Whether the name is that of an option or query parameter for a credential."""
+    """True if a name looks like that of an option or query parameter for a credential."""
     return _SECRET_WORD.search(name) is not None
 
 
@@ -78,7 +78,7 @@ def check_url(text: str) -> str:
     scheme, _, rest = text.partition("://")
     if not rest.strip("/") and scheme.lower() != "file":
         raise ValueError(f"without a bucket or host: write it like {scheme}://bucket/prefix")
-    # Only one slash: further ones are a part of the prefix.
+    # Removes one slash only: further ones are a part of the prefix.
     return f"{scheme.lower()}://{rest.removesuffix('/') or '/'}"
 
 
@@ -88,7 +88,7 @@ def _refuse_secrets(text: str) -> None:
     user, at, host = authority.rpartition("@")
     if at and ":" in user:
         raise SecretInside(f"a URL with a password: {SECRET_ADVICE}")
-    # A secret key may contain a slash, so that no @ is found: what follows a colon must be a port.
+    # A secret key may contain a slash, which hides the @: so what follows a colon must be a port.
     if not at and re.search(r":(?!\d*$)[^\]]*$", host) and not host.endswith("]"):
         raise SecretInside(f"a URL with a password: {SECRET_ADVICE}")
     for parameter in re.split(r"[&;]", query):
@@ -110,8 +110,8 @@ DERIVED: Any = object()
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """An option: its parser, its formatter and its documentation. `flags` are further names; `flag_only`: it can be given
-    on the command line alone; `derive` computes the default from the Config."""
+    """An option: its parser, its formatter and its documentation. `flags` are further names; `flag_only` allows it on the
+    command line only; `derive` computes the default from the Config."""
 
     help: str
     parse: Callable[[str], Any]
@@ -195,7 +195,7 @@ def _parse_outage(text: str) -> OnOutage:
 def _kind(
     metavar: str, parse: Callable[[str], Any], show: Callable[[Any], Any] = lambda value: value
 ) -> Callable[..., Any]:
-    """A function that makes an option's field: `value` is the default, `default` what the help shows instead of it."""
+    """A function that makes an option's field: `value` is the default, `default` the text that the help shows for it."""
 
     def make(help: str, *, value: Any = DERIVED, default: str = "", **more: Any) -> Any:
         if not default and metavar and value is not None and value is not DERIVED:

@@ -21,8 +21,8 @@ from cachefs.daemon.mounting import canonical
 POLL_S = 0.25
 
 UPGRADED_S = 60.0
-"""How long the next daemon may take to answer, and the present one to hand over. The present one waits half of that for the
-next one to load, from a disk that may be slow, and answers if it does not."""
+"""How long the present daemon may take to hand over, and then the next one to answer. The present one waits half of that for
+the next one to load, from a disk that may be slow, and answers with an error after that."""
 
 FLUSH_STEP_S = 1.0
 """How long the daemon waits for uploads before it answers how much is left. Derived: a terminal shows it once a second."""
@@ -58,24 +58,24 @@ def mount_of(path: Path) -> tuple[Path, str]:
     """The cachefs mount that `path` is below, and the path relative to it ("": the mount itself). Raises `MountError`."""
     cachefs_mounts = {Path(mount.path) for mount in mounts() if mount.is_cachefs}
 
-    def above(here: Path) -> Path | None:
-        return next((place for place in (here, *here.parents) if place in cachefs_mounts), None)
+    def mountpoint_above(place: Path) -> Path | None:
+        return next((above for above in (place, *place.parents) if above in cachefs_mounts), None)
 
-    # A mount has no links. A path below one is not touched, because the mount may hang.
-    here = Path(os.path.abspath(path))
-    mountpoint = above(here)
+    # Below a mount there are no links to resolve. Such a path is not touched, because the mount may hang.
+    place = Path(os.path.abspath(path))
+    mountpoint = mountpoint_above(place)
     if mountpoint is None:
-        here = canonical(path)
-        mountpoint = above(here)
+        place = canonical(path)
+        mountpoint = mountpoint_above(place)
     if mountpoint is None:
         raise MountError(f"{path} is not below a cachefs mount: cachefs status lists those there are")
-    relative = here.relative_to(mountpoint).as_posix()
+    relative = place.relative_to(mountpoint).as_posix()
     return mountpoint, "" if relative == "." else relative
 
 
 def upgrade(mountpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Have the installed version go on with a mount (canonical). Returns the status before and after. Raises `MountError`
-    where that is not possible; then nothing has changed."""
+    """Replace the daemon of a mount (canonical path) by the installed version. Returns the status before and after. Raises
+    `ControlError` if the daemon refuses, with nothing changed; `MountError` if no other daemon answers in time."""
     before: dict[str, Any] = ask(mountpoint, "status")
     ask(mountpoint, "upgrade", UPGRADED_S)
     until = time.monotonic() + UPGRADED_S
@@ -107,7 +107,7 @@ def flush(mountpoint: Path, relative: str, deadline_s: float, show: Callable[[An
 
 
 def describe(left: Mapping[str, Any]) -> str:
-    """A line of what is not at the origin, and why, from the result of `flush`."""
+    """One line that says how much is not at the origin, and why, from the result of `flush`."""
     why = "".join(f": {printable(failure['path'])}: {failure['error']}" for failure in left["failures"][:1])
     are = "is" if left["files"] == 1 else "are"
     return f"{about_files(left['files'])} ({about_bytes(left['bytes'])}) {are} not at the origin{why}"
@@ -134,7 +134,7 @@ def job(
             interruptible()
             for batch in client.batches(items):
                 if ask(mountpoint, "warm_add", 60.0, job=number, items=batch) != "running":
-                    break  # it has given up, and will say why
+                    break  # the job has ended; its status says why
             ask(mountpoint, "warm_add", 60.0, job=number, items=[], complete=True)
             yield number
         except BaseException:
@@ -165,7 +165,7 @@ def stop_jobs(mountpoint: Path, number: int | None = None) -> int:
 
 
 def follow_job(mountpoint: Path, number: int) -> Iterator[dict[str, Any]]:
-    """The status of a job, four times a second. The last one is how it ended."""
+    """The status of a job, four times a second, until it has ended."""
     while True:
         status: dict[str, Any] = ask(mountpoint, "warm_status", 60.0, job=number)
         yield status

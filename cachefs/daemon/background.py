@@ -32,7 +32,7 @@ STOP_DEADLINE_S = 5.0
 
 
 class Ready:
-    """The child's end of the pipe. Sends one line: that the mount is there, or why it is not."""
+    """The child's end of the pipe, through which it sends one line: that the mount answers, or why it does not."""
 
     def __init__(self) -> None:
         text = os.environ.pop(READY_FD, "")
@@ -54,7 +54,7 @@ class Ready:
         if self._fd is None:
             return
         fd, self._fd = self._fd, None
-        with suppress(OSError):  # the parent may have ended; the mount is there all the same
+        with suppress(OSError):  # the parent may have ended, which does not matter to the mount
             os.write(fd, line.encode("utf-8", "backslashreplace") + b"\n")
         os.close(fd)
 
@@ -65,7 +65,7 @@ def command_of(arguments: Sequence[str]) -> list[str]:
 
 
 def held_by_holder(command: Sequence[str], directory: str = "") -> list[str]:
-    """The same command, started by a holder, in `directory` or in the present one."""
+    """The command that starts a holder for `command`, in `directory` (by default the present one)."""
     holders = os.path.dirname(holder.__file__)
     return [sys.executable, "-I", "-S", "-c", holder.LAUNCH, holders, directory or os.getcwd(), *command]
 
@@ -96,8 +96,8 @@ def open_log(config: Config) -> tuple[Path, int]:
 
 def start(arguments: Sequence[str], config: Config, *, over_dead: bool = False) -> None:
     """Run ``cachefs mount -f arguments`` in the background. Returns when its mount answers. Otherwise raises `MountError`
-    with the reason, and nothing is left running. With `over_dead` it takes the place of a dead mount, and leaves a dead
-    mount after a failure."""
+    with the reason, and nothing is left running. With `over_dead` the new mount replaces a dead one, and a failure leaves a
+    dead mount."""
     until = time.monotonic() + config.mount_timeout
     before = None if over_dead else config.mountpoint.stat().st_dev
     log_path, log_fd = open_log(config)
@@ -124,20 +124,20 @@ def start(arguments: Sequence[str], config: Config, *, over_dead: bool = False) 
         raise
     finally:
         os.close(read_fd)
-    child.returncode = 0  # it outlives this process on purpose: no warning about that
+    child.returncode = 0  # without one, Popen would warn that the child outlives it, as it should
 
 
 def _wait_until_ready(
     child: subprocess.Popen[bytes], fd: int, until: float, config: Config, log_path: Path, log_start: int
 ) -> None:
     """Wait for the child's line. Raises `MountError` unless it is "ready"."""
-    said = _read_line(fd, until)
-    if said is None:
+    line = _read_line(fd, until)
+    if line is None:
         raise MountError(_no_answer(config, log_path))
-    if said != "ready":
+    if line != "ready":
         with suppress(subprocess.TimeoutExpired):
-            child.wait(STOP_DEADLINE_S)  # it closes its cache
-        reason = said.removeprefix("error: ") or _last_line(log_path, log_start)
+            child.wait(STOP_DEADLINE_S)  # while it closes its cache
+        reason = line.removeprefix("error: ") or _last_line(log_path, log_start)
         raise MountError(reason or f"the daemon ended before the mount was there: see {log_path}")
 
 

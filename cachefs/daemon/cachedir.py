@@ -23,7 +23,7 @@ from cachefs.upload import refuse_foreign
 def _disk_of(config: Config) -> tuple[int, int]:
     """(free bytes, all bytes) of the disk that the cache directory is or will be on; (0, 0) if that cannot be read."""
     place = config.cache_dir
-    while not os.path.exists(place) and place != place.parent:  # Path.exists raises where one may not look
+    while not os.path.exists(place) and place != place.parent:  # Path.exists raises without permission
         place = place.parent
     try:
         disk = os.statvfs(place)
@@ -33,18 +33,18 @@ def _disk_of(config: Config) -> tuple[int, int]:
 
 
 def open_cache(config: Config, metrics: Metrics, *, killed: bool = False) -> Opened:
-    """Raises `CacheInUse`, `CacheUnusable`; the latter, with nothing changed, if the directory is another user's, or if
-    another version of cachefs has noted uploads here that this one cannot read."""
+    """Open the store in the cache directory. Raises `CacheInUse`; `CacheUnusable`, with nothing changed, if the directory is
+    another user's, or has a journal of uploads in the format of another version of cachefs."""
     with suppress(OSError):  # a directory that cannot be made or written costs the SSD tier, not the mount
         ownership.claim(config.cache_dir)
     if not config.read_only:
         refuse_foreign(config.cache_dir / "journal")
     remove_orphans()
     free, total = _disk_of(config)
-    held = _bytes_at_last_stop(config.cache_dir)
+    cached_bytes = _bytes_at_last_stop(config.cache_dir)
     return open_store(
         config.cache_dir,
-        config.cache_size.resolve(free + held),
+        config.cache_size.resolve(free + cached_bytes),
         config.ram.resolve(memory_limit()),
         config.keep_free.resolve(total),
         config.block_size,
@@ -66,7 +66,7 @@ def _bytes_at_last_stop(cache_dir: Path) -> int:
 def open_names(opened: Opened, row_log: RowLog | None = None) -> WriteBehind:
     """Open the names database beside the cache, or in shared memory if that is impossible: names can always be listed again.
     For `row_log` see `WriteBehind`."""
-    # A random name, because every user can make a directory there.
+    # A random name, because every user can create directories there and could occupy a fixed one.
     refuge = SHM / f"cachefs-{os.getuid()}-names-{secrets.token_hex(8)}"
     opened.temporary.append(refuge)
     try:

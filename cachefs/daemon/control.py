@@ -32,10 +32,10 @@ log = logging.getLogger(__name__)
 Verbs = Mapping[str, Callable[..., Awaitable[Any]]]
 
 MAX_CONNECTIONS = 16
-"""At a time. People and a metrics scraper connect, not a workload."""
+"""Most connections at a time: people and a metrics scraper connect, not a workload."""
 
 TALK_DEADLINE_S = 5.0
-"""For a client to send its line, and again to take the reply."""
+"""How long a client may take to send its line, and again to receive the reply."""
 
 VERB_DEADLINE_S = 60.0
 
@@ -44,20 +44,20 @@ async def serve(path: Path, verbs: Verbs, *, task_status: Any = None) -> None:
     """Answer requests at `path` until cancelled, and then remove the socket. Raises `ControlError` when another daemon
     answers there, or the socket cannot be made."""
     listener = _listen(path)
-    mine = os.stat(path).st_ino
-    room = trio.Semaphore(MAX_CONNECTIONS)
+    inode = os.stat(path).st_ino
+    slots = trio.Semaphore(MAX_CONNECTIONS)
 
     async def handle(stream: trio.SocketStream) -> None:
         async with stream:
             try:
-                room.acquire_nowait()
+                slots.acquire_nowait()
             except trio.WouldBlock:
                 await _send(stream, {"ok": False, "error": "too many control connections: try again"})
                 return
             try:
                 await _answer(stream, verbs)
             finally:
-                room.release()
+                slots.release()
 
     if task_status is None:
         task_status = trio.TASK_STATUS_IGNORED
@@ -69,7 +69,7 @@ async def serve(path: Path, verbs: Verbs, *, task_status: Any = None) -> None:
         )
     finally:
         with suppress(OSError):
-            if os.stat(path).st_ino == mine:
+            if os.stat(path).st_ino == inode:  # else another daemon has its socket there
                 os.unlink(path)
 
 
@@ -117,7 +117,7 @@ async def _perform(line: bytes, verbs: Verbs) -> dict[str, Any]:
         return {"ok": False, "error": f"{name}: not done within {VERB_DEADLINE_S:.0f} s"}
     except CachefsError as exc:
         return {"ok": False, "error": str(exc)}
-    except OSError as exc:  # the machine refuses something, such as one more descriptor
+    except OSError as exc:  # the kernel refuses something, such as one more descriptor
         reason = ": ".join(str(part) for part in (exc.strerror or exc, exc.filename) if part)
         log.info("control verb %s: %s", name, reason)
         return {"ok": False, "error": " ".join(f"{name}: {reason}".split())}
@@ -127,7 +127,7 @@ async def _perform(line: bytes, verbs: Verbs) -> dict[str, Any]:
 
 
 async def _send(stream: trio.SocketStream, reply: Mapping[str, Any]) -> None:
-    # The client may have gone.
+    # The client may have closed the connection.
     with trio.move_on_after(TALK_DEADLINE_S), suppress(trio.BrokenResourceError, trio.ClosedResourceError):
         await stream.send_all(json.dumps(reply, default=str).encode() + b"\n")
 

@@ -1,10 +1,10 @@
-"""The composition root: builds the rooms bottom-up, runs them, takes them down in reverse.
+"""The composition root: builds the rooms bottom-up, runs them, and closes them in reverse order.
 
 Start: store, names, origins (one request each, so that a wrong bucket or key is reported before anything is mounted), the
-files that an earlier daemon has not uploaded yet, the filesystem, the mount. Stop (by a signal, an umount, a failure): the
-mount goes first, so that no new request comes; transfers are cancelled; written files are uploaded; RAM is saved to SSD;
-databases are closed cleanly. A failure that no task contains ends the connection to the kernel and leaves the dead mount
-where it is: only a signal or an umount unmounts.
+files that an earlier daemon has not uploaded yet, the filesystem, the mount. Stop (by a signal, an umount, a failure):
+unmount first, so that no new request comes; cancel transfers; upload written files; save RAM to SSD; close the databases
+cleanly. A failure that no task contains ends the connection to the kernel and leaves a dead mount: only a signal or an
+umount unmounts.
 """
 
 from __future__ import annotations
@@ -71,17 +71,17 @@ NAMES_MAPPED_BYTES = 48 << 20
 (`scripts/bench memory-million`). Unmapping costs minor faults."""
 
 TRIM_EVERY_S = 2.0
-"""How often `NAMES_MAPPED_BYTES` is compared with what is mapped, which costs one line of /proc. Derived: a listing of
-100,000 names a second maps half of it meanwhile."""
+"""Seconds between two comparisons of `NAMES_MAPPED_BYTES` with the mapped bytes, each of which reads a line of /proc.
+Derived: a listing of 100,000 names a second maps half of that limit meanwhile."""
 
 ORPHANS_DEADLINE_S = 1.0
-"""How long `status` waits for the disk to list the files that are kept aside: a disk that hangs must not hold it up."""
+"""How long `status` waits for the disk to list orphaned staging files: a disk that hangs must not hold it up."""
 
 RETRY_S = 30
-"""Seconds until failed housekeeping is tried again: a failure that stays costs two log entries a minute."""
+"""Seconds until failed housekeeping is tried again: a permanent failure costs two log entries a minute."""
 
-NOT_FOR_GOOD = (errno.ENOMEM, errno.ENFILE, errno.EMFILE, errno.ENOSPC, errno.ENOTCONN, errno.EBADF)
-"""Errors with which the kernel refuses one backing file for now; any other refuses the whole tier."""
+TRANSIENT = (errno.ENOMEM, errno.ENFILE, errno.EMFILE, errno.ENOSPC, errno.ENOTCONN, errno.EBADF)
+"""Errors of registering a backing file that concern this file alone, for now; any other error refuses the whole tier."""
 
 GARBAGE_THRESHOLDS = (50_000, 20, 50)
 """Of `gc.set_threshold`. Requests make few cycles, and each collection stops the loop. Measured, while 8,000 small files are
@@ -111,14 +111,14 @@ def run(
     )
     metrics = Metrics()
     stopping = Stopping()
-    with ExitStack() as made:  # a failure from here on leaves no files in memory
-        made.callback(stopping.done)
+    with ExitStack() as cleanup:  # also after a failure: no files stay in shared memory
+        cleanup.callback(stopping.done)
         opened = cachedir.open_cache(config, metrics, killed=held is not None and held.killed)
-        made.callback(opened.close)
+        cleanup.callback(opened.close)
         memory = _shared_memory(config, held)
         names = cachedir.open_names(opened, None if memory is None else memory.rows)
-        made.callback(names.close)
-        made.callback(stopping.stage, "closing the names database")
+        cleanup.callback(names.close)
+        cleanup.callback(stopping.stage, "closing the names database")
         for line in opened.warnings:
             log.warning("%s", line)
         stopping.start()
@@ -131,7 +131,7 @@ def run(
 
 
 def _shared_memory(config: Config, held: Held | None) -> SharedMemory | None:
-    """The shared memory in which the next daemon finds written rows and times; None where no daemon can go on with this
+    """The shared memory that keeps written rows and times for the next daemon; None if no daemon can take over this
     mount."""
     return None if held is None or config.zero_open else held.memory
 
@@ -148,11 +148,11 @@ class End(enum.Enum):
     """How a daemon ends."""
 
     FAILED = enum.auto()
-    """By itself."""
+    """By a failure of its own."""
     STOPPED = enum.auto()
     """By a signal, or by an umount."""
     HANDED_OVER = enum.auto()
-    """Another daemon goes on with the mount."""
+    """By an upgrade: another daemon takes over the mount."""
 
 
 class Daemon:
@@ -170,7 +170,7 @@ class Daemon:
         held: Held | None = None,
     ) -> None:
         self._held = held
-        # A terminal that closes sends SIGHUP to what runs in it: that is a stop.
+        # On a terminal, SIGHUP means that the terminal was closed: it stops the daemon.
         self._reread = None if os.isatty(0) else reread
         self._ttls: list[Ttls] = []
         self._stopping = stopping
@@ -193,14 +193,14 @@ class Daemon:
         self._peers: PeerNode | None = None
         self._uploading: Uploading | None = None
         self._unsent = Unsent()
-        self._orphan_warning = ""  # of the last look at the files that are kept aside
+        self._orphan_warning = ""  # from the last listing of orphaned staging files
         self._orphan_lookup = trio.CapacityLimiter(1)
         self._watch = Watch(metrics, self._status, config.mountpoint)
         self._endpoint: Endpoint | None = None
         self._pauses = Pauses()
 
     async def main(self) -> int:
-        # Open until the very end: a second signal must not end the process while RAM is being saved.
+        # The receiver is open until the end: a second signal must not end the process while RAM is being saved.
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
             try:
                 async with trio.open_nursery() as lasting:  # uploads go on when the mount has gone
@@ -220,13 +220,14 @@ class Daemon:
                             self._stopping.stage("uploading what was written", self._config.flush_deadline)
                             self._notifier.stopping("uploading what was written")
                             if not await self._uploading.finish():
-                                # The replacement of the cache directory stays: it has files that are not uploaded.
+                                # The temporary cache directory stays: it has files that are not uploaded.
                                 with suppress(ValueError):
                                     self._opened.temporary.remove(self._opened.state_dir)
                     lasting.cancel_scope.cancel()
             finally:
                 self._stopping.stage("saving memory to disk", SPILL_DEADLINE_S)
-                if not self._is_continued:  # else the service manager would end all of it some time later
+                # Only if no daemon follows: after STOPPING=1 the service manager would end that one, too.
+                if not self._is_continued:
                     self._notifier.stopping("saving memory to disk")
                 with trio.CancelScope(shield=True):
                     if self._is_continued and self._uploading is not None:
@@ -243,8 +244,8 @@ class Daemon:
         log.info("stopped (%s)", self._stopped_by)
         return HANDED_OVER if self._end is End.HANDED_OVER else 0
 
-    async def _open_origins(self, beside: trio.Nursery) -> None:
-        """Open all origins and check that they answer. Where programs already wait, the checks go on in `beside`."""
+    async def _open_origins(self, background: trio.Nursery) -> None:
+        """Open all origins and check that they answer. If programs already wait, the checks run in `background`."""
         config = self._config
         self._origins = [
             open_origin(
@@ -272,14 +273,14 @@ class Daemon:
         self._store.datasets.mounted((o.source, o.prefix) for o in self._origins)
         async with trio.open_nursery() as nursery:
             for origin in self._origins:
-                (beside if self._takes_over else nursery).start_soon(self._check, origin)
+                (background if self._takes_over else nursery).start_soon(self._check, origin)
 
     async def _check(self, origin: Origin) -> None:
         try:
             await origin.check()
         except CachefsError as exc:
             if self._takes_over:
-                log.warning("%s", exc)  # programs read on as far as they can
+                log.warning("%s", exc)  # programs go on reading what is cached
             elif isinstance(exc, OriginFailed) and self._config.on_outage.stale:  # it does not answer
                 self._absent[origin] = exc
             else:
@@ -287,12 +288,12 @@ class Daemon:
 
     @property
     def _takes_over(self) -> bool:
-        """True if programs already wait for this daemon, because another one has died."""
+        """True if this daemon continues the mount of another one, so that programs already wait for it."""
         return self._held is not None and self._held.taking_over
 
     @property
     def _is_continued(self) -> bool:
-        """True if another daemon goes on with the mount when this one ends."""
+        """True if another daemon takes over the mount when this one ends."""
         if self._held is None or not self._held.holds or not self._held.holder:
             return False
         return self._end is End.HANDED_OVER or (
@@ -300,7 +301,7 @@ class Daemon:
         )
 
     def _start_without_absent(self) -> None:
-        """Start without origins that do not answer, if names of them are cached. Raises `OriginFailed`."""
+        """Accept origins that do not answer, if names of them are cached. Raises `OriginFailed` for one without."""
         for origin, exc in self._absent.items():
             if not self._fs.tree_queries.knows(origin):
                 raise exc
@@ -311,14 +312,14 @@ class Daemon:
         self._peers = await PeerNode.open(self._config, sources, self._metrics, self._opened.state_dir)
 
     def _writable(self) -> bool:
-        """True if any source can be written. Logs a source that cannot although read-only was not asked for."""
+        """True if any source can be written. Logs each that cannot, although no option made it read-only."""
         config = self._config
         if config.read_only:
             return False
         for origin in self._origins:
             if not origin.can_write and not origin.read_only:
-                say = self._warn if "read_only" in config.origins else log.info
-                say(f"{origin.source} can only be read")
+                report = self._warn if "read_only" in config.origins else log.info
+                report(f"{origin.source} can only be read")
         return any(origin.can_write for origin in self._origins)
 
     def _warn(self, line: str) -> None:
@@ -326,7 +327,7 @@ class Daemon:
         log.warning("%s", line)
 
     async def _open_uploads(self, fetcher: Fetcher, lasting: trio.Nursery) -> Uploading:
-        # In a thread: the journal of a daemon that was killed is rewritten first.
+        # In a thread, because the constructor rewrites the journal of a daemon that was killed.
         uploading = await trio.to_thread.run_sync(
             Uploading,
             self._config,
@@ -387,7 +388,7 @@ class Daemon:
         await self._fs.recover()
         self._fs.renew_names()
         self._fs.list_tops(self._absent)
-        # Not earlier: files that an earlier run has left must have their names first.
+        # Uploads start only here: files that an earlier run left must have their names first.
         if uploading is not None:
             lasting.start_soon(retried, uploading.uploads.run, "uploading")
         notices = Notices(lambda *notice: self._backend.backend.invalidate(*notice))
@@ -432,22 +433,22 @@ class Daemon:
             gc.freeze()  # objects that exist now stay, so collections need not visit them
             self._served = True
             await backend.serve(lambda: nursery.start_soon(self._ready))
-            if self._end is End.FAILED:  # so far
+            if self._end is End.FAILED:  # no signal and no upgrade has ended it
                 self._end = End.STOPPED
         finally:
             self._stopping.stage("taking the mount away")
             handed_over = self._end is End.HANDED_OVER
             crashed = (self._watch.ready or self._takes_over) and self._end is End.FAILED
-            # A start over a dead mount that fails leaves a dead mount.
-            as_before = self._replaces_dead and not self._watch.ready
+            # A failed start over a dead mount leaves a dead mount, not a bare directory.
+            start_failed = self._replaces_dead and not self._watch.ready
             self._watch.ready = False
             if peers is not None and not handed_over:
                 with trio.move_on_after(3, shield=True):
                     await peers.leave()
             with trio.move_on_after(1, shield=True):
                 await notices.quiet()  # the session must not be closed while a thread uses it
-            # Without the mount, programs would write into the bare directory, and not find it again behind the next mount.
-            backend.close(unmount=not (crashed or as_before or handed_over))
+            # A crash leaves the mount: programs would write into the bare directory, which the next mount would hide.
+            backend.close(unmount=not (crashed or start_failed or handed_over))
             if crashed:
                 log.critical(
                     "a failure ends this daemon: the mount stays at %s, %s, until the next one",
@@ -460,28 +461,28 @@ class Daemon:
 
     def _open_prefetcher(self, volumes: list[Volume], fetcher: Fetcher) -> Prefetcher | None:
         config = self._config
-        ahead = {
+        prefetched = {
             volume.origin
             for volume, source in zip(volumes, config.sources, strict=True)
             if config.of(source, "prefetch") == "on"
         }
-        if not ahead:
+        if not prefetched:
             return None
         prefetcher = Prefetcher(
             self._fs,
             fetcher,
             volumes,
             self._metrics,
-            slots=config.concurrency - config.concurrency // 8,  # what the gate leaves to the background
+            slots=config.concurrency - config.concurrency // 8,  # what the gate leaves to prefetch
             capacity=lambda: sum(tier.limit_bytes() for tier in self._store.tiers),
             directory=self._opened.state_dir / "plans",
         )
 
         def opened(ino: int, pid: int, origin: Origin, obj: ObjectId, passthrough: bool) -> None:
-            if origin in ahead:
+            if origin in prefetched:
                 prefetcher.opened(ino, pid, origin, obj, passthrough)
 
-        hook = prefetcher.opened if len(ahead) == len(volumes) else opened
+        hook = prefetcher.opened if len(prefetched) == len(volumes) else opened
         self._fs.watch_opens(hook, prefetcher.awaited)
         return prefetcher
 
@@ -532,13 +533,13 @@ class Daemon:
         return backend
 
     def _clear(self) -> None:
-        """Unmount dead mounts, now that only mounting is left to do."""
+        """Unmount dead mounts at the mountpoint. Called last, just before mounting."""
         if self._takes_over:
             return
         try:
             notes = mounting.clear(self._config)
         except MountError as exc:
-            # Not a `MountError`: those are failures of mount(2), which `_mount` explains.
+            # Of another class, because `_mount` takes each `MountError` for a failure of mount(2).
             raise CachefsError(str(exc)) from exc
         self._replaces_dead = bool(notes)
         for line in notes:
@@ -558,7 +559,7 @@ class Daemon:
         try:
             self._backend.backend.register(backing)
         except OSError as exc:
-            if exc.errno in NOT_FOR_GOOD:
+            if exc.errno in TRANSIENT:
                 log.debug("the kernel does not take a file now: %s", exc)
             else:
                 self._store.refuse(backing.tier, exc.strerror or str(exc))
@@ -595,14 +596,14 @@ class Daemon:
             stop()
 
     async def _reload(self, reread: Callable[[], Config]) -> None:
-        """Apply the `LIVE` options of the configuration as it is now, and log which others wait for the next mount."""
+        """Apply the `LIVE` options of the present configuration, and log which changed options need a remount."""
         try:
             fresh = await in_thread(reread)
         except (CachefsError, OSError) as exc:
             log.error("SIGHUP: nothing was changed: %s", exc)  # noqa: TRY400 (an expected failure takes one line)
             return
         config = self._config
-        given = {*config.origins, *fresh.origins}  # defaults are not compared: some follow from the machine
+        given = {*config.origins, *fresh.origins}  # defaults are not compared: the machine decides some
         changed = [
             name
             for name, row in ROWS.items()
@@ -610,7 +611,7 @@ class Daemon:
         ]
         live = {name: getattr(fresh, name) for name in LIVE}
         later = [name for name in changed if name not in LIVE and name in given]
-        if _but_ttls(fresh.sources) == _but_ttls(config.sources):
+        if _without_ttls(fresh.sources) == _without_ttls(config.sources):
             live["sources"] = fresh.sources
         else:
             later.append("[[source]]")
@@ -647,14 +648,14 @@ class Daemon:
         }
 
     async def _upgrade(self) -> str:
-        """Have the version that is installed now go on with this mount. Returns it. Raises `MountError` if it cannot; then
-        nothing has changed."""
+        """Hand this mount over to the installed version. Returns that version. Raises `MountError` if this is impossible;
+        then nothing has changed."""
         why = self._not_held()
         if why or self._held is None:
             raise MountError(f"this mount ends with its daemon ({why}): umount, and mount again")
         if self._reread is not None:
             fresh = await in_thread(self._reread)
-            if _but_ttls(fresh.sources) != _but_ttls(self._config.sources):
+            if _without_ttls(fresh.sources) != _without_ttls(self._config.sources):
                 raise MountError(
                     "the configuration has other sources than this mount: umount, and mount again"
                 )
@@ -736,7 +737,7 @@ class Daemon:
             yield self._orphan_warning
 
     async def _orphans(self) -> str:
-        """The warning about files that are kept aside; while the disk does not answer, the last one."""
+        """The warning about orphaned staging files, or "". While the disk does not answer, the last one."""
         if not self._orphan_lookup.borrowed_tokens:
             with trio.move_on_after(ORPHANS_DEADLINE_S):
                 self._orphan_warning = await trio.to_thread.run_sync(
@@ -758,7 +759,7 @@ async def retried(work: Callable[[], Awaitable[None]], name: str) -> None:
             await trio.sleep(RETRY_S)
 
 
-def _but_ttls(sources: Sequence[Source]) -> list[Source]:
+def _without_ttls(sources: Sequence[Source]) -> list[Source]:
     return [replace(source, metadata_ttl=None, negative_ttl=None) for source in sources]
 
 

@@ -1,4 +1,4 @@
-"""How much of a path each node has cached. All members are asked, and this node's own cache."""
+"""Finds how much of a path each node has cached: asks all members, and looks into this node's own cache."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ AT_ONCE = 8
 client has to one peer (`client.CONNECTIONS_PER_PEER`)."""
 
 DEADLINE_S = 50.0
-"""For all files. Derived: the command waits 60 s for the answer."""
+"""Deadline for all files. Derived: the command waits 60 s for the answer."""
 
-HERE = "this node"
-"""The name of this node, where it has no address."""
+THIS_NODE = "this node"
+"""The name of this node if it has no address."""
 
 
 class Locator:
-    """Answers `locate`. `cluster` is None on a mount without peers: then there is only this node."""
+    """Answers `locate`. `cluster` is None on a mount without peers: then the answer has this node alone."""
 
     def __init__(
         self, tree_queries: TreeQueries, fetcher: Fetcher, cluster: Cluster | None, block_size: int
@@ -45,28 +45,28 @@ class Locator:
         held: Counter[str] = Counter()
         silent: dict[str, str] = {}
         files = size = 0
-        here, others = HERE, list[Member]()
+        this_node, others = THIS_NODE, list[Member]()
         if self._cluster is not None:
-            here = min(map(str, self._cluster.membership.own_addresses), default=HERE)
+            this_node = min(map(str, self._cluster.membership.own_addresses), default=THIS_NODE)
             others = self._cluster.others()
-        held[here] = 0
+        held[this_node] = 0
         held.update(dict.fromkeys(map(str, others), 0))
-        room = trio.CapacityLimiter(AT_ONCE)
+        slots = trio.CapacityLimiter(AT_ONCE)
 
-        async def ask(version: ObjectId) -> None:
-            async with room, trio.open_nursery() as asking:
+        async def ask_members(version: ObjectId) -> None:
+            async with slots, trio.open_nursery() as requests:
                 for member in others:
                     if str(member) not in silent:
-                        asking.start_soon(self._ask, member, version, held, silent)
+                        requests.start_soon(self._ask, member, version, held, silent)
 
         with trio.move_on_after(DEADLINE_S) as scope:
             async with trio.open_nursery() as nursery, aclosing(self._tree_queries.walk(path)) as found:
                 async for _, _, version in found:
                     files += 1
                     size += version.size
-                    held[here] += self._fetcher.cached_bytes(version)
-                    async with room:  # no more tasks than can ask
-                        nursery.start_soon(ask, version)
+                    held[this_node] += self._fetcher.cached_bytes(version)
+                    async with slots:  # waits for a free one, so that the number of tasks is bounded
+                        nursery.start_soon(ask_members, version)
         if scope.cancelled_caught:
             raise ConfigError(
                 f"{path or 'the mount'} has too many files to ask about: name a directory in it"
@@ -87,8 +87,8 @@ class Locator:
                 )
                 held[str(member)] += sum(
                     block_length(first + index, version.size, size)
-                    for index, here in enumerate(answer)
-                    if here
+                    for index, is_cached in enumerate(answer)
+                    if is_cached
                 )
         except PeerFailed as exc:
             if exc.kind != "not_here":

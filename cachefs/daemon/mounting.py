@@ -26,8 +26,8 @@ FUSE_DEVICE = Path("/dev/fuse")
 FUSE_CONF = Path("/etc/fuse.conf")
 
 LEAST_DESCRIPTORS = 128
-"""A process must be allowed to open. Derived: a mount has 40 open before its first request (measured), and one more for each
-connection to its origin, 64 of them; fewer are served slowly, and not at all below this."""
+"""Descriptors that this process must be allowed to open. Derived: a mount has 40 open before its first request (measured),
+and one for each connection to its origin, 64 of them by default."""
 
 
 def canonical(path: Path) -> Path:
@@ -62,8 +62,8 @@ def located(config: Config) -> Config:
 def check(config: Config) -> list[str]:
     """Check every known reason for which this mount would fail or hang. Returns lines for the log. Raises `MountError`.
 
-    A dead mount at the mountpoint stays until `clear` is called. Until the new mount is about to be there, programs then get
-    an error, and do not write into the bare directory."""
+    A dead mount at the mountpoint stays until `clear` is called, just before the new mount: programs get an error from it
+    meanwhile, and do not write into the bare directory."""
     _check_descriptors()
     passed = config.descriptor
     if passed is not None:
@@ -85,12 +85,12 @@ def dead_mount(config: Config) -> Mount | None:
 
 
 def took_away(mount: Mount) -> str:
-    """The line for the log about a dead mount that was unmounted."""
+    """The line for users about a dead mount that was unmounted."""
     return f"took away a dead mount of {mount.source} at {mount.path}"
 
 
 def _check_descriptors() -> None:
-    """A start that runs out of descriptors fails at an arbitrary place, with a message that does not help."""
+    """Raise `MountError` if the limit of open files is too low: the start would fail later, with an unclear message."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if 0 <= hard < LEAST_DESCRIPTORS:
         raise MountError(
@@ -129,7 +129,7 @@ def clear(config: Config) -> list[str]:
     if config.descriptor is not None:
         return []
     notes = _clear_mountpoint(config.mountpoint)
-    # Files that a dead mount covered are covered again: after a refusal, programs would write beside them.
+    # Files below a dead mount are no reason to refuse: programs would then write into that directory, beside them.
     _check_directory(config, nonempty=config.nonempty or bool(notes))
     if os.getuid() != 0 and not os.access(config.mountpoint, os.W_OK):
         raise MountError(
@@ -147,7 +147,7 @@ def _check_peers(config: Config) -> None:
 
 def _clear_mountpoint(path: Path) -> list[str]:
     notes: list[str] = []
-    for _ in range(32):  # dead mounts may have been stacked by others
+    for _ in range(32):  # other programs may have stacked several
         mount = mount_at(path)
         if mount is None or not mount.fstype.startswith("fuse"):
             break
@@ -186,13 +186,13 @@ def _check_directory(config: Config, *, nonempty: bool) -> None:
 
 def _check_overlap(config: Config) -> None:
     # First without resolving links: resolving one below a mount that is not served yet would wait for this process.
-    for spelt in (os.path.abspath, os.path.realpath):
-        _check_apart(config, spelt)
+    for resolve in (os.path.abspath, os.path.realpath):
+        _check_nesting(config, resolve)
     _check_cache_directory(config.cache_dir)
 
 
-def _check_apart(config: Config, spelt: Callable[[str], str]) -> None:
-    mountpoint, cache_dir = config.mountpoint, Path(spelt(str(config.cache_dir)))
+def _check_nesting(config: Config, resolve: Callable[[str], str]) -> None:
+    mountpoint, cache_dir = config.mountpoint, Path(resolve(str(config.cache_dir)))
     if cache_dir.is_relative_to(mountpoint):
         raise MountError(
             f"the cache directory {cache_dir} is inside the mountpoint: choose another --cache-dir"
@@ -204,7 +204,7 @@ def _check_apart(config: Config, spelt: Callable[[str], str]) -> None:
     for source in config.sources:
         if not source.url.startswith("file://"):
             continue
-        shown = Path(spelt(source.url.removeprefix("file://").removeprefix("localhost")))
+        shown = Path(resolve(source.url.removeprefix("file://").removeprefix("localhost")))
         if shown.is_relative_to(mountpoint) or mountpoint.is_relative_to(shown):
             raise MountError(
                 f"{mountpoint} and its source {source.url} contain one another, so the mount would read itself: "
@@ -241,7 +241,7 @@ def _user_allow_other() -> bool:
 
 
 def translate_mount_failure(exc: BaseException) -> MountError:
-    """The cause of libfuse's ``fuse_session_mount failed``, as far as it can be found out now."""
+    """The error that explains libfuse's ``fuse_session_mount failed``, by checks made after the failure."""
     try:
         _check_fuse()
         if os.getuid() == 0:
@@ -255,8 +255,8 @@ def translate_mount_failure(exc: BaseException) -> MountError:
 
 
 def detach(mount: Mount, *, lazy: bool) -> None:
-    """Unmount a mount, which must still be the topmost at its path. Raises `OSError`: ESTALE if another mount is there by
-    now, EBUSY, EPERM, EINVAL, …"""
+    """Unmount a mount, which must still be the topmost at its path. Raises `OSError`: ESTALE if another mount has replaced
+    it, EBUSY, EPERM, EINVAL, …"""
     path = Path(mount.path)
     if not mount.same(mount_at(path)):
         raise OSError(errno.ESTALE, "another mount has taken its place", mount.path)

@@ -28,7 +28,7 @@ class Notifier:
         """The longest silence after which the manager ends this daemon; 0: there is no watchdog."""
 
     def say(self, *lines: str) -> None:
-        """Send ``NAME=value`` lines. No listener is no error."""
+        """Send ``NAME=value`` lines. A missing listener is not an error."""
         if not self._address.startswith(("/", "@")):
             return
         try:
@@ -50,7 +50,7 @@ class Notifier:
             await trio.sleep(1)
         self.say("READY=1", f"STATUS={status}")
         while self.watchdog_s:
-            # Half of the interval is for the answer, and half in reserve.
+            # Half of the interval is for the answer, and half is reserve.
             until = trio.current_time() + self.watchdog_s / 2
             with trio.move_on_at(until):
                 if reason := await illness():
@@ -59,6 +59,6 @@ class Notifier:
                     self.say("WATCHDOG=1")
             await trio.sleep_until(until)
 
-    def stopping(self, what: str) -> None:
-        """Send STOPPING=1: from then on the service manager waits for this process to end."""
-        self.say("STOPPING=1", f"STATUS={what}")
+    def stopping(self, status: str) -> None:
+        """Send STOPPING=1 with `status`: the service manager then waits for this process to end."""
+        self.say("STOPPING=1", f"STATUS={status}")

@@ -1,11 +1,11 @@
 """Recording which files are opened and which parts of them are read, to be replayed (`warm --profile`) or simulated.
 
-During a recording a hook records each open, and a wrapper around the reader records reads. Otherwise there is neither, so a
+During a recording a hook records each open, and a wrapper around the reader records reads. Both are removed afterwards, so a
 mount that is not recorded pays nothing. Lines stay in memory, up to a bound, until the client drains them over the control
 socket. A client that drains too slowly loses lines, and the answer says how many. If it stops draining, the recording ends.
 
-The line of an open stands for the whole file (``offset`` 0, ``length`` its size): of a file that is fetched in one piece, or
-that the kernel reads by itself, the daemon does not see which parts are read. A file over `LARGE` that is read through the
+The line of an open stands for the whole file (``offset`` 0, ``length`` its size): the daemon does not see which parts are
+read of a file that is fetched in one piece or that the kernel reads by itself. A file over `LARGE` that is read through the
 daemon has an open of length 0, and a line for each run of reads when the run ends.
 """
 
@@ -34,17 +34,17 @@ LINES_AT_ONCE = 2_000
 """Lines in one reply. Measured: writing them takes 6 ms of the daemon's loop."""
 
 RUNS_KEPT = 8
-"""Runs of reads of one handle at a time; of more, the oldest ends. A bound: random reads begin a run each. As many threads
-of a process may read a file in order."""
+"""Most runs of reads that one handle has at a time; another one ends the oldest. A bound, because each random read begins a
+run. So many threads of a process may read a file in order."""
 
 DRAIN_DEADLINE_S = 60.0
-"""A recording that is not drained for so long ends. Derived: its client drains twice a second."""
+"""A recording ends when no client has drained it for so long. Derived: its client drains twice a second."""
 
 MOST_BYTES = 1 << 62
 """Larger than any object."""
 
 FORMAT = 1
-"""Of a line that has no member `format`."""
+"""The format of a line without a member `format`."""
 
 
 class Line(NamedTuple):
@@ -57,22 +57,22 @@ class Line(NamedTuple):
 
 
 def parsed(text: str) -> Line:
-    """A line of a recording, which any program may have written.
+    """Parse a line of a recording, which any program may have written.
 
-    Raises `ValueError`, whose text is for users, for what is no such line, and for one in a later format. A later version
-    may add members without a new format: they are ignored."""
+    Raises `ValueError`, whose text is for users, if `text` is not such a line, or has a later format. Unknown members are
+    ignored, because a later version may add some without a new format."""
     try:
         line = json.loads(text)
         path, size = line["path"], line["size"]
-        made, offset, length = line.get("format", FORMAT), line.get("offset", 0), line.get("length", size)
+        form, offset, length = line.get("format", FORMAT), line.get("offset", 0), line.get("length", size)
     except KeyError as exc:
         raise ValueError(f"no {exc.args[0]}") from None
     except TypeError as exc:
         raise ValueError(str(exc)) from None
     except (json.JSONDecodeError, RecursionError):
         raise ValueError("not JSON") from None
-    if made != FORMAT:
-        raise ValueError(f"its format is {made}, this version reads {FORMAT}")
+    if form != FORMAT:
+        raise ValueError(f"its format is {form}, this version reads {FORMAT}")
     if type(path) is not str:
         raise ValueError("its path is not text")
     if any(type(value) is not int or not 0 <= value < MOST_BYTES for value in (size, offset, length)):
@@ -122,7 +122,7 @@ class Recorder:
             self.closed(opened)
 
     def drain(self) -> tuple[list[str], int]:
-        """(up to `LINES_AT_ONCE` lines, how many were lost since the last call). The lines are then forgotten."""
+        """Remove up to `LINES_AT_ONCE` lines. Returns (lines, how many were lost since the last call)."""
         lines: list[str] = []
         while self._lines and len(lines) < LINES_AT_ONCE:
             at, origin, obj, offset, length, pid = self._lines.popleft()
@@ -179,7 +179,7 @@ class RecordedReader:
 
 
 class Recordings:
-    """The recording of a mount: one at a time. `nursery` runs the task that ends one that is not drained."""
+    """The recording of a mount: one at a time. `nursery` runs the task that ends it if no client drains it."""
 
     def __init__(
         self, fs: FileSystem, path_of: Callable[[Origin, ObjectId], str], nursery: trio.Nursery
@@ -198,7 +198,7 @@ class Recordings:
         return {"record_start": self.start, "record_drain": self.drain, "record_stop": self.stop}
 
     async def start(self) -> int:
-        """Begin; the number of the recording."""
+        """Begin a recording. Returns its number. Raises `ConfigError` during another one."""
         if self._unhook is not None:
             raise ConfigError("this mount is being recorded already: one recording at a time")
         self._number = next(self._numbers)
@@ -209,7 +209,7 @@ class Recordings:
         return self._number
 
     async def drain(self, recording: int) -> dict[str, Any]:
-        """Lines, and how many were lost. After `stop`, an answer without lines is the last."""
+        """Lines, and how many were lost. After `stop`, an answer without lines is the last; then raises `NotFound`."""
         if recording != self._number or self._recorder is None:
             raise NotFound(f"recording {recording} has ended")
         self._drained = trio.current_time()
@@ -219,7 +219,7 @@ class Recordings:
         return {"lines": lines, "dropped": dropped}
 
     async def stop(self, recording: int) -> None:
-        """Record nothing from now on; lines that wait can still be drained."""
+        """End the recording. Lines that wait can still be drained."""
         if recording == self._number and self._unhook is not None:
             self._unhook()
             self._unhook = None

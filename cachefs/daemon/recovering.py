@@ -21,7 +21,7 @@ from cachefs.upload import orphans
 from cachefs.upload.orphans import Orphan
 
 UNNAMED = "without-a-name"
-"""The directory of files that do not say what they were."""
+"""The directory, below the target, of files without a recorded key."""
 
 
 def state_dir_of(place: Path) -> Path:
@@ -59,7 +59,7 @@ class Target:
             raise ConfigError(f"--to: {to} is no directory")
 
     def place(self, orphan: Orphan) -> Path:
-        """Raises `ConfigError` for a file that has no place there."""
+        """The path of a file's copy. Raises `ConfigError` if the file has none in this directory."""
         if self._sources is None:
             if not orphan.key:
                 return self.to / UNNAMED / orphan.path.name
@@ -84,12 +84,12 @@ Outcome = tuple[Orphan, Path | None, str]
 
 
 def copy(found: Sequence[Orphan], target: Target, *, remove: bool) -> Iterator[Outcome]:
-    """Copy each file. Replaces no file. With `remove`, a
-    file is removed here once its copy is safe, unless the next mount will upload it."""
+    """Copy each file, and replace no existing file. With `remove`, remove a file here once its copy is safe, unless the next
+    mount will upload it."""
     for orphan in found:
         try:
             place = target.place(orphan)
-            _copied(orphan, place)
+            _copy_one(orphan, place)
             if remove and not orphan.waiting:
                 orphans.remove(orphan)
         except OSError as exc:
@@ -105,7 +105,7 @@ def copy(found: Sequence[Orphan], target: Target, *, remove: bool) -> Iterator[O
             yield orphan, place, ""
 
 
-def _copied(orphan: Orphan, place: Path) -> None:
+def _copy_one(orphan: Orphan, place: Path) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -116,5 +116,5 @@ def _copied(orphan: Orphan, place: Path) -> None:
         os.close(fd)
         place.unlink(missing_ok=True)
         raise
-    os.close(fd)  # on a mount, this fails if the origin does not take the file
+    os.close(fd)  # on a mount, this fails if the upload fails
     os.utime(place, ns=(orphan.mtime_ns, orphan.mtime_ns))

@@ -1,6 +1,6 @@
-"""Forces a stop that does not end by itself.
+"""Ends the process when a stop takes too long.
 
-A stop goes through stages, each with a deadline: the mount goes, written files are uploaded, caches and databases are
+A stop has stages, each with a deadline: the mount is unmounted, written files are uploaded, caches and databases are
 closed. A disk that hangs can block each of them, and the event loop itself, in a call that no signal ends. So a thread
 watches. After a deadline it unmounts what is still mounted, writes a line, and ends the process at once. The next start then
 treats the cache as after a crash.
@@ -25,20 +25,20 @@ from cachefs.fuse.connection import end
 log = logging.getLogger(__name__)
 
 STAGE_S = 20.0
-"""What a stage may take beside `seconds`. All of them together take well under a second; a slow disk is not cut off."""
+"""How long a stage may take in addition to its `seconds`: all together take well under a second, but a disk may be slow."""
 
 LOOK_EVERY_S = 2.0
-"""How often the thread looks, and how long it waits for the last line to be written: the log may lie on the disk that hangs.
-Derived: a tenth of a stage."""
+"""Seconds between two checks of the thread, and how long it waits for the last line to be written, because the log may be on
+the disk that hangs. Derived: a tenth of a stage."""
 
 EXIT_CODE = 70
-"""EX_SOFTWARE: not what a service manager takes for a clean stop."""
+"""EX_SOFTWARE: a service manager does not take it for a clean stop."""
 
 SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
 
 class Stopping:
-    """`start` begins to watch; `stage` is called as each stage of the stop begins; `done` at the very end."""
+    """Watches the stages of a stop. `start` starts the thread, `stage` begins each stage, `done` ends the watch."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Stopping:
             self._mount = mountpoint, mount.device
 
     def stage(self, doing: str, seconds: float = 0.0) -> None:
-        """Begin a stage, which may wait for `seconds` beside its own work."""
+        """Begin a stage, which may wait for `seconds` in addition to its own work."""
         self._doing = doing
         self._until = self._clock() + STAGE_S + seconds
 
@@ -74,9 +74,8 @@ class Stopping:
     # -- the thread --------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        signal.pthread_sigmask(
-            signal.SIG_BLOCK, SIGNALS
-        )  # `sigpending` names only those that this thread blocks
+        # `sigpending` returns only signals that this thread blocks.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         while not self._ended.wait(LOOK_EVERY_S):
             self.look()
 
@@ -93,9 +92,9 @@ class Stopping:
             mount = mount_at(mountpoint)
             if mount is not None and mount.device == number:
                 end(mountpoint, number)
-        saying = threading.Thread(target=_say, args=(line,), daemon=True)
-        saying.start()
-        saying.join(LOOK_EVERY_S)
+        writer = threading.Thread(target=_say, args=(line,), daemon=True)
+        writer.start()
+        writer.join(LOOK_EVERY_S)
         self._leave(EXIT_CODE)
 
 

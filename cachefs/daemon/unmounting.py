@@ -1,8 +1,8 @@
 """Unmounting, and waiting for the daemon to end.
 
 After a clean unmount written files are uploaded, the kernel has unmounted, and the daemon has saved its index and ended, so
-that the next mount of the same cache can start. A dead or hanging daemon does not prevent an unmount, and neither does an
-origin that does not answer: then files that are not uploaded stay in the cache directory, and the message says so.
+that the next mount of the same cache can start. A dead or hanging daemon and an origin that does not answer do not prevent
+an unmount: files that are not uploaded then stay in the cache directory, and the message says so.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from cachefs.daemon.mounting import canonical, detach, holders
 Show = Callable[[Any], None]
 
 EXIT_DEADLINE_S = 30.0
-"""For the daemon to end after its mount has gone. Derived: the last stage of a stop may take 30 s (`SPILL_DEADLINE_S` and
-`STAGE_S`)."""
+"""How long the daemon may take to end after the unmount. Derived: the last stage of a stop may take 30 s
+(`SPILL_DEADLINE_S` and `STAGE_S`)."""
 
 
 def unmount(path: Path, *, lazy: bool = False, flush: bool = False, show: Show = lambda left: None) -> str:
-    """Unmount the cachefs at `path`. Returns one line about what was done. With `flush` only if the origin has everything
-    that was written. `show` is called now and then with what is left to upload. Raises `MountError`."""
+    """Unmount the cachefs at `path`. Returns one line about what was done. With `flush`, unmounts only if the origin has all
+    written files. `show` is called now and then with what is left to upload. Raises `MountError`."""
     path = canonical(path)
     mount = mount_at(path)
     if mount is None:
@@ -98,10 +98,10 @@ def _detach(mount: Mount, *, lazy: bool) -> None:
 
 
 def _daemon(path: Path) -> int | None:
-    """A pidfd of the daemon that serves `path`: unlike a pid it cannot come to mean another process."""
+    """A pidfd of the process that ends last (daemon or holder). Unlike a pid, it never refers to another process."""
     try:
         status = client.request(control_path(path), "status", timeout_s=2.0)
-        holder = status.get("holder") or status  # a holder ends after its daemon
+        holder = status.get("holder") or status  # the holder ends after its daemon
         return os.pidfd_open(int(holder["pid"]) or int(status["pid"]))
     except (client.ControlError, OSError, KeyError, TypeError, ValueError):
         return None

@@ -31,25 +31,25 @@ from cachefs.upload.staging import Lost
 log = logging.getLogger(__name__)
 
 NAMED = 10
-"""Failing files that are named in an answer."""
+"""Most files that an answer or the log names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unsent:
-    """Files that an earlier mount of this cache directory acknowledged, and that this mount does not upload: their sizes."""
+    """The sizes of files that an earlier mount of this cache directory acknowledged and that this one does not upload."""
 
     sizes: Sequence[int] = ()
     why: str = ""
 
     def __str__(self) -> str:
-        """ "" when there is nothing."""
+        """One line for users; "" if there are no such files."""
         if not self.sizes:
             return ""
         found = f"{about_files(len(self.sizes))} ({about_bytes(sum(self.sizes))})"
         return f"an earlier mount has not brought to the origin: {found}: {self.why}"
 
     async def flush(self, path: str = "", seconds: float = 0.0, last: bool = False) -> dict[str, Any]:
-        """As `Uploading.flush`, for a mount that uploads nothing."""
+        """The answer of `Uploading.flush` for a mount that uploads nothing."""
         files = len(self.sizes)
         failures = [{"path": "of an earlier mount", "error": self.why}] if files else []
         return {"files": files, "bytes": sum(self.sizes), "in_vain": files, "failures": failures}
@@ -103,8 +103,8 @@ class Uploading:
         start."""
         found = await self.uploads.recover(open_inos)
         if found:
-            of = f"{about_files(len(found))} ({about_bytes(_bytes(found))}) of an earlier mount"
-            log.info("on their way to the origin: %s", of)
+            files = f"{about_files(len(found))} ({about_bytes(_bytes(found))}) of an earlier mount"
+            log.info("on their way to the origin: %s", files)
         if waiting := self.uploads.elsewhere:
             sources = ", ".join(sorted({source for source, _ in waiting}))
             self.unsent = Unsent(
@@ -137,15 +137,15 @@ class Uploading:
                 self.path_of(dirty_file),
                 dirty_file.failure or "it takes too long",
             )
-        there = [dirty_file for dirty_file in left if not isinstance(dirty_file.failure, Lost)]
-        if len(there) < len(left):
-            lost = about_files(len(left) - len(there))
+        staged = [dirty_file for dirty_file in left if not isinstance(dirty_file.failure, Lost)]
+        if len(staged) < len(left):
+            lost = about_files(len(left) - len(staged))
             log.error("lost: %s, removed from %s from outside", lost, self._staging)
-        if there:
+        if staged:
             log.warning(
                 "not at the origin: %s (%s) in %s, %s",
-                about_files(len(there)),
-                about_bytes(_bytes(there)),
+                about_files(len(staged)),
+                about_bytes(_bytes(staged)),
                 self._staging,
                 "and the next mount of this cache that can be written sends it"
                 if promised
@@ -156,8 +156,8 @@ class Uploading:
     # -- for the control socket --------------------------------------------------------------------
 
     async def flush(self, path: str = "", seconds: float = 0.0, last: bool = False) -> dict[str, Any]:
-        """What is not at the origin at and below `path` (relative to the mount), after a wait of up to `seconds`. Uploads
-        that would wait for their delay begin at once. `last`: the client does not wait any longer, and unmounts now."""
+        """Wait up to `seconds` for uploads at and below `path` (relative to the mount). Returns what is left. Uploads that
+        wait for their delay begin at once. `last`: the client unmounts now, and the stop does not wait for uploads again."""
         self._hurry = trio.CancelScope()
         if last:
             self._hurry.cancel()
@@ -180,11 +180,11 @@ class Uploading:
         }
 
     def status(self) -> dict[str, Any]:
-        """For `cachefs status`: plain values."""
+        """The values for `cachefs status`."""
         return {**self.uploads.status(), "flush_deadline": self._deadline_s}
 
     def below(self, path: str) -> Callable[[DirtyFile], bool] | None:
-        """A test for dirty files at or below a path; None for all. Raises `NotFound` for a path of no origin."""
+        """A predicate for dirty files at or below a path; None for all. Raises `NotFound` for a path below no origin."""
         parts = path.strip("/")
         if not parts:
             return None
@@ -197,7 +197,7 @@ class Uploading:
         raise NotFound(f"no such path: {path}")
 
     def path_of(self, dirty_file: DirtyFile) -> str:
-        """Where a dirty file is below the mount."""
+        """The path of a dirty file, relative to the mount."""
         name, origin = self._places[id(dirty_file.origin)]
         return f"{name}/{dirty_file.key.removeprefix(origin.prefix)}".lstrip("/")
 
@@ -214,7 +214,7 @@ def left_behind(state_dir: Path) -> Unsent:
     if not staging.is_dir():
         return Unsent()
     if not (state_dir / "journal" / "data.mdb").exists():
-        # The next mount that can be written keeps them aside. Opening the journal here would make an empty one.
+        # The next writable mount moves them to a directory of their own. Opening the journal would create an empty one.
         return Unsent()
     journal = Journal(state_dir / "journal", staging)
     try:

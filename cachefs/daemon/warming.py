@@ -2,11 +2,11 @@
 
 A job is a list of paths, files or directories, and one action for each file below them. The list comes in pieces over the
 control socket. The tasks that walk the tree are only a few files ahead of those that fetch, so a job over a million files
-has few of them in memory. A job keeps no state on disk: it skips files that are cached whole, so a second run goes on where
-the first one ended.
+has few of them in memory. A job keeps no state on disk: it skips files that are cached whole, so a second run goes on
+where the first one ended.
 
-A job must not displace what it has fetched itself. It adds up the bytes of its files, and ends with one line before they are
-more than the cache holds. Jobs fetch in the background class, so readers overtake them.
+A job must not evict what it has fetched itself. It adds up the bytes of its files, and fails with one line before they
+exceed the capacity of the cache. Jobs fetch with background priority, so readers overtake them.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ LIST_BYTES = 256 << 20
 """Bytes of one job's list that may wait to be walked. Derived: five million paths of 50 bytes."""
 
 INPUT_DEADLINE_S = 60.0
-"""How long a job waits for the rest of its list before its client counts as dead: as long as the client waits for the answer
-to each piece."""
+"""How long a job waits for the next piece of its list before its client counts as dead. Derived: as long as the client waits
+for the answer to each piece."""
 
 SLICE_BYTES = 256 << 20
 """Bytes of a large file that are fetched before they are counted as done. Derived: at 1 GB/s the shown progress moves four
@@ -52,14 +52,14 @@ times a second, as often as the command asks."""
 FAILURES_NAMED = 10
 
 FAILURES_IN_A_ROW = 200
-"""A job gives up after so many files that failed with none in between that succeeded: then the origin is gone or refuses
-everything. A directory without permission is usually smaller."""
+"""A job gives up after so many failures in a row: then the origin is unreachable or refuses everything. A directory without
+permission usually has fewer files."""
 
 KEPT = 32
 """Ended jobs whose status is kept."""
 
 SHOWN = 4
-"""Ended jobs that the status shows: a job in the background shows its end only there."""
+"""Ended jobs that the status shows, because a job with --background reports its end only there."""
 
 FAILURES_LOGGED = 3
 
@@ -112,9 +112,9 @@ class Job:
         self.waiting_bytes = 0
         self.complete = False
         self.more = trio.Event()
-        self.in_a_row = 0
+        self.failures_in_a_row = 0
         self.pinned = 0  # bytes of its files that are pinned
-        self.here = 0  # the part of `bytes` that this node fetches
+        self.own_bytes = 0  # the part of `bytes` that this node fetches
 
     def as_dict(self) -> dict[str, Any]:
         """For the control socket: plain values."""
@@ -123,8 +123,8 @@ class Job:
             "seconds": (self.ended or time.time()) - self.started,
         }
 
-    def told(self) -> str:
-        """How it ended, in one line."""
+    def summary(self) -> str:
+        """How the job ended, in one line."""
         line = f"{self.state}, {self.done_files:,} of {self.files:,} files"
         line += f", {self.vanished:,} are not there any more" if self.vanished else ""
         if self.failed:
@@ -133,7 +133,7 @@ class Job:
         return line + (f": {self.error}" if self.error else "")
 
     def give_up(self, error: str) -> None:
-        """End the job, with one line that says why."""
+        """End the job. `error` says why, in one line."""
         if not self.error:
             self.error = error
         self.scope.cancel()
@@ -144,11 +144,11 @@ class Job:
             self.vanished += 1
             return
         self.failed += 1
-        self.in_a_row += 1
+        self.failures_in_a_row += 1
         if len(self.failures) < FAILURES_NAMED:
             self.failures.append(f"{path}: {exc}")
-        if self.in_a_row >= FAILURES_IN_A_ROW:
-            self.give_up(f"{self.in_a_row} files in a row failed, the last one with: {exc}")
+        if self.failures_in_a_row >= FAILURES_IN_A_ROW:
+            self.give_up(f"{self.failures_in_a_row} files in a row failed, the last one with: {exc}")
 
 
 class Jobs:
@@ -183,9 +183,9 @@ class Jobs:
         }
 
     def status(self) -> list[dict[str, Any]]:
-        """Jobs that run, and the last that have ended."""
-        over = [job.id for job in self._jobs.values() if job.state != "running"]
-        old = set(over[:-SHOWN])
+        """Jobs that run, and the last ones that have ended."""
+        ended = [job.id for job in self._jobs.values() if job.state != "running"]
+        old = set(ended[:-SHOWN])
         return [job.as_dict() for job in self._jobs.values() if job.id not in old]
 
     # -- verbs -------------------------------------------------------------------------------------
@@ -193,14 +193,14 @@ class Jobs:
     async def start(
         self, action: str = "warm", at_once: int = 0, vanish: bool = False, cluster: bool = False
     ) -> int:
-        """Begin a job without paths. Returns its number. With `vanish`, paths that do not exist any more are no failures.
-        With `cluster`, other nodes are asked to fetch their shares."""
+        """Begin a job without paths. Returns its number. With `vanish`, missing paths are counted and are not failures. With
+        `cluster`, other nodes are asked to fetch their shares."""
         if action not in self._actions:
             raise ConfigError(f"no such job: {action!r}: there are {', '.join(self._actions)}")
         job = Job(next(self._numbers), action, min(at_once, MOST_AT_ONCE) or self._at_once, vanish, cluster)
         self._jobs[job.id] = job
-        over = [old for old in self._jobs.values() if old.state != "running"]
-        for old in over[: max(0, len(over) - KEPT)]:
+        ended = [old for old in self._jobs.values() if old.state != "running"]
+        for old in ended[: max(0, len(ended) - KEPT)]:
             del self._jobs[old.id]
         contained(self._nursery, f"job {job.id}", self._run, job)
         return job.id
@@ -255,7 +255,7 @@ class Jobs:
             log.exception("job %d (%s) failed", job.id, job.action)
             job.error = f"internal error ({type(exc).__name__}): the log has more"
         if job.action in ("pin", "unpin"):
-            await self._store.flush()  # pins that are reported survive a kill
+            await self._store.flush()  # a pin must survive a kill once it is reported
         if job.action == "pin" and job.error and job.done_files:
             job.error += f"; {job.done_files:,} files of them are pinned (cachefs unpin lets them go)"
         if job.error:
@@ -266,7 +266,7 @@ class Jobs:
         job.pieces.clear()
         job.items.clear()
         level = logging.WARNING if job.error or job.failed else logging.INFO
-        log.log(level, "job %d (%s): %s", job.id, job.action, job.told())
+        log.log(level, "job %d (%s): %s", job.id, job.action, job.summary())
 
     async def _walk_all(self, job: Job, send: trio.MemorySendChannel[Wanted]) -> None:
         async with send, trio.open_nursery() as nursery:
@@ -284,7 +284,7 @@ class Jobs:
                         wanted = Wanted(found, origin, obj, min(offset, stop), stop)
                         job.files += 1
                         job.bytes += wanted.stop - wanted.start
-                        job.here += self._bytes_here(job, wanted)
+                        job.own_bytes += self._own_bytes(job, wanted)
                         cached = self._store.look(obj)
                         if self._store.whole(cached) and cached.pinned:
                             job.pinned += allocated(obj.size)
@@ -314,23 +314,23 @@ class Jobs:
 
     def _check_capacity(self, job: Job) -> None:
         left = self._capacity() - max(0, self._store.pinned_bytes - job.pinned)
-        if job.here + job.files * (PAGE // 2) > left:
+        if job.own_bytes + job.files * (PAGE // 2) > left:
             job.give_up(
-                f"{job.files:,} files of {about_bytes(job.here)} so far do not fit: the cache holds "
+                f"{job.files:,} files of {about_bytes(job.own_bytes)} so far do not fit: the cache holds "
                 f"{about_bytes(left)}; give fewer, or mount with a larger --cache-size"
             )
 
     def _check_pin_budget(self, job: Job) -> None:
-        """End the job before it fetches more than can be pinned."""
+        """End the job before it fetches more than the pin budget has left."""
         budget, others = self._store.pins.budget_bytes, max(0, self._store.pinned_bytes - job.pinned)
-        if job.here + others > budget:
+        if job.own_bytes + others > budget:
             in_use = f", of which {about_bytes(others)} are in use" if others else ""
             job.give_up(
-                f"{job.files:,} files of {about_bytes(job.here)} so far cannot be pinned: all pins together may "
+                f"{job.files:,} files of {about_bytes(job.own_bytes)} so far cannot be pinned: all pins together may "
                 f"take {about_bytes(budget)}{in_use}; give fewer, or mount with a larger --pin-budget"
             )
 
-    def _bytes_here(self, job: Job, wanted: Wanted) -> int:
+    def _own_bytes(self, job: Job, wanted: Wanted) -> int:
         """The bytes of a file that this node fetches: with peers, each node fetches its share."""
         if job.action == "pin":
             return wanted.stop - wanted.start
@@ -338,8 +338,8 @@ class Jobs:
         return sum(stop - start for start, stop, kept in pieces if kept)
 
     def _capacity(self) -> int:
-        """How many bytes a job may fetch before it displaces its own, if nothing is pinned: all of the last tier, and of
-        each tier above it the part that stays there after spilling."""
+        """Bytes that a job may fetch before it evicts its own, if nothing is pinned: all of the last tier, and of each tier
+        above it the part that stays there after spilling."""
         limits = [tier.limit_bytes() for tier in self._store.tiers]
         return int(sum(limits[:-1]) * SPILL_TO) + sum(limits[-1:])
 
@@ -353,7 +353,7 @@ class Jobs:
             except CachefsError as exc:
                 job.fail(wanted.path, exc)
             else:
-                job.in_a_row = 0
+                job.failures_in_a_row = 0
                 job.done_files += 1
             await trio.lowlevel.checkpoint()
 
@@ -362,14 +362,15 @@ class Jobs:
     async def _warm(self, job: Job, wanted: Wanted) -> None:
         whole, length = self._fetcher.whole(wanted.object), wanted.stop - wanted.start
         if whole:
-            self._store.renew(self._store.object(wanted.object))  # what this job fetches must not displace it
+            # Used now, so that this job does not evict it for what it fetches.
+            self._store.renew(self._store.object(wanted.object))
         if job.cluster and job.action == "warm":
 
-            async def here(start: int, stop: int) -> None:
-                await self._bring(job, wanted, start, stop)
+            async def fetch_here(start: int, stop: int) -> None:
+                await self._fetch(job, wanted, start, stop)
 
             elsewhere = await self._fetcher.prefetch_everywhere(
-                wanted.object, wanted.start, wanted.stop, here
+                wanted.object, wanted.start, wanted.stop, fetch_here
             )
             job.elsewhere_bytes += elsewhere
             job.done_bytes += elsewhere
@@ -381,18 +382,18 @@ class Jobs:
             return
         for start, stop, kept in self._fetcher.kept_here(wanted.object, wanted.start, wanted.stop):
             if kept or job.action == "pin":
-                await self._bring(job, wanted, start, stop)
+                await self._fetch(job, wanted, start, stop)
             else:
                 job.elsewhere_bytes += stop - start
                 job.done_bytes += stop - start
 
-    async def _bring(self, job: Job, wanted: Wanted, begin: int, end: int) -> None:
+    async def _fetch(self, job: Job, wanted: Wanted, begin: int, end: int) -> None:
         for start in range(begin, end, SLICE_BYTES):
             stop = min(end, start + SLICE_BYTES)
             fetched = await self._fetcher.prefetch(
                 wanted.origin, wanted.object, start, stop, ahead=False, keep=True
             )
-            job.fetched_bytes += fetched  # not `+= await …`: that would lose what other tasks add meanwhile
+            job.fetched_bytes += fetched  # `+= await …` would lose what other tasks add meanwhile
             job.done_bytes += stop - start
 
     async def _check(self, job: Job, wanted: Wanted) -> None:
@@ -403,7 +404,7 @@ class Jobs:
 
     async def _pin(self, job: Job, wanted: Wanted) -> None:
         obj = self._store.object(wanted.object)
-        self._store.pins.check(obj)  # before it is fetched
+        self._store.pins.check(obj)  # refuse it before it is fetched
         await self._warm(job, wanted)
         obj = self._store.object(wanted.object)
         was_pinned = obj.pinned

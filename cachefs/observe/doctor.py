@@ -1,8 +1,8 @@
 """Findings about this machine and its mounts: what may be wrong or slow, and what to do about it.
 
-It runs in the command and not in the daemon, so it works when the daemon does not answer. It changes nothing; it writes a
-file of 64 MiB to the cache's disk, reads it back and removes it. Its output can be shown to others: user names and passwords
-in addresses, and the values of environment variables whose names suggest a secret, are replaced by "…".
+The checks run in the command and not in the daemon, so they work when the daemon does not answer. They change nothing, but
+write a file of 64 MiB to the cache's disk, read it back and remove it. The output can be shown to others: user names and
+passwords in addresses, and the values of environment variables whose names suggest a secret, are replaced by "…".
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PASSTHROUGH_SINCE = (6, 9)
 """The first kernel with FUSE passthrough."""
 
 FEW_FILES = 4096
-"""Fewer open files than this are a problem: a mount has a descriptor for each of them, and for each connection to an origin.
+"""A lower limit of open files is a problem: a mount has a descriptor for each open file and each connection to an origin.
 Borrowed: the kernel's default hard limit (INR_OPEN_MAX), so a lower one was set on purpose."""
 
 MEASURED_BYTES = 64 << 20
@@ -46,18 +46,18 @@ FAR_S = 0.1
 """A longer round trip to an origin, in seconds, is a finding. Guessed: the origin is in another region."""
 
 LOOKED_S = 1.0
-"""How long daemons are watched to see what they do. Derived: /proc counts processor time in hundredths of a second, so a
-share is known to a percent."""
+"""How long the processor time of daemons is measured. Derived: /proc counts it in hundredths of a second, so a share is
+known to a percent."""
 
 BUSY = 0.8
-"""The share of one processor from which a thread is said to be what its mount waits for. Guessed: with less, it has often
-slept."""
+"""A thread that takes at least this share of one processor is reported as its mount's bottleneck. Guessed: one that takes
+less has often slept."""
 
 IDLE = 0.05
-"""The share of one processor below which a daemon has nothing to do. Guessed."""
+"""A daemon that takes less than this share of one processor is reported as idle. Guessed."""
 
 NO_DISKS = {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "9p", "fuse.sshfs", "overlay", "tmpfs", "ramfs"}
-"""Filesystem types that are no local disk: a network's, a container's layers, memory."""
+"""Types of filesystems that are not on a local disk: network filesystems, a container's layers, memory."""
 
 PACKAGES = ("trio", "pyfuse3", "lmdb", "pycurl", "fsspec")
 
@@ -65,7 +65,7 @@ SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSW|CREDENTIAL|SAS|CONNECTION_STRING|SI
 
 
 class Finding(NamedTuple):
-    """`todo` is "" if there is nothing to do."""
+    """The result of one check. `todo` is "" if there is nothing to do."""
 
     level: Level
     subject: str
@@ -83,11 +83,11 @@ def examine(mountpoint: Path | None, cache_dir: Path | None, *, measure: bool) -
 
 
 class Hidden:
-    """Replaces secrets in text."""
+    """Replaces secrets in text by "…"."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         values = {value for name, value in environ.items() if SECRET.search(name) and len(value) >= 6}
-        # The longest first: one may be a part of another.
+        # The longest first, because one may be a part of another.
         self._secrets = sorted(
             (value for value in values if not value.startswith("/")), key=len, reverse=True
         )
@@ -193,7 +193,7 @@ def rights() -> Iterator[Finding]:
 
 
 def memory_left() -> Iterator[Finding]:
-    """RAM tiers of killed daemons that a later mount can use. Removes the others."""
+    """RAM tiers of killed daemons that a later mount can use. Removes those that none can use."""
     for left in remove_orphans():
         stats = os.statvfs(left.path)
         held = (
@@ -290,7 +290,7 @@ def speed(subject: str, place: Path) -> Finding:
 
 
 def mount(status: Mapping[str, Any]) -> Iterator[Finding]:
-    """A mount whose daemon answers."""
+    """Findings in the status of a mount."""
     subject = f"mount {status['mountpoint']}"
     yield Finding("ok", subject, f"answers, version {status['version']}, {status['fuse']} backend")
     if status["fuse"] != "native":
@@ -324,7 +324,7 @@ class Load(NamedTuple):
 
 
 def watch(pids: Iterable[int]) -> dict[int, Load]:
-    """What these daemons do for `LOOKED_S`; not of those that end."""
+    """Measure these daemons for `LOOKED_S`. Leaves out those that end meanwhile."""
     before = {pid: found for pid in pids if (found := _processor_s(pid)) is not None}
     if before:
         time.sleep(LOOKED_S)
@@ -348,7 +348,7 @@ def _processor_s(pid: int) -> tuple[float, float] | None:
 
 
 def bound(status: Mapping[str, Any], load: Load) -> Finding:
-    """What readers of a mount wait for now, by what was measured: its daemon, an origin, or nothing of either."""
+    """The bottleneck of a mount by this measurement: its daemon, an origin, or neither."""
     subject = f"mount {status['mountpoint']}"
     shares = f"main thread {load.main:.0%} of a processor, all threads {load.whole:.0%}"
     if load.main >= BUSY or load.whole >= 1.0:
@@ -369,7 +369,7 @@ def bound(status: Mapping[str, Any], load: Load) -> Finding:
 
 
 def warnings(subject: str, lines: Iterable[str]) -> Iterator[Finding]:
-    """Warnings of `cachefs status`, without those of silent origins, which `origins` reports."""
+    """The warnings of `cachefs status`, without those about silent origins, which `origins` reports."""
     for line in lines:
         if "there is no password" in line:
             todo = "--metrics PORT alone is for this machine only; or restrict access to the port"
@@ -405,7 +405,7 @@ def origins(status: Mapping[str, Any]) -> Iterator[Finding]:
             found = f"does not honour {', '.join(ignored)}"
             yield Finding("note", f"origin {source['url']}", found, todo)
     requests = sum(metrics.get(f"origin_{kind}", 0) for kind in ("get", "head", "list", "put", "put_part"))
-    for name, said, todo in (
+    for name, outcome, todo in (
         (
             "origin_throttled",
             "were answered with 503 or 429",
@@ -415,7 +415,7 @@ def origins(status: Mapping[str, Any]) -> Iterator[Finding]:
         ("origin_errors", "failed for good", "cachefs status has the last error of each origin"),
     ):
         if requests and metrics.get(name, 0) > requests // 100:
-            found = f"{metrics[name]:,} of {requests:,} requests {said}"
+            found = f"{metrics[name]:,} of {requests:,} requests {outcome}"
             yield Finding("note", f"origins of {status['mountpoint']}", found, todo)
 
 

@@ -1,4 +1,4 @@
-"""A small HTTP server: GET, a table of pages, one reply a connection.
+"""A small HTTP server: it answers GET and HEAD from a table of pages, with one reply a connection.
 
 No client can block the daemon: the number of connections, the size of a request and the duration of a connection are
 bounded. A server on the loopback address answers only requests whose Host header names the loopback, so that no web page in
@@ -43,7 +43,7 @@ TEXT = "text/plain; charset=utf-8"
 HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
-    # A page runs only its inline scripts, and connects only to this endpoint.
+    # Limits a page to its inline scripts and to connections to this endpoint.
     "Content-Security-Policy": (
         "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
         "img-src data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
@@ -56,7 +56,7 @@ def plain(text: str, status: int = 200) -> Reply:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, as written in an address, is a loopback address or localhost."""
+    """True if a host, as written in an address, is a loopback address or localhost."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -76,7 +76,8 @@ async def open_endpoint(where: str) -> Endpoint:
 
 
 class Endpoint:
-    """`address` is HOST:PORT, with the port that the kernel chose for port 0. `warning` is "" on the loopback."""
+    """A server that listens. `address` is HOST:PORT, with the port that the kernel chose for port 0. `warning` is "" on the
+    loopback."""
 
     def __init__(self, host: str, listeners: Sequence[trio.SocketListener]) -> None:
         self.address = f"{host}:{listeners[0].socket.getsockname()[1]}"
@@ -103,7 +104,7 @@ class Endpoint:
                 async with stream:
                     await self._serve_one(stream, pages)
             except (trio.BrokenResourceError, trio.ClosedResourceError, OSError):
-                pass  # the client has gone
+                pass  # the client has closed the connection
             finally:
                 self._connections.release()
 

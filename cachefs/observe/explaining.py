@@ -1,5 +1,5 @@
-"""Verbs of the control socket about what the daemon does: `explain` (where a file's extents are, which node owns them, why
-they were missed last), `watch` (status and ledger), `probe` (round trips to the origins), `log_level`.
+"""Verbs of the control socket that explain what the daemon does: `explain` (where a file's extents are, which node owns
+them, why they were missed last), `watch` (status and ledger), `probe` (round trips to the origins), `log_level`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 class Explainer:
-    """`status` is what `cachefs status` shows. `cluster` is None on a mount without peers."""
+    """Answers these verbs. `status` returns what `cachefs status` shows; `cluster` is None on a mount without peers."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class Explainer:
         return {**await self._status(), **shown(self._metrics)}
 
     async def explain(self, path: str) -> dict[str, Any]:
-        """What this node knows of the file at `path` (relative to the mount). Raises `NotFound`, `IsADirectory` and what a
-        lookup raises."""
+        """What this node knows of the file at `path` (relative to the mount). Raises `NotFound`, `IsADirectory` and the
+        errors of a lookup."""
         found = await self._tree_queries.resolve(path)
         if found is None:
             raise NotFound(f"no such file: {path}")

@@ -1,4 +1,4 @@
-"""The metrics in Prometheus' text format: the counters, and the series, whose values are in the status and the ledger."""
+"""The metrics in Prometheus' text format: counters, and series, whose values come from the status and the ledger."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Sample = tuple[tuple[str, ...], float]
 
 
 def expose(metrics: Metrics, status: Mapping[str, Any]) -> bytes:
-    """The text. A row whose value `status` does not have (peers, of a mount without any) has no samples."""
+    """All metrics as text. A row whose value is not in `status`, such as peers of a mount without any, has no samples."""
     text: bytes = generate_latest(_Families(metrics, status))
     return text
 
@@ -38,11 +38,11 @@ class _Families(Collector):
         self._metrics, self._status = metrics, status
 
     def collect(self) -> Iterator[Metric]:
-        yield from _counted(self._metrics)
-        yield from _looked_up(self._metrics, self._status)
+        yield from _counters(self._metrics)
+        yield from _series(self._metrics, self._status)
 
 
-def _counted(metrics: Metrics) -> Iterator[Metric]:
+def _counters(metrics: Metrics) -> Iterator[Metric]:
     families: dict[str, CounterMetricFamily] = {}
     for row in metrics.table():
         if row.family and row.family not in families:
@@ -54,7 +54,7 @@ def _counted(metrics: Metrics) -> Iterator[Metric]:
     yield from families.values()
 
 
-def _looked_up(metrics: Metrics, status: Mapping[str, Any]) -> Iterator[Metric]:
+def _series(metrics: Metrics, status: Mapping[str, Any]) -> Iterator[Metric]:
     values = dict(_values(metrics, status))
     for row in SERIES:
         help = f"{row.meaning} ({row.unit})" if row.unit else row.meaning
@@ -91,33 +91,33 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
 def _values(metrics: Metrics, status: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[Sample]]]:
     """(name of a row, its samples)."""
 
-    def one(value: float | None) -> list[Sample]:
+    def single(value: float | None) -> list[Sample]:
         return [] if value is None else [((), value)]
 
     yield "info", [(tuple(str(status.get(key, "")) for key in ("version", "fuse", "mountpoint")), 1)]
-    yield "up_seconds", one(time.time() - float(status.get("started", time.time())))
-    yield "warnings", one(len(status.get("warnings") or ()))
-    yield "jobs_running", one(sum(job.get("state") == "running" for job in status.get("jobs") or ()))
+    yield "up_seconds", single(time.time() - float(status.get("started", time.time())))
+    yield "warnings", single(len(status.get("warnings") or ()))
+    yield "jobs_running", single(sum(job.get("state") == "running" for job in status.get("jobs") or ()))
     for name in ("ready", "memory_bytes", "open_files", "names", "pinned_bytes"):
-        yield name, one(status.get(name))
+        yield name, single(status.get(name))
     holder, prefetch, uploads = (status.get(part) or {} for part in ("holder", "prefetch", "uploads"))
-    yield "restarts", one(holder.get("restarts"))
-    yield "restart_pause_seconds_max", one(holder.get("longest_pause_s"))
+    yield "restarts", single(holder.get("restarts"))
+    yield "restart_pause_seconds_max", single(holder.get("longest_pause_s"))
     yield "loop_pause_seconds_max", [((over,), s) for over, s in (status.get("loop_pause_s") or {}).items()]
     for name, key in (("used_bytes", "used_bytes"), ("limit_bytes", "cap_bytes"), ("blocks", "blocks")):
         yield f"tier_{name}", [((tier["name"],), tier[key]) for tier in status.get("tiers") or ()]
     yield from _origins([source["origin"] for source in status.get("sources") or ()])
-    yield "prefetch_in_flight", one(prefetch.get("in_flight"))
-    yield "prefetch_unused_bytes", one(prefetch.get("unused_bytes"))
-    yield "uploads_pending", one(uploads.get("pending"))
-    yield "uploads_pending_bytes", one(uploads.get("pending_bytes"))
+    yield "prefetch_in_flight", single(prefetch.get("in_flight"))
+    yield "prefetch_unused_bytes", single(prefetch.get("unused_bytes"))
+    yield "uploads_pending", single(uploads.get("pending"))
+    yield "uploads_pending_bytes", single(uploads.get("pending_bytes"))
     if status.get("peers") is not None:
         yield from _peers(status["peers"])
     yield from _ledger(metrics)
 
 
 def _origins(origins: list[Mapping[str, Any]]) -> Iterator[tuple[str, Iterable[Sample]]]:
-    # Two sources may be two prefixes of one origin: their values are added.
+    # Two sources may be two prefixes of one bucket, with equal labels: their values are added.
     def summed(values: Iterable[Sample]) -> list[Sample]:
         total: Counter[tuple[str, ...]] = Counter()
         for labels, value in values:
@@ -160,18 +160,18 @@ def _peers(peers: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[Sample]]]:
 
 def _ledger(metrics: Metrics) -> Iterator[tuple[str, Iterable[Sample]]]:
     ledger = metrics.ledger
-    asked: list[Sample] = []
-    moved: list[Sample] = []
+    requests: list[Sample] = []
+    bytes_moved: list[Sample] = []
     for name, account in ledger.datasets.items():
         for counter, count in account.items():
             if counter == "origin_bytes":
-                moved.append(((name, "in"), count))
+                bytes_moved.append(((name, "in"), count))
             elif counter == "origin_bytes_sent":
-                moved.append(((name, "out"), count))
+                bytes_moved.append(((name, "out"), count))
             else:
-                asked.append(((name, counter.removeprefix("origin_")), count))
-    yield "dataset_requests", asked
-    yield "dataset_bytes", moved
+                requests.append(((name, counter.removeprefix("origin_")), count))
+    yield "dataset_requests", requests
+    yield "dataset_bytes", bytes_moved
     totals = ledger.waits.totals()
     yield "waiting", [((), totals["waiting"])]
     yield "blocked_seconds", [((), totals["blocked_s"])]

@@ -1,7 +1,7 @@
 """Simulation of eviction over a trace: how much cache is enough.
 
 The policy is the store's own (`store/eviction.py`). The cache around it is a model: one tier, extents of sixteen blocks, no
-readahead, no limits. So a hit ratio here is that of a cache whose tiers add up to the size.
+readahead, no limits. A hit ratio here is that of a cache whose tiers have the given size in all.
 
 A recorded trace has a JSON line for each open (of the whole file) or range read: path, size of the object, offset, length.
 Synthetic traces have shapes: orders of training, scans, popularity.
@@ -63,8 +63,8 @@ class Trace:
 
 @dataclass
 class Result:
-    """What one cache would have done. By epoch: bytes read, and those of them that were cached. `store_bytes` came from the
-    origin."""
+    """The result for one cache. By epoch: bytes read (`asked`), and those of them that were cached (`hit`). `store_bytes`
+    came from the origin."""
 
     policy: str
     cache_bytes: int
@@ -89,16 +89,16 @@ class Result:
 
 
 def simulate(trace: Trace, cache_bytes: int, policy: Policy, block_size: int = 1 << 20) -> Result:
-    """Replay the trace on an empty cache."""
+    """Replay the trace on a cache that is empty at first."""
     result = Result(policy, cache_bytes)
     cache = Model(cache_bytes, policy)
-    label = _labels(trace, block_size)
+    epoch_of = _epochs(trace, block_size)
     for number, use in enumerate(units(trace, block_size)):
         wanted, length = use.wanted, use.length
         missing = cache.use(
             use.file, use.extent, trace.datasets[use.file], wanted, use.fetched, length, block_size
         )
-        epoch = label(number, use)
+        epoch = epoch_of(number, use)
         result.asked[epoch] += use.asked
         result.hit[epoch] += use.asked * (wanted & ~missing).bit_count() // wanted.bit_count()
         result.store_bytes += _bytes(missing, length, block_size)
@@ -130,16 +130,16 @@ def units(trace: Trace, block_size: int) -> Iterator[Use]:
         while offset < end:
             extent = offset // unit
             start, stop = extent * unit, min((extent + 1) * unit, size)
-            here = min(stop, end)
-            first, last = (offset - start) // block_size, (here - 1 - start) // block_size
+            read_to = min(stop, end)
+            first, last = (offset - start) // block_size, (read_to - 1 - start) // block_size
             wanted = ((2 << (last - first)) - 1) << first
             fetched = (1 << -(-(stop - start) // block_size)) - 1 if size <= WHOLE_BYTES else wanted
-            yield Use(file, extent, wanted, fetched, stop - start, number, here - offset)
-            offset = here
+            yield Use(file, extent, wanted, fetched, stop - start, number, read_to - offset)
+            offset = read_to
 
 
-def _labels(trace: Trace, block_size: int) -> Callable[[int, Use], int]:
-    """The function from (number of the use, use) to its epoch. A trace without epochs gets those that the policy detects."""
+def _epochs(trace: Trace, block_size: int) -> Callable[[int, Use], int]:
+    """A function from (index of a use, use) to its epoch. A trace without epochs gets those that the policy detects."""
     if trace.epochs:
         return lambda _, use: trace.epochs[use.access]
     watch = Epochs("auto")
@@ -154,14 +154,14 @@ def _labels(trace: Trace, block_size: int) -> Callable[[int, Use], int]:
 
 
 def _bytes(blocks: int, length: int, block_size: int) -> int:
-    """Bytes of the blocks (bits) of an extent that has `length` bytes."""
+    """Bytes of the given blocks (bits) of an extent of `length` bytes."""
     last = (length - 1) // block_size
     short = (last + 1) * block_size - length if blocks >> last & 1 else 0
     return blocks.bit_count() * block_size - short
 
 
 def unit_of(file: int, extent: int) -> int:
-    """A uniformly distributed number of 64 bits for an extent: splitmix64."""
+    """A hash of an extent, uniform in 64 bits: splitmix64."""
     mixed = (file * 0x9E3779B97F4A7C15 + extent * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) % (1 << 64)
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % (1 << 64)
     mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % (1 << 64)
@@ -170,7 +170,7 @@ def unit_of(file: int, extent: int) -> int:
 
 @dataclass(slots=True)
 class _Cached:
-    """A cached extent: when it was used last, its blocks (bits) and their bytes."""
+    """A cached extent: the clock of its last use, its blocks (bits) and their bytes."""
 
     clock: int = 0
     blocks: int = 0
@@ -206,7 +206,7 @@ class Model:
     def use(
         self, file: int, extent: int, dataset: int, wanted: int, fetched: int, length: int, block_size: int
     ) -> int:
-        """Read blocks of an extent. Returns the blocks that had to be fetched, as bits."""
+        """Read the blocks `wanted` of an extent. Returns the blocks that had to be fetched, as bits."""
         self._clock += 1
         key = (file, extent)
         resident = self._datasets[dataset]
@@ -309,10 +309,10 @@ def _uniform(trace: Trace, files: list[int], epochs: int, rng: random.Random) ->
 
 
 def _validated(trace: Trace, files: list[int], epochs: int, rng: random.Random) -> None:
-    held = [trace.file(trace.sizes[0], 1) for _ in range(max(1, len(files) // 20))]
+    validation = [trace.file(trace.sizes[0], 1) for _ in range(max(1, len(files) // 20))]
     for epoch in range(1, epochs + 1):
         trace.read(rng.sample(files, len(files)), epoch)
-        trace.read(held, epoch)
+        trace.read(validation, epoch)
 
 
 def _takeover(trace: Trace, files: list[int], epochs: int, rng: random.Random) -> None:

@@ -1,4 +1,4 @@
-"""The pages of the endpoint, and their own data: samples of some minutes, whether the mount answers, pauses of the loop."""
+"""The pages of the endpoint, and the data only they need: recent samples, whether the mount answers, pauses of the loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cachefs.base.tasks import in_thread
 from cachefs.observe.endpoint import Page, Reply, plain
 
 LOOK_EVERY_S = 0.1
-"""Between two checks of the clock: pauses are measured up to this much too short, and shorter ones are seen by chance. The
+"""Seconds between two checks of the clock: a pause is measured up to this much too short; a shorter one may be missed. The
 metric `loop_pause_seconds_max` promises it. Measured: ten checks a second take 0.24 % of a processor."""
 
 RECENT_S = 60.0
@@ -31,7 +31,7 @@ class Pauses:
 
     def __init__(self) -> None:
         self._longest_s = 0.0
-        # (when, how long) of each look: at most so many fit into `RECENT_S`.
+        # (time of a check, seconds that it was late); bounded by the checks that fit into `RECENT_S`.
         self._recent: deque[tuple[float, float]] = deque(maxlen=round(RECENT_S / LOOK_EVERY_S) + 1)
 
     async def run(self) -> None:
@@ -89,7 +89,7 @@ Status = Callable[[], Awaitable[dict[str, Any]]]
 
 
 class Watch:
-    """The pages. The daemon sets `ready` while the mount answers and is not being unmounted."""
+    """Answers the pages. The daemon sets `ready` while the mount answers and is not being unmounted."""
 
     def __init__(self, metrics: Metrics, status: Status, mountpoint: Path) -> None:
         self.ready = False
@@ -135,7 +135,7 @@ class Watch:
         return _json({"names": ["time", "blocked_s", *SAMPLED], "samples": list(self._samples)})
 
     async def _health(self) -> Reply:
-        """200 while the mount answers. While the event loop hangs there is no reply."""
+        """Status 200 while the mount answers, else 503; no reply while the event loop hangs."""
         reason = await self.illness()
         return plain(reason, 503) if reason else plain("ok")
 
@@ -145,8 +145,8 @@ class Watch:
         return plain(reason, 503) if reason else plain("ready")
 
     async def illness(self) -> str:
-        """Why the mount does not answer; "" if it does. The request is a statfs: the kernel passes each to the daemon, which
-        needs no origin for it."""
+        """Why the mount does not answer; "" if it does. Sends a statfs, which the kernel always passes to the daemon, and
+        which the daemon answers without the origin."""
         with trio.move_on_after(PROBE_S):
             try:
                 await in_thread(
