@@ -1,8 +1,7 @@
-"""Signed requests to the objects of one place, and the client that all origins over HTTP share.
+"""HTTP to object stores: signed requests, the client that all origins over HTTP share, and what it is made of.
 
 A vendor's module says what to send (`Request`) and reads the reply. `SignedHttp` makes the URL, has it signed, and turns
-refusals into errors. `cachefs.origin.http` does the rest.
-"""
+refusals into errors. `Transport` exchanges the bytes, and `Md5Etags` compares whole objects with their etags."""
 
 from __future__ import annotations
 
@@ -63,10 +62,10 @@ ANY_TYPE = "application/octet-stream"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request in a vendor's dialect, before it has a URL and a signature.
+    """One request to an object store, before it has a URL and a signature.
 
     `key` is "" for the bucket itself. Parameters that are None are left out. `slow`: the origin works before it replies.
-    `about`: the key that errors name, where it is not `key`."""
+    `about`: the key that error messages name, if it is not `key`."""
 
     method: str
     key: str = ""
@@ -95,14 +94,14 @@ class Place(Protocol):
     def credentials(self) -> Credentials: ...
 
     def url(self) -> str:
-        """The URL that a key is appended to after a slash. S3 may learn another region from a reply, so it may change."""
+        """The URL that a slash and a key are appended to. It may change: S3 may learn another region from a reply."""
 
     def sign(self, method: str, url: str, headers: Mapping[str, str], body: Body | bytes) -> Signed:
         """Authorise a request. May wait for credentials."""
 
     def signer(self) -> Sign | None:
-        """What `sign` does, in any thread and without waiting, with the credentials that reading takes; None when they are
-        not at hand."""
+        """A function like `sign`, with the credentials for reading, which any thread may call and which does not wait. None
+        if getting these credentials would have to wait."""
 
 
 class SignedHttp:
@@ -117,7 +116,7 @@ class SignedHttp:
         return f"{self.place.label}/{key}"
 
     def ask(self, request: Request) -> Reply:
-        """The reply to a request; a refusal is raised."""
+        """The reply to a request; raises the error of a refusal."""
         return self.checked(request, self.exchange(request))
 
     def exchange(self, request: Request) -> Reply:
@@ -134,8 +133,8 @@ class SignedHttp:
         )
 
     async def ask_now(self, request: Request) -> Reply | None:
-        """As `ask`, on the trio thread, for a request without a body, or a PUT of a small one that lies in memory. None:
-        signing it would have to wait."""
+        """As `ask`, on the trio thread, for a request without a body, or a PUT of a small body in memory. None, and nothing
+        is sent, if signing it would have to wait."""
         given, body, size = _described(request)
         sign = self.place.signer()
         if sign is None:
@@ -148,13 +147,13 @@ class SignedHttp:
         return self.checked(request, Reply(exchange.status, exchange.told, exchange.body, url))
 
     def checked(self, request: Request, reply: Reply) -> Reply:
-        """The reply if it is a success; else its refusal is raised."""
+        """The reply if it is a success; else raises the error of its refusal."""
         if not 200 <= reply.status < 300:
             raise self._refusal(reply.status, reply.headers, reply.body, self._what(request))
         return reply
 
     def head(self, key: str) -> tuple[ObjectInfo, Mapping[str, str]]:
-        """An object, and all headers of the reply that shows it."""
+        """(the object, all headers of the reply) from a HEAD."""
         headers = self.ask(Request("HEAD", key)).headers
         try:
             return _shown(key, int(headers["content-length"]), headers), headers
@@ -183,7 +182,7 @@ class SignedHttp:
         return self.transport.begin(reading.exchange, lambda: ended(reading.error))
 
     def delete(self, key: str) -> None:
-        """The key has no object afterwards."""
+        """Delete the object; a missing object is no error."""
         with suppress(NotFound):
             self.ask(Request("DELETE", key))
 
@@ -194,8 +193,8 @@ class SignedHttp:
         return True
 
     def document(self, reply: Reply, key: str) -> ElementTree.Element:
-        """The reply's XML without namespaces. S3 sends the head of a reply before it has done a slow request, so an error
-        may stand in a success; it is raised."""
+        """The reply's XML without namespaces. Raises the error in it: S3 sends the status before it has finished a slow
+        request, so the body of a success may be an error."""
         try:
             found = xml(reply.body)
         except ValueError as exc:
@@ -208,7 +207,7 @@ class SignedHttp:
         return self.name(request.key if request.about is None else request.about)
 
     def url(self, key: str) -> str:
-        """Of an object; of the bucket itself for ""."""
+        """The URL of an object, or of the bucket itself for ""."""
         if any(segment in (".", "..") for segment in key.split("/")):
             raise Unsupported(f"{self.name(key)}: HTTP drops the segments . and .. of a path")
         return f"{self.place.url()}/{quote(key, errors='surrogateescape')}" if key else self.place.url()
@@ -232,7 +231,7 @@ class SignedHttp:
 
 
 class _Reading:
-    """A GET of bytes [start, stop) of one version, whose reply goes to `taker`: the exchange and its receiver."""
+    """A GET of bytes [start, stop) of one version: its exchange, and the receiver that passes the body to `taker`."""
 
     def __init__(
         self,
@@ -263,7 +262,7 @@ class _Reading:
         return self._http.name(self._key)
 
     def signed(self) -> Signed:
-        """The conditional GET."""
+        """URL and headers of the conditional GET."""
         given = {} if self._etag.startswith(("mtime-", "W/")) else {"If-Match": self._etag}
         if not self._whole:
             given["Range"] = f"bytes={self._start}-{self._stop - 1}"
@@ -271,7 +270,7 @@ class _Reading:
 
     @property
     def error(self) -> Exception | None:
-        """Why the exchange, which has ended, failed."""
+        """Why the exchange failed, which has ended; None if it did not."""
         ended = self.exchange
         if ended.error is None and self._refused:
             return self._http._refusal(ended.status, ended.told, ended.body, self.what)
@@ -299,7 +298,7 @@ class _Reading:
         if encrypted(headers):
             self._md5 = ""
         if status == 200 and not self._whole:
-            # A server that knows no ranges (Python's http.server) sends everything: the other bytes are dropped.
+            # A server without ranges (Python's http.server) sends the whole object: the other bytes are dropped.
             self._at, self._cut = 0, True
         return True
 
@@ -335,14 +334,14 @@ class HttpClient:
 
 
 def _shown(key: str, size: int, headers: Mapping[str, str]) -> ObjectInfo:
-    """The object that a reply's headers describe."""
+    """The object that the headers of a reply describe."""
     told = headers.get("last-modified")
     mtime_ns = http_date_ns(told) if told else 0
     return ObjectInfo(key, size, mtime_ns, quoted(headers.get("etag", "")) or made_up(mtime_ns, size))
 
 
 class _Described(NamedTuple):
-    """Of a request: its headers, and its body with the length in bytes."""
+    """The headers of a request, and its body with the body's length in bytes."""
 
     headers: dict[str, str]
     body: Body | bytes
@@ -359,13 +358,13 @@ def _described(request: Request) -> _Described:
 
 
 def written(reply: Reply) -> Written:
-    """What a reply's headers tell of the new version."""
+    """The etag and time of a new version, as far as the reply's headers have them."""
     told = reply.headers.get("last-modified")
     return Written(quoted(reply.headers.get("etag", "")), http_date_ns(told) if told else None)
 
 
 def xml(body: bytes) -> ElementTree.Element:
-    """The root of an XML document, its tags without namespaces; `ValueError` when it is none."""
+    """The root of an XML document, its tags without namespaces. Raises `ValueError` if it is not XML."""
     try:
         root = ElementTree.fromstring(body)
     except ElementTree.ParseError as exc:
@@ -376,7 +375,7 @@ def xml(body: bytes) -> ElementTree.Element:
 
 
 def child(node: ElementTree.Element, tag: str) -> str:
-    """The text of a child; `ValueError` when there is no such child."""
+    """The text of a child. Raises `ValueError` if there is no such child."""
     found = node.findtext(tag)
     if found is None:
         raise ValueError(f"no {tag} in {node.tag}")
@@ -390,13 +389,13 @@ def query(parameters: Mapping[str, str | None]) -> str:
 
 
 def quoted(etag: str) -> str:
-    """An etag as If-Match takes it: some listings leave the quotes out."""
+    """The etag as If-Match takes it, in quotes: some listings leave them out."""
     return etag if etag.endswith('"') or not etag else f'"{etag}"'
 
 
 def seconds_ns(when: datetime) -> int:
-    """A time as nanoseconds, cut to seconds: LIST replies tell milliseconds, HEAD replies do not, and one object must not
-    have two mtimes."""
+    """A time in nanoseconds, without the fraction of a second: LIST replies have milliseconds, HEAD replies have not, and
+    one object must not have two mtimes."""
     return int(when.timestamp()) * 1_000_000_000
 
 
@@ -404,8 +403,8 @@ MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", 
 
 
 def http_date_ns(text: str) -> int:
-    """`Sat, 21 Nov 2026 08:06:30 GMT` as nanoseconds. Not by the library's parser, which takes ten times as long: a page has
-    a thousand of them."""
+    """`Sat, 21 Nov 2026 08:06:30 GMT` in nanoseconds. Python's own parser takes ten times as long, and a page of a listing
+    has a thousand dates."""
     _, day, month, year, clock, _ = text.split()
     return seconds_ns(
         datetime.fromisoformat(f"{year}-{MONTHS.index(month) + 1:02d}-{int(day):02d}T{clock}+00:00")
@@ -414,29 +413,28 @@ def http_date_ns(text: str) -> int:
 
 # HTTP exchanges with object stores: libcurl's multi interface in one thread for each origin.
 #
-# Any thread hands over an `Exchange` by appending it to a queue and waking the loop; no thread waits for it. The loop
-# hands what has ended back to trio in batches, one wake-up for all. A body goes to its receiver from the loop thread as it
-# arrives. A receiver that may have to wait, for a disk or for the download limit, is called in a worker thread instead,
-# and the exchange is paused meanwhile: the loop thread itself waits for nothing but sockets.
+# Any thread hands over an `Exchange` by appending it to a queue and waking the loop. The loop reports the exchanges that
+# have ended to trio in batches, with one wake-up for all. A body goes to its receiver from the loop thread as it arrives. A
+# receiver that may have to wait, for a disk or for the download limit, is called in a worker thread instead, and the
+# exchange is paused meanwhile: the loop thread itself waits for nothing but sockets.
 #
 # libcurl does TLS, proxies, redirects, chunked replies and kept connections. It repeats nothing: an exchange is one
 # attempt, and `cachefs.origin.attempts` counts and repeats. No thread runs, and no descriptor is open, before the first
-# one.
+# exchange.
 
 log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
-"""How long a connection may take to be made. Derived: the kernel repeats a SYN after 1 and 3 s (RFC 6298), so two may be
-lost."""
+"""How long connecting may take. Derived: the kernel repeats a SYN after 1 and 3 s (RFC 6298), so two may be lost."""
 
 AT_ONCE = 256 << 10
-"""A body up to this many bytes is handed over as one piece, and hashed by the loop's thread; a larger one in pieces, so
-that its first reader can be woken early. Derived: its MD5 takes 0.4 ms at 650 MB/s, and all of it comes within 1 ms at 2
+"""A body of up to so many bytes is handed over in one piece and hashed by the loop thread; a larger one in several pieces,
+so that its first reader can be woken early. Derived: its MD5 takes 0.4 ms at 650 MB/s, and all of it comes within 1 ms at 2
 Gbit/s."""
 
 CHUNK = 128 << 10
 """The least bytes of one piece of a larger body. Borrowed from obstore, for which it was measured: each piece costs a call
-of the receiver, a longer one costs the first reader time."""
+of the receiver, and a longer piece makes the first reader wait longer."""
 
 BUFFER = 256 << 10
 """Bytes that libcurl takes from a socket at once. All exchanges of a loop share the buffer."""
@@ -449,7 +447,7 @@ KEPT_CONNECTIONS = 256
 were idle for two minutes."""
 
 UNSENT = 2
-"""Pieces of a request's body that wait for the connection. Derived: one is sent while the next is read."""
+"""Pieces of a request's body that may wait for the connection. Derived: one is sent while the next is read."""
 
 CLOSED = "the HTTP client was closed"
 
@@ -459,7 +457,7 @@ CA_VARIABLES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """`headers` has lower-case names. `url` is where the reply came from, after redirects."""
+    """A reply with its whole body. `headers` has lower-case names. `url` is where the reply came from, after redirects."""
 
     status: int
     headers: Mapping[str, str]
@@ -468,27 +466,27 @@ class Reply:
 
 
 class Receiver(Protocol):
-    """Where the body of a reply goes: one call at a time, from the loop thread or, if `waits`, from worker threads."""
+    """Takes the body of a reply: one call at a time, from the loop thread or, if `waits`, from worker threads."""
 
     @property
     def waits(self) -> bool:
         """True if `take` may wait for anything."""
 
     def begin(self, status: int, headers: Mapping[str, str]) -> bool:
-        """The head of the reply. True: the body goes to `take`. False: it is kept as `Exchange.body`."""
+        """Take the head of the reply. True: the body goes to `take`. False: the body is kept as `Exchange.body`."""
 
     def take(self, data: bytes) -> bool:
-        """The next bytes of the body; False when no more are wanted."""
+        """Take the next bytes of the body. False if no more are wanted."""
 
     def coming(self) -> None:
-        """Bytes have come that `take` has not been given. In the loop thread."""
+        """Bytes have arrived that `take` has not been given yet. Called in the loop thread."""
 
 
 class Exchange:
-    """One request and its reply. It belongs to the loop thread until `ended`; `error` is set when there is no whole reply.
-    `prepare` makes URL and headers there; `url` tells the host before. `size` is the length of the request's body, which
-    `pieces` holds or will hold. `least` is the length from which on pieces of the reply's body are handed over. `patience`:
-    that many times the usual silence is allowed."""
+    """One request and its reply. It belongs to the loop thread until `ended`; `error` is set if there is no whole reply.
+    `prepare`, if set, makes URL and headers in the loop thread; until then only the host of `url` counts. `size` is the
+    length of the request's body, which `pieces` holds or will hold. A piece of the reply's body is handed over once it has
+    `least` bytes. The origin may be silent for `patience` times as long as usual."""
 
     def __init__(
         self,
@@ -505,16 +503,16 @@ class Exchange:
         self.patience, self.size = patience, size
         self.prepare: Callable[[], Signed] | None = None
         self.proxy = ""
-        self.trusted = ""  # a path, "" where nothing is encrypted
+        self.trusted = ""  # path of the certificate authorities to trust; "" without TLS
         self.error: Exception | None = None
         self.ended = False
-        self.on_end: Callable[[], None] | None = None  # for a thread that waits
-        self.wake: Callable[[], None] | None = None  # for the trio thread; None once nothing waits there
+        self.on_end: Callable[[], None] | None = None  # wakes a waiting thread; called in the loop thread
+        self.wake: Callable[[], None] | None = None  # called on the trio thread; None once no task waits
         self.handle: pycurl.Curl | None = None
         # The request's body.
         self.pieces: deque[bytes] = deque()
-        self.room: threading.Semaphore | None = None  # for more pieces; set where they come one by one
-        self._sent = 0  # of the first piece
+        self.room: threading.Semaphore | None = None  # for pieces that come one by one
+        self._sent = 0  # bytes of the first piece that are sent
         # The reply.
         self.status = 0
         self.told: dict[str, str] = {}  # its headers
@@ -522,14 +520,14 @@ class Exchange:
         self.lines: list[bytes] = []
         self.lines_seen = 0
         self.seen_active_at = 0.0
-        self.active_at = math.inf  # when the request, or bytes of the reply, went by last
+        self.active_at = math.inf  # when bytes of the request or the reply last moved
         self.paused = False
         self.complete = False  # libcurl is done with it
-        self.delivering = False  # in a worker thread
+        self.delivering = False  # a worker thread is calling the receiver
         self.refused = False  # the receiver wants no more bytes
         self.deliver_in_thread: Callable[[Exchange, Callable[[], None]], None]
         self.receiver, self._least = receiver, least
-        # Whether the body goes to the receiver; None before its first byte.
+        # True if the body goes to the receiver; None before its first byte.
         self._receives: bool | None = None
         self._data: list[bytes] = []
         self._held = 0
@@ -545,8 +543,8 @@ class Exchange:
     # libcurl's callbacks. They must not raise: libcurl would end the exchange, and the reason would be lost.
 
     def on_request(self, *_: object) -> object:
-        """The request goes out. For the second time, if the origin ended a kept connection before it replied: libcurl would
-        send it again by itself, uncounted."""
+        """libcurl is about to send the request. Aborts if it was sent before: the origin has ended a kept connection before
+        it replied, and libcurl would repeat the request uncounted."""
         if self.active_at < math.inf and not self.lines:
             self.error = ConnectionEnded(f"{self.host}: the origin ended the connection before it replied")
             return pycurl.PREREQFUNC_ABORT
@@ -554,7 +552,7 @@ class Exchange:
         return pycurl.PREREQFUNC_OK
 
     def on_read(self, count: int) -> object:
-        """The next bytes of the request's body."""
+        """Give libcurl the next bytes of the request's body. Pauses the exchange if there are none yet."""
         self.active_at = time.monotonic()
         if not self.pieces:
             self.paused = True
@@ -569,7 +567,8 @@ class Exchange:
         return data
 
     def on_body(self, data: bytes) -> object:
-        """Bytes of the reply's body; 0 ends the exchange. After a pause, libcurl brings the same bytes again."""
+        """Take bytes of the reply's body. Returning 0 ends the exchange. After a pause, libcurl passes the same bytes
+        again."""
         self.active_at = time.monotonic()
         if self._receives is None:
             self.begin()
@@ -594,7 +593,7 @@ class Exchange:
     # The reply.
 
     def begin(self) -> None:
-        """Read the head of the reply: the last one, after redirects and 100-continue."""
+        """Parse the head of the reply: the last one, after redirects and 100-continue."""
         self._receives = False
         for line in b"".join(self.lines).decode("utf-8", "replace").split("\n"):
             if line[:5] == "HTTP/":
@@ -611,12 +610,12 @@ class Exchange:
                 self.error = exc
 
     def report(self) -> None:
-        """Bytes of the reply may have come since the last call."""
+        """Tell the receiver that bytes have arrived which it has not been given."""
         if self._receives and self._held and self.receiver is not None:
             self.receiver.coming()
 
     def deliver(self) -> None:
-        """Hand over what is held."""
+        """Give the receiver the bytes that are held."""
         receiver, data = self.receiver, self._data[0] if len(self._data) == 1 else b"".join(self._data)
         assert receiver is not None
         self._data, self._held = [], 0
@@ -637,7 +636,7 @@ class Exchange:
             self.error, self.refused = exc, True
 
     def finish(self) -> bool:
-        """libcurl is done. True when the receiver has all that has come."""
+        """Called when libcurl is done. True if the receiver has been given all bytes that came."""
         self.complete = True
         if self._receives is None:
             self.begin()
@@ -648,7 +647,7 @@ class Exchange:
 
 class Transport:
     """The exchanges of one origin. Thread-safe. `stall_s`: the longest silence of the origin within an exchange. `follow`:
-    redirects are followed; not where requests are signed, because a signature is good for one host."""
+    follow redirects; not for signed requests, because a signature is valid for one host."""
 
     def __init__(self, stall_s: float, *, follow: bool = False) -> None:
         self.stall_s = stall_s
@@ -659,9 +658,9 @@ class Transport:
         self._ways: dict[str, tuple[str, str]] = {}  # scheme://host → (proxy, authorities)
 
     async def run(self, exchange: Exchange) -> None:
-        """On the trio thread: return when the exchange has ended; raises its error. A cancelled caller leaves at once. The
-        receiver may be called once more then: it must know itself that it is closed."""
-        # A caller that was cancelled before believes that nothing was sent: the origin must not get a PUT of its.
+        """On the trio thread: return when the exchange has ended; raises its error. A cancelled caller returns at once. The
+        receiver may be called once more after that, and must then refuse the bytes itself."""
+        # A task that is cancelled already must not send a PUT: its caller takes it that nothing was sent.
         await trio.lowlevel.checkpoint_if_cancelled()
         cancel = self.begin(exchange, partial(trio.lowlevel.reschedule, trio.lowlevel.current_task()))
 
@@ -675,7 +674,8 @@ class Transport:
             raise exchange.error
 
     def begin(self, exchange: Exchange, ended: Callable[[], None]) -> Callable[[], None]:
-        """On the trio thread: begin an exchange; `ended` is called there when it is over. Returns what ends it early."""
+        """On the trio thread: begin an exchange; `ended` is called there when it is over. Returns a function that ends it
+        early."""
         loop = self._loop_for(exchange)
         loop.token = trio.lowlevel.current_trio_token()
         exchange.wake = ended
@@ -692,8 +692,8 @@ class Transport:
         size: int = 0,
         patience: int = 1,
     ) -> Reply:
-        """In a worker thread: the reply, whatever its status; `Transient` when there is none. `size` is the length of
-        `body`, whose errors are raised."""
+        """Send a request and return the reply, whatever its status. Raises `Transient` if there is none. Blocks, so call it
+        in a worker thread. `size` is the length of `body`; exceptions of `body` are raised unchanged."""
         exchange = Exchange(method, url, headers, patience=patience, size=size)
         ended = threading.Event()
         exchange.on_end = ended.set
@@ -720,15 +720,15 @@ class Transport:
         return Reply(exchange.status, exchange.told, exchange.body, exchange.came_from)
 
     def close(self) -> None:
-        """Exchanges under way end with an error."""
+        """End all exchanges, with an error, and the loop thread."""
         with self._lock:
             self._closed, loop = True, self._loop
         if loop is not None:
             loop.stop()
 
     def _loop_for(self, exchange: Exchange) -> _Loop:
-        """The loop, which begins with the first exchange, after a look at what the environment says of the host: once for
-        each host, because that takes as long as signing a small request."""
+        """The loop, which is started if none runs. Sets the proxy and the certificate authorities of `exchange` from the
+        environment. They are looked up once for each host, because that takes as long as signing a small request."""
         host = "/".join(exchange.url.split("/", 3)[:3])
         way = self._ways.get(host)
         if way is None:
@@ -754,7 +754,7 @@ class Transport:
 
 
 class _Loop:
-    """The thread, and what it alone touches. `over`: it takes no more exchanges."""
+    """The loop thread, and the state that it alone touches. `over`: it takes no more exchanges."""
 
     def __init__(self, stall_s: float, follow: bool) -> None:
         self.token: trio.lowlevel.TrioToken | None = None
@@ -767,7 +767,7 @@ class _Loop:
         self._live: dict[pycurl.Curl, Exchange] = {}
         self._idle: list[pycurl.Curl] = []
         self._ended: list[Exchange] = []
-        self._fresh = 0  # so many exchanges get a new connection: kept ones have ended
+        self._fresh = 0  # how many of the next exchanges get a new connection, because kept ones had ended
         self._timer_at, self._look_at = math.inf, 0.0
         self._multi = pycurl.CurlMulti()
         self._multi.setopt(pycurl.M_SOCKETFUNCTION, self._watch)
@@ -807,7 +807,7 @@ class _Loop:
         with suppress(IndexError):
             while True:
                 exchange = self._queue.popleft()[1]
-                if not exchange.ended and exchange.handle is None:  # others are ended by the loop
+                if not exchange.ended and exchange.handle is None:  # the loop ends those with a handle
                     self._end(exchange, Transient(CLOSED))
         self._tell()
 
@@ -832,7 +832,7 @@ class _Loop:
             self._end(exchange, Transient("cancelled"))
 
     def resume(self, exchange: Exchange) -> None:
-        """Go on with an exchange that may be paused."""
+        """Continue an exchange that may be paused."""
         if exchange.ended or exchange.handle is None:
             return
         if exchange.complete:
@@ -842,7 +842,7 @@ class _Loop:
         elif exchange.paused:
             exchange.paused = False
             exchange.active_at = time.monotonic()
-            with suppress(pycurl.error):  # it has failed just now: what `info_read` tells of it comes next
+            with suppress(pycurl.error):  # it has just failed, and `info_read` will report that
                 exchange.handle.pause(pycurl.PAUSE_CONT)
 
     def _deliver_in_thread(self, exchange: Exchange, give: Callable[[], None]) -> None:
@@ -865,7 +865,7 @@ class _Loop:
         say(pycurl.BUFFERSIZE, BUFFER)
         say(pycurl.TCP_KEEPALIVE, 1)
         say(pycurl.PROXY, exchange.proxy)
-        say(pycurl.NOPROXY, "")  # the environment was looked at
+        say(pycurl.NOPROXY, "")  # `Transport._loop_for` has read the environment
         if self._follow:
             say(pycurl.FOLLOWLOCATION, 1)
             say(pycurl.MAXREDIRS, 10)
@@ -945,7 +945,7 @@ class _Loop:
             self._tell()
 
     def _finish(self, exchange: Exchange) -> None:
-        """libcurl has brought all that comes."""
+        """libcurl is done with the exchange: end it as soon as the receiver has all bytes."""
         exchange.active_at = math.inf
         if exchange.finish():
             self._end(exchange, exchange.error)
@@ -957,7 +957,7 @@ class _Loop:
             text = text or f"libcurl failed with code {code}"
             exchange.error = Transient(one_line(f"{exchange.host}: {text}"))
         self._fresh += isinstance(exchange.error, ConnectionEnded)
-        self._finish(exchange)  # what has come is handed over
+        self._finish(exchange)  # the receiver gets the bytes that came
 
     def _look_for_silence(self, now: float) -> None:
         for exchange in list(self._live.values()):
@@ -971,7 +971,7 @@ class _Loop:
                 self._finish(exchange)
 
     def _end(self, exchange: Exchange, error: Exception | None) -> None:
-        """The exchange is over for its caller."""
+        """End the exchange and free its handle. `_tell` reports it to its caller."""
         handle, exchange.handle = exchange.handle, None
         if handle is not None:
             if exchange.on_end is not None:
@@ -981,13 +981,13 @@ class _Loop:
             handle.reset()
             self._idle.append(handle)
         exchange.error, exchange.ended = error, True
-        exchange.receiver = None  # which leads back to the exchange: memory of a circle is given back late
+        exchange.receiver = None  # it refers back to the exchange, and Python frees a reference cycle late
         if exchange.room is not None:
             exchange.room.release()
         self._ended.append(exchange)
 
     def _tell(self) -> None:
-        """Wake those that wait for what has ended, all tasks of trio by one call."""
+        """Wake the threads and tasks whose exchanges have ended, all tasks by one call into trio."""
         ended, self._ended = self._ended, []
         for exchange in ended:
             if exchange.on_end is not None:
@@ -999,7 +999,7 @@ class _Loop:
     # libcurl's callbacks.
 
     def _watch(self, what: int, fd: int, *_: object) -> None:
-        """Wait for these events of a socket."""
+        """Have epoll watch a socket for the events that libcurl wants."""
         if what == pycurl.POLL_REMOVE:
             self._watched.discard(fd)
             with suppress(OSError):  # closed already
@@ -1023,7 +1023,7 @@ _ACTIONS = {
     select.EPOLLOUT: pycurl.CSELECT_OUT,
     select.EPOLLIN | select.EPOLLOUT: pycurl.CSELECT_IN | pycurl.CSELECT_OUT,
 }
-"""Events of epoll → libcurl's. All others are errors, or ends."""
+"""epoll's events → libcurl's. All other events mean an error or an end."""
 
 
 def _wake(ended: list[Exchange]) -> None:
@@ -1032,13 +1032,13 @@ def _wake(ended: list[Exchange]) -> None:
         if wake is not None:
             try:
                 wake()
-            except Exception:  # trio would end with it
+            except Exception:  # an exception would end trio's run
                 log.exception("the end of a request could not be told")
 
 
 def authorities() -> str:
-    """The path of the authorities to trust: a PEM file that the environment names, else the system's; "" without any.
-    libcurl's own default is a path of the machine that its wheel was built on."""
+    """The path of the certificate authorities to trust: a PEM file that the environment names, else the system's; "" if
+    there are none. libcurl's own default is a path of the machine on which its wheel was built."""
     for name in CA_VARIABLES:
         if path := os.environ.get(name, ""):
             try:
@@ -1050,7 +1050,7 @@ def authorities() -> str:
     return found.cafile or found.capath or ""
 
 
-# Translate a store's refusal into an error of ours: one table for every HTTP store and every library in front of it.
+# Translate an origin's refusal into an error of `base.errors`: one table for every HTTP store and every library.
 #
 # The message is one line that a user can act on. It is made of the status, the origin's error code and message, and never
 # of a URL (which may carry a signature) or a library's dump of several lines.
@@ -1213,8 +1213,8 @@ class NoCredentials:
 class Opened(Generic[T]):
     """One object of a vendor's library (a store, a filesystem), opened again when the credentials change.
 
-    Libraries keep the credentials that they were opened with for minutes or for ever. Credentials are compared by value: the
-    time of opening does not tell which ones were used. Thread-safe."""
+    Libraries keep the credentials that they were opened with for minutes or for ever. Credentials are compared by value,
+    because the time of opening does not tell which ones a library used. Thread-safe."""
 
     def __init__(self, open_it: Callable[[], T], current: Callable[[], object]) -> None:
         self._open, self._current = open_it, current
@@ -1224,7 +1224,7 @@ class Opened(Generic[T]):
         self._lock = threading.Lock()
 
     def get(self) -> T:
-        # The credentials are read inside the lock: a thread that was overtaken must not bring the old ones back.
+        # The credentials are read with the lock held, so that a slower thread cannot bring older ones back.
         with self._lock:
             current = self._current()
             if self._value is None or current != self._shows:
@@ -1241,25 +1241,25 @@ class Opened(Generic[T]):
 
 # Whole objects are compared with their etags, where these are MD5s.
 #
-# The etag of an object that S3 or Google was given in one request is the MD5 of its bytes, unless it is encrypted with a
-# key. TLS protects bytes on the wire only; the MD5 also finds what a proxy, a broken memory or the origin itself has
-# changed. Hashing costs processor time, so beyond a share of one processor only some objects are compared. No reader gets
-# bytes of such an object before.
+# The etag of an object that was written to S3 or Google in one request is the MD5 of its bytes, unless it is encrypted with
+# a key. TLS protects bytes on the wire only; the MD5 also finds what a proxy, a broken memory or the origin itself has
+# changed. Hashing costs processor time, so beyond a share of one processor only some objects are compared. A reader gets
+# the bytes of such an object only after the comparison.
 
 LARGEST_COMPARED, LARGEST_COMPARED_OF_ALL = 1 << 20, 4 << 20
 """Bytes of the largest object that is compared, usually and with `--verify full`: its first reader waits until all of it has
 come. Derived: 1 MiB is 10 ms at 100 MB/s, about a round trip; 4 MiB is the most that comes in one request."""
 
 HASHED_PER_S = 24 << 20
-"""How much is hashed, of which the share of one second may come at once. Derived: 4 % of one processor, which hashes 650
-MB/s; small files that all come cold are read less than 3 % slower."""
+"""Bytes hashed a second; those of one second may be hashed at once. Derived: 4 % of one processor, which hashes 650 MB/s;
+small files that all come cold are read less than 3 % slower."""
 
 UNLIKE = 3
-"""So many objects in a row that come twice alike and unlike their etags: this origin's etags are no MD5s. Guessed: each
-costs a request."""
+"""After so many objects in a row that came twice with the same bytes, unlike their etags, this origin's etags count as no
+MD5s. Guessed: each costs a request."""
 
 MOST_REFUSED = 1000
-"""Objects that are remembered until they come again, up to 1 KiB each. A bound of memory."""
+"""Objects unlike their etags that are remembered until they are fetched again, up to 1 KiB each. A bound of memory."""
 
 MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 
@@ -1289,13 +1289,14 @@ class Md5Etags:
         self._refused: dict[str, str] = {}  # key → MD5 of what came, which was unlike its etag
 
     def verify(self, how: str) -> None:
-        """As the option says: `full` compares every object, `none` no object."""
+        """Apply the option `--verify`: `full` compares every object, `first` as many as `HASHED_PER_S` allows, `none` no
+        object."""
         self._largest = LARGEST_COMPARED_OF_ALL if how == "full" else LARGEST_COMPARED
         self._bytes_per_s = {"full": math.inf, "first": HASHED_PER_S, "none": 0}[how]
         self._left = self._bytes_per_s
 
     def choose(self, key: str, etag: str, size: int) -> str:
-        """The MD5 that the bytes of this object are to have; "" if it is not compared."""
+        """The MD5 that the bytes of this object must have; "" if it is not compared."""
         found = MD5.fullmatch(etag)
         if found is None or size > self._largest or self._no_md5s >= UNLIKE:
             return ""
@@ -1309,8 +1310,8 @@ class Md5Etags:
         return found[1]
 
     def compare(self, key: str, name: str, md5: str, data: bytes) -> None:
-        """Raises `Transient` if the object is to be fetched again: its bytes are unlike its etag, and came so for the first
-        time. What comes twice alike is what the origin has."""
+        """Compare an object's bytes with its MD5. Raises `Transient` if the object must be fetched again: the bytes do not
+        match, and these bytes came for the first time. Bytes that come twice are what the origin has, and are accepted."""
         came = hashlib.md5(data, usedforsecurity=False).hexdigest()
         self.compared += 1
         before = self._refused.pop(key, "")
