@@ -1,8 +1,8 @@
-"""Find out whether a store honours a condition: a request whose condition cannot hold must be refused.
+"""Find out whether an origin honours a condition, with a request whose condition cannot hold: it must be refused.
 
 Each probe is made once for an `Origin`, when the first write needs its result; writes that come meanwhile wait for it. A
 probe writes to keys of its own, `.cachefs-probe-…` below the mounted prefix, and deletes them; a daemon that is killed
-within a probe may leave one. A store that refuses these keys counts as one that does not honour the condition.
+during a probe may leave one. An origin that does not permit these keys counts as one that does not honour the condition.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ WHAT = "finding out which conditions the origin honours"
 
 
 class Probes:
-    """Completes the `Conditions` of an origin's writer. All methods raise the errors of their requests, and then record
-    nothing."""
+    """Fills in the `Conditions` of an origin's writer. All methods raise the errors of their requests, and record nothing
+    then."""
 
     def __init__(self, attempts: Attempts) -> None:
         self._attempts = attempts
@@ -39,7 +39,8 @@ class Probes:
         return await self._honours(Condition.COPY, lambda: self._copy(key))
 
     async def copies_parts(self, to: str, upload: str, key: str) -> bool:
-        """True if UploadPartCopy does. The probe writes part 1 of an upload without parts; the real part 1 replaces it."""
+        """True if UploadPartCopy compares it. The probe writes part 1 of an upload without parts; the real part replaces
+        it."""
         return await self._honours(Condition.COPY_PART, lambda: self._copy_part(to, upload, key))
 
     async def puts(self, preconditions: Preconditions) -> bool:
@@ -48,9 +49,9 @@ class Probes:
         return await self._honours(condition, self._put)
 
     async def completes(self, preconditions: Preconditions) -> bool:
-        """The same of completing an upload."""
+        """True if completing an upload with these preconditions is refused exactly where they do not hold."""
         if preconditions.if_match is not None and not await self.puts(preconditions):
-            return False  # the form of etags that `If-Match` takes is not known
+            return False  # only the probe of a PUT finds the form of etags that `If-Match` takes
         condition = Condition.COMPLETE_ABSENT if preconditions.if_absent else Condition.COMPLETE_MATCH
         return await self._honours(condition, self._complete)
 
@@ -142,7 +143,7 @@ class Probes:
         return refused
 
     async def _write(self, name: str, preconditions: Preconditions) -> str:
-        """The etag of an empty object."""
+        """Write an empty object. Returns its etag."""
         writer = self._attempts.writer
         written = await self._attempts.send(
             lambda body: writer.put(name, body, preconditions), InMemory(b""), 0, WHAT, "origin_put", name
@@ -155,7 +156,7 @@ class Probes:
 
     @asynccontextmanager
     async def _object(self) -> AsyncIterator[tuple[str, str]]:
-        """(key, etag) of an empty object, for the time of a probe."""
+        """(key, etag) of an empty object, which is deleted after the block."""
         name = self._name()
         try:
             yield name, await self._write(name, Preconditions())
