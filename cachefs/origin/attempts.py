@@ -193,10 +193,10 @@ class Concurrency:
 
     def _try(self, rate: float, down: bool) -> None:
         """Begin a trial: measure the next window at another limit."""
-        there = self.limit * 3 // 4 if down else min(self.maximum, self.limit + max(1, self.limit // 8))
-        if there not in (0, self.limit):
+        target = self.limit * 3 // 4 if down else min(self.maximum, self.limit + max(1, self.limit // 8))
+        if target not in (0, self.limit):
             self._from = (self.limit, rate)
-            self._move(there)
+            self._move(target)
 
     def _go_back(self) -> None:
         """End a trial and go back to the limit before it."""
@@ -608,7 +608,7 @@ class Attempts:
             except Transient as exc:
                 error = exc
             transfer.shut()
-            self._over("origin_get", ticket, transfer, since, error)
+            self._attempt_ended("origin_get", ticket, transfer, since, error)
             ended(transfer.sink_error or error)
 
         try:
@@ -618,7 +618,7 @@ class Attempts:
         if cancel is None:
             self.gate.leave(ticket)
             return None
-        self._counted("origin_get", key, ticket, transfer)
+        self._count_request("origin_get", key, ticket, transfer)
         self.breaker.asked(cancel, since)
         return cancel
 
@@ -652,7 +652,7 @@ class Attempts:
                 await self.in_thread(lambda: transfer.drain(read(*given)))
             transfer.check()
 
-        what = f"reading {self.name(key)}"
+        action = f"reading {self.name(key)}"
         at, done = start, start >= stop
         while not done:
             transfer = Receiving(
@@ -660,7 +660,7 @@ class Attempts:
             )
             try:
                 await self.repeat(
-                    attempt, what, "origin_get", key, ticket=ticket, transfer=transfer, failed=failed
+                    attempt, action, "origin_get", key, ticket=ticket, transfer=transfer, failed=failed
                 )
                 done = True
             except Interrupted:
@@ -668,7 +668,7 @@ class Attempts:
                     raise
             finally:
                 await transfer.close()
-                self._count(transfer)  # an abandoned thread may have gone on until now
+                self._count_bytes(transfer)  # an abandoned thread may have gone on until now
             at, failed = transfer.position, None
             if transfer.sink_error is not None:
                 raise transfer.sink_error
@@ -679,7 +679,7 @@ class Attempts:
         request: Callable[[Body], T],
         source: Source,
         size: int,
-        what: str,
+        action: str,
         counter: str,
         key: str,
         ticket: Ticket | None = None,
@@ -701,10 +701,10 @@ class Attempts:
             return await self.in_thread(lambda: body.attempt(lambda: request(body)))
 
         try:
-            result = await self.repeat(attempt, what, counter, key, ticket=ticket, transfer=body)
+            result = await self.repeat(attempt, action, counter, key, ticket=ticket, transfer=body)
         finally:
             await body.close()
-            self._count(body)  # an abandoned thread may have gone on until now
+            self._count_bytes(body)  # an abandoned thread may have gone on until now
         if body.source_error is not None:
             raise body.source_error
         assert result is not None
@@ -713,7 +713,7 @@ class Attempts:
     async def call(
         self,
         attempt: Callable[[], T],
-        what: str,
+        action: str,
         counter: str,
         key: str,
         *,
@@ -725,7 +725,7 @@ class Attempts:
         """As `repeat`, for an `attempt` that blocks: it runs in a worker thread."""
         return await self.repeat(
             lambda: self.in_thread(attempt),
-            what,
+            action,
             counter,
             key,
             ticket=ticket,
@@ -737,7 +737,7 @@ class Attempts:
     async def repeat(
         self,
         attempt: Callable[[], Awaitable[T]],
-        what: str,
+        action: str,
         counter: str,
         key: str,
         *,
@@ -748,7 +748,7 @@ class Attempts:
         failed: Failed | None = None,
     ) -> T:
         """Repeat `attempt` until it succeeds, fails for good, or the deadline (times `patience`) has passed. Each attempt is
-        counted under the metric `counter`, for the dataset of `key`. `what` begins error messages. Raises `Unreachable` if
+        counted under the metric `counter`, for the dataset of `key`. `action` begins error messages. Raises `Unreachable` if
         the origin is out and the request is not sent, or has waited for the origin in vain. `failed`: how a first attempt
         ended that was made without a task."""
         ticket = ticket or Ticket()
@@ -764,7 +764,7 @@ class Attempts:
                 if waits and breaker.is_out:
                     waits_until = waits_until or trio.current_time() + breaker.how.wait_s
                     scope.deadline = math.inf
-                    await breaker.admit(what, waits_until)
+                    await breaker.admit(action, waits_until)
                     scope.deadline = trio.current_time() + deadline_s
                     tries.failures = tries.refusals = 0
                 if transfer is not None:
@@ -777,7 +777,7 @@ class Attempts:
                     with breaker.interruptible() if interruptible else nullcontext():
                         return await self._once(attempt, counter, key, ticket, transfer, patience)
                     if transfer is not None:
-                        raise Interrupted(f"{what}: {breaker.complaint()}")
+                        raise Interrupted(f"{action}: {breaker.complaint()}")
                     continue
                 except PermissionDenied as exc:
                     if tries.renewed or not await self.in_thread(partial(self.client.renew, since)):
@@ -790,17 +790,15 @@ class Attempts:
                     if waits and breaker.is_out:
                         continue
                     if tries.used_up:
-                        gave_up = f"{what}: gave up after {tries.failures} attempts: {tries.last}"
+                        gave_up = f"{action}: gave up after {tries.failures} attempts: {tries.last}"
                         raise self._failed(OriginFailed(gave_up)) from exc
                     wait_s = tries.wait_s(exc, self.backoff, self._rng)
                     self._last_error = tries.last
                 self.metrics.origin_retries += 1
                 with breaker.interruptible() if interruptible else nullcontext():
                     await trio.sleep(wait_s)
-        gave_up_at_last = OriginFailed(
-            f"{what}: gave up after {deadline_s:g} s without progress: {tries.last}"
-        )
-        raise self._failed(gave_up_at_last)
+        timed_out = OriginFailed(f"{action}: gave up after {deadline_s:g} s without progress: {tries.last}")
+        raise self._failed(timed_out)
 
     async def _once(
         self,
@@ -814,7 +812,7 @@ class Attempts:
         """Make one attempt with a slot of the gate, and report it to the limiter and the breaker."""
         await (self.gate.enter(ticket) if transfer is None else transfer.enter(self.gate, ticket))
         sent_at = trio.current_time()
-        self._counted(counter, key, ticket, transfer)
+        self._count_request(counter, key, ticket, transfer)
         error: BaseException | None = None
         try:
             # A patient request expects a long silence, so its silence raises no suspicion.
@@ -831,9 +829,9 @@ class Attempts:
             error = exc
             raise
         finally:
-            self._over(counter, ticket, transfer, sent_at, error)
+            self._attempt_ended(counter, ticket, transfer, sent_at, error)
 
-    def _counted(self, counter: str, key: str, ticket: Ticket, transfer: Transfer | None) -> None:
+    def _count_request(self, counter: str, key: str, ticket: Ticket, transfer: Transfer | None) -> None:
         """Count a request that is sent: for its dataset, and for the process that waits for it (none waits for
         prefetching)."""
         ledger = self.metrics.ledger
@@ -848,7 +846,7 @@ class Attempts:
         if transfer is not None:
             transfer.accounts = accounts
 
-    def _over(
+    def _attempt_ended(
         self,
         counter: str,
         ticket: Ticket,
@@ -868,7 +866,7 @@ class Attempts:
         if transfer is not None:
             if error is None:
                 self.transfer_rate.add(transfer.received, now - sent_at)
-            self._count(transfer)
+            self._count_bytes(transfer)
             gate.concurrency.finished(len(gate.queue) > 0, now)
         gate.leave(ticket)
         self.metrics.ledger.origin_seconds[counter.removeprefix("origin_")].add(now - sent_at)
@@ -887,7 +885,7 @@ class Attempts:
         self._last_error = str(exc)
         return exc
 
-    def _count(self, transfer: Transfer) -> None:
+    def _count_bytes(self, transfer: Transfer) -> None:
         """Count the bytes of a transfer since it was last counted."""
         count = transfer.position - transfer.counted
         transfer.counted += count
@@ -901,7 +899,7 @@ class Attempts:
     def _progressed(self, transfer: Transfer) -> None:
         """Called about once a second while bytes of a transfer arrive or leave."""
         self.breaker.heard(trio.current_time())
-        self._count(transfer)
+        self._count_bytes(transfer)
 
 
 # -- transfers -------------------------------------------------------------------------------------
@@ -1331,14 +1329,14 @@ class Breaker:
             finally:
                 self._hanging.discard(end)
 
-    async def admit(self, what: str, until: float) -> None:
+    async def admit(self, action: str, until: float) -> None:
         """Return when a request may be sent; raises `Unreachable` if the origin is still out at `until` (trio's clock)."""
         if self.is_out:
             with trio.move_on_at(until):
                 await self._back.wait()
         if self.is_out:
             self._metrics.origin_refused += 1
-            raise Unreachable(f"{what}: {self.complaint()}")
+            raise Unreachable(f"{action}: {self.complaint()}")
 
     def complaint(self) -> str:
         """One line for the user while the origin is out, else ""."""

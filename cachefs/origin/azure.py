@@ -137,7 +137,7 @@ class AzureCredentials:
 
     def current(self) -> Proof:
         """What authorises requests now. azure-identity renews tokens before they expire."""
-        return self._said() or self._token()
+        return self._configured() or self._token()
 
     def at_hand(self) -> Proof | None:
         """As `current`, if no service has to be asked for it; else None."""
@@ -145,19 +145,19 @@ class AzureCredentials:
         fresh = (
             last is not None and last.expires_at is not None and last.expires_at - datetime.now(UTC) > FRESH
         )
-        return self._said() or (last if fresh else None)
+        return self._configured() or (last if fresh else None)
 
-    def _said(self) -> Proof | None:
+    def _configured(self) -> Proof | None:
         """The proof that the options and the environment give; None if they give none."""
         if self.anonymous:
             return Proof()
-        said = settings()
+        configured = settings()
         # The key of a connection string belongs to the account that the string names.
-        if said.get("AccountName", self.account) == self.account:
-            if "AccountKey" in said:
-                return Proof(key=said["AccountKey"])
-            if "SharedAccessSignature" in said:
-                return Proof(sas=said["SharedAccessSignature"].lstrip("?"))
+        if configured.get("AccountName", self.account) == self.account:
+            if "AccountKey" in configured:
+                return Proof(key=configured["AccountKey"])
+            if "SharedAccessSignature" in configured:
+                return Proof(sas=configured["SharedAccessSignature"].lstrip("?"))
         return None
 
     def renew(self, since: float) -> bool:
@@ -217,8 +217,8 @@ class AzureCredentials:
 def _shared_key(account: str, key: str, method: str, url: str, headers: Mapping[str, str]) -> str:
     """The signature of a request, as in Azure's "Authorize with Shared Key". It does not cover the body."""
     parts = urlsplit(url)
-    shown = {name: value for name, value in headers.items() if (name, value) != ("Content-Length", "0")}
-    usual = "".join(f"{shown.get(name, '')}\n" for name in SIGNED_HEADERS)
+    signed = {name: value for name, value in headers.items() if (name, value) != ("Content-Length", "0")}
+    usual = "".join(f"{signed.get(name, '')}\n" for name in SIGNED_HEADERS)
     named = "".join(f"{name}:{headers[name]}\n" for name in sorted(headers) if name.startswith("x-ms-"))
     resource = f"/{account}{parts.path}"
     for name, value in sorted(parse_qsl(parts.query, keep_blank_values=True)):
@@ -271,19 +271,19 @@ class Container:
 
 def container_of(authority: str, endpoint_url: str | None, anonymous: bool) -> Container:
     """The container of an authority: `container` or `container@account[.dfs.core.windows.net]`."""
-    said = settings()
+    configured = settings()
     container, _, host = authority.partition("@")
-    account = host.partition(".")[0] or said.get("AccountName", "")
+    account = host.partition(".")[0] or configured.get("AccountName", "")
     if not account:
         raise ConfigError(
             f"which Azure account has the container {container!r}? Write "
             f"abfs://{container}@ACCOUNT.dfs.core.windows.net, or set AZURE_STORAGE_ACCOUNT_NAME or "
             "AZURE_STORAGE_CONNECTION_STRING"
         )
-    suffix = said.get("EndpointSuffix", "core.windows.net")
+    suffix = configured.get("EndpointSuffix", "core.windows.net")
     if "." in host:
         suffix = host.partition(".")[2].removeprefix("dfs.").removeprefix("blob.")
-    own = said.get("BlobEndpoint") if said.get("AccountName", account) == account else None
+    own = configured.get("BlobEndpoint") if configured.get("AccountName", account) == account else None
     endpoint = endpoint_url or own or f"https://{account}.blob.{suffix}"
     return Container(container, account, endpoint.rstrip("/"), AzureCredentials(account, anonymous))
 
@@ -313,7 +313,7 @@ class AzureObjects(Writer):
             raise OriginFailed(f"{self._http.name(prefix)}: the listing is not Azure's XML: {exc}") from exc
 
     def put(self, key: str, body: Body, preconditions: Preconditions) -> Written:
-        headers = {"x-ms-blob-type": "BlockBlob", **_kept(preconditions)}
+        headers = {"x-ms-blob-type": "BlockBlob", **_stored_headers(preconditions)}
         with conflicts(preconditions):
             return written(self._http.ask(Request("PUT", key, headers=headers, body=body)))
 
@@ -363,7 +363,7 @@ class AzureObjects(Writer):
         # is.
         rows = "".join(f"<Uncommitted>{name}</Uncommitted>" for _, name in sorted(parts.items()))
         body = f'<?xml version="1.0" encoding="utf-8"?><BlockList>{rows}</BlockList>'.encode()
-        headers = {**_kept(preconditions), "Content-Type": "application/xml"}
+        headers = {**_stored_headers(preconditions), "Content-Type": "application/xml"}
         with conflicts(preconditions):
             request = Request("PUT", key, {"comp": "blocklist"}, headers, body, slow=True)
             return written(self._http.ask(request))
@@ -372,16 +372,16 @@ class AzureObjects(Writer):
         """Nothing to do: the blocks expire."""
 
 
-def _kept(preconditions: Preconditions) -> dict[str, str]:
+def _stored_headers(preconditions: Preconditions) -> dict[str, str]:
     """The conditions of a write, and the headers that the origin stores with the blob."""
-    kept = {"x-ms-blob-content-type": preconditions.content_type or ANY_TYPE}
+    headers = {"x-ms-blob-content-type": preconditions.content_type or ANY_TYPE}
     if preconditions.token:
-        kept[TOKEN_HEADER] = preconditions.token
+        headers[TOKEN_HEADER] = preconditions.token
     if preconditions.if_match is not None:
-        kept["If-Match"] = preconditions.if_match
+        headers["If-Match"] = preconditions.if_match
     if preconditions.if_absent:
-        kept["If-None-Match"] = "*"
-    return kept
+        headers["If-None-Match"] = "*"
+    return headers
 
 
 def parse_page(body: bytes) -> ListPage:

@@ -79,16 +79,16 @@ class FsspecClient:
 
     def list_page(self, prefix: str, token: str | None, limit: int) -> ListPage:
         """The whole directory in one page, whatever `limit` is: fsspec has no smaller listing."""
-        here = self.path(prefix).rstrip("/")
+        directory = self.path(prefix).rstrip("/")
         try:
-            entries = self.opened().ls(here, detail=True)
+            entries = self.opened().ls(directory, detail=True)
         except Exception as exc:
             raise self.translated(exc, prefix) from exc
         objects, prefixes = [], []
         for entry in entries:
             name = entry["name"].rstrip("/")
             key = prefix + name.rpartition("/")[2]
-            if name == here:
+            if name == directory:
                 continue  # some filesystems list a directory's own marker in it
             if entry["type"] == "directory":
                 prefixes.append(key + "/")
@@ -225,7 +225,7 @@ class Filesystem(Writer):
             raise
 
 
-def in_our_words(exc: BaseException, what: str, advice: str) -> CachefsError:
+def in_our_words(exc: BaseException, object_name: str, advice: str) -> CachefsError:
     """The error of `base.errors` for an exception of a filesystem. These exceptions share no base class, but most carry an
     HTTP status somewhere, which says more than the type."""
     if isinstance(exc, CachefsError):
@@ -236,17 +236,17 @@ def in_our_words(exc: BaseException, what: str, advice: str) -> CachefsError:
         if found is not None:
             return refusal(
                 found.status,
-                what=what,
+                name=object_name,
                 code=found.code,
                 message=found.message,
                 advice=advice,
                 date=found.date,
             )
         cause = cause.__cause__
-    said = _text(exc)
-    line = one_line(f"{what}: {type(exc).__name__}" + (f": {said}" if said else ""))
+    text = _text(exc)
+    line = one_line(f"{object_name}: {type(exc).__name__}" + (f": {text}" if text else ""))
     if isinstance(exc, FileNotFoundError | NotADirectoryError | IsADirectoryError):
-        return NotFound(f"{what}: no such object")
+        return NotFound(f"{object_name}: no such object")
     name = type(exc).__name__
     if isinstance(exc, PermissionError) or "Credential" in name or "Auth" in name:
         return PermissionDenied(f"{line}; {advice}")
@@ -261,7 +261,7 @@ def in_our_words(exc: BaseException, what: str, advice: str) -> CachefsError:
     return OriginFailed(line)
 
 
-class _Told(NamedTuple):
+class _Refusal(NamedTuple):
     """What an exception carries of the origin's reply: HTTP status, error code, message, and the header Date."""
 
     status: int
@@ -276,7 +276,7 @@ def _text(value: object) -> str:
     return "" if text in ("None", "(None) None") else text
 
 
-def _http_status(exc: BaseException) -> _Told | None:
+def _http_status(exc: BaseException) -> _Refusal | None:
     """The reply that an exception of botocore, azure-core, aiohttp or gcsfs carries; None if it has no status."""
     response = getattr(exc, "response", None)
     if isinstance(response, dict) and "Error" in response:
@@ -285,13 +285,13 @@ def _http_status(exc: BaseException) -> _Told | None:
         code, date = _text(error.get("Code")), _text(metadata.get("HTTPHeaders", {}).get("date"))
         # The reply to a HEAD has no body: botocore then puts the status in place of the code.
         said = "" if code.isdigit() else code, _text(error.get("Message")), date
-        return _Told(int(metadata.get("HTTPStatusCode", 0)), *said)
+        return _Refusal(int(metadata.get("HTTPStatusCode", 0)), *said)
     # Only gcsfs's `code` is a status; aiohttp's is 400 for a body that breaks.
     for name in ("code",) if type(exc).__name__ == "HttpError" else ("status_code", "status"):
         status = getattr(exc, name, None)
         if isinstance(status, int) and 300 <= status < 600:
             told = getattr(exc, "error_code", None)
-            return _Told(
+            return _Refusal(
                 status, _text(getattr(told, "value", told)), _text(one_line(str(getattr(exc, "message", ""))))
             )
     return None

@@ -121,7 +121,7 @@ class SignedHttp:
 
     def exchange(self, request: Request) -> Reply:
         """The reply to a request, whatever its status."""
-        given, body, size = _described(request)
+        given, body, size = _prepared(request)
         url, headers = self.place.sign(request.method, self._url(request), given, body)
         return self.transport.request(
             request.method,
@@ -135,7 +135,7 @@ class SignedHttp:
     async def ask_now(self, request: Request) -> Reply | None:
         """As `ask`, on the trio thread, for a request without a body, or a PUT of a small body in memory. None, and nothing
         is sent, if signing it would have to wait."""
-        given, body, size = _described(request)
+        given, body, size = _prepared(request)
         sign = self.place.signer()
         if sign is None:
             return None
@@ -144,19 +144,19 @@ class SignedHttp:
         if not isinstance(body, bytes):
             exchange.pieces.extend(body.chunks())
         await self.transport.run(exchange)
-        return self.checked(request, Reply(exchange.status, exchange.told, exchange.body, url))
+        return self.checked(request, Reply(exchange.status, exchange.reply_headers, exchange.body, url))
 
     def checked(self, request: Request, reply: Reply) -> Reply:
         """The reply if it is a success; else raises the error of its refusal."""
         if not 200 <= reply.status < 300:
-            raise self._refusal(reply.status, reply.headers, reply.body, self._what(request))
+            raise self._refusal(reply.status, reply.headers, reply.body, self._name_of(request))
         return reply
 
     def head(self, key: str) -> tuple[ObjectInfo, Mapping[str, str]]:
         """(the object, all headers of the reply) from a HEAD."""
         headers = self.ask(Request("HEAD", key)).headers
         try:
-            return _shown(key, int(headers["content-length"]), headers), headers
+            return _object_of(key, int(headers["content-length"]), headers), headers
         except (KeyError, ValueError) as exc:
             raise OriginFailed(f"{self.name(key)}: the origin's reply does not describe an object") from exc
 
@@ -203,7 +203,7 @@ class SignedHttp:
             raise self._refusal(reply.status, {}, reply.body, self.name(key))
         return found
 
-    def _what(self, request: Request) -> str:
+    def _name_of(self, request: Request) -> str:
         return self.name(request.key if request.about is None else request.about)
 
     def url(self, key: str) -> str:
@@ -218,11 +218,11 @@ class SignedHttp:
             url += f"?{query(request.parameters)}"
         return url
 
-    def _refusal(self, status: int, headers: Mapping[str, str], body: bytes, what: str) -> CachefsError:
+    def _refusal(self, status: int, headers: Mapping[str, str], body: bytes, name: str) -> CachefsError:
         return refusal(
             status,
             body.decode("utf-8", "replace"),
-            what=what,
+            name=name,
             code=headers.get("x-ms-error-code", ""),
             advice=self.place.credentials.advice,
             retry_after=headers.get("retry-after"),
@@ -258,7 +258,7 @@ class _Reading:
         self._cut = False
 
     @property
-    def what(self) -> str:
+    def name(self) -> str:
         return self._http.name(self._key)
 
     def signed(self) -> Signed:
@@ -273,7 +273,7 @@ class _Reading:
         """Why the exchange failed, which has ended; None if it did not."""
         ended = self.exchange
         if ended.error is None and self._refused:
-            return self._http._refusal(ended.status, ended.told, ended.body, self.what)
+            return self._http._refusal(ended.status, ended.reply_headers, ended.body, self.name)
         return ended.error
 
     def begin(self, status: int, headers: Mapping[str, str]) -> bool:
@@ -281,20 +281,20 @@ class _Reading:
         if status not in (200, 206):
             self._refused = True
             return False
-        told, _, size = headers.get("content-range", "").rpartition("/")
-        if status == 206 and told != f"bytes {self._start}-{self._stop - 1}":
+        content_range, _, size = headers.get("content-range", "").rpartition("/")
+        if status == 206 and content_range != f"bytes {self._start}-{self._stop - 1}":
             raise Transient(
-                f"{self.what}: asked for bytes {self._start} to {self._stop}, the origin sent {told or 'no range'}"
+                f"{self.name}: asked for bytes {self._start} to {self._stop}, the origin sent {content_range or 'no range'}"
             )
         try:
             found = quoted(headers.get("etag", ""))
             if not found:
-                found = _shown(self._key, int(size or headers["content-length"]), headers).etag
+                found = _object_of(self._key, int(size or headers["content-length"]), headers).etag
             same = found == self._etag
         except (KeyError, ValueError):
             same = False
         if not same:
-            raise ObjectChanged(f"{self.what}: the object changed at the origin")
+            raise ObjectChanged(f"{self.name}: the object changed at the origin")
         if encrypted(headers):
             self._md5 = ""
         if status == 200 and not self._whole:
@@ -304,7 +304,7 @@ class _Reading:
 
     def take(self, data: bytes) -> bool:
         if self._md5 and len(data) == self._stop - self._start:
-            self._http.md5.compare(self._key, self.what, self._md5, data)
+            self._http.md5.compare(self._key, self.name, self._md5, data)
         if not self._cut:
             return self._taker.take(data)
         at, self._at = self._at, self._at + len(data)
@@ -333,14 +333,14 @@ class HttpClient:
         return self._http.head(key)[0]
 
 
-def _shown(key: str, size: int, headers: Mapping[str, str]) -> ObjectInfo:
+def _object_of(key: str, size: int, headers: Mapping[str, str]) -> ObjectInfo:
     """The object that the headers of a reply describe."""
-    told = headers.get("last-modified")
-    mtime_ns = http_date_ns(told) if told else 0
+    last_modified = headers.get("last-modified")
+    mtime_ns = http_date_ns(last_modified) if last_modified else 0
     return ObjectInfo(key, size, mtime_ns, quoted(headers.get("etag", "")) or made_up(mtime_ns, size))
 
 
-class _Described(NamedTuple):
+class _Prepared(NamedTuple):
     """The headers of a request, and its body with the body's length in bytes."""
 
     headers: dict[str, str]
@@ -348,19 +348,21 @@ class _Described(NamedTuple):
     size: int
 
 
-def _described(request: Request) -> _Described:
+def _prepared(request: Request) -> _Prepared:
     given, body, size = dict(request.headers), request.body, 0
     if request.method in ("PUT", "POST"):
         size = len(body) if isinstance(body, bytes) else body.size
         given["Content-Length"] = str(size)
         given.setdefault("Content-Type", ANY_TYPE)
-    return _Described(given, body, size)
+    return _Prepared(given, body, size)
 
 
 def written(reply: Reply) -> Written:
     """The etag and time of a new version, as far as the reply's headers have them."""
-    told = reply.headers.get("last-modified")
-    return Written(quoted(reply.headers.get("etag", "")), http_date_ns(told) if told else None)
+    last_modified = reply.headers.get("last-modified")
+    return Written(
+        quoted(reply.headers.get("etag", "")), http_date_ns(last_modified) if last_modified else None
+    )
 
 
 def xml(body: bytes) -> ElementTree.Element:
@@ -515,7 +517,7 @@ class Exchange:
         self._sent = 0  # bytes of the first piece that are sent
         # The reply.
         self.status = 0
-        self.told: dict[str, str] = {}  # its headers
+        self.reply_headers: dict[str, str] = {}  # by lower-case name
         self.came_from = url
         self.lines: list[bytes] = []
         self.lines_seen = 0
@@ -598,14 +600,14 @@ class Exchange:
         for line in b"".join(self.lines).decode("utf-8", "replace").split("\n"):
             if line[:5] == "HTTP/":
                 self.status = int(line[9:12])
-                self.told = {}
+                self.reply_headers = {}
             else:
                 name, colon, value = line.partition(":")
                 if colon:
-                    self.told[name.lower()] = value.strip()
+                    self.reply_headers[name.lower()] = value.strip()
         if self.receiver is not None:
             try:
-                self._receives = self.receiver.begin(self.status, self.told)
+                self._receives = self.receiver.begin(self.status, self.reply_headers)
             except Exception as exc:
                 self.error = exc
 
@@ -655,7 +657,7 @@ class Transport:
         self._lock = threading.Lock()
         self._loop: _Loop | None = None
         self._closed = False
-        self._ways: dict[str, tuple[str, str]] = {}  # scheme://host → (proxy, authorities)
+        self._routes: dict[str, tuple[str, str]] = {}  # scheme://host → (proxy, authorities)
 
     async def run(self, exchange: Exchange) -> None:
         """On the trio thread: return when the exchange has ended; raises its error. A cancelled caller returns at once. The
@@ -717,7 +719,7 @@ class Transport:
         ended.wait()
         if exchange.error is not None:
             raise exchange.error
-        return Reply(exchange.status, exchange.told, exchange.body, exchange.came_from)
+        return Reply(exchange.status, exchange.reply_headers, exchange.body, exchange.came_from)
 
     def close(self) -> None:
         """End all exchanges, with an error, and the loop thread."""
@@ -730,15 +732,15 @@ class Transport:
         """The loop, which is started if none runs. Sets the proxy and the certificate authorities of `exchange` from the
         environment. They are looked up once for each host, because that takes as long as signing a small request."""
         host = "/".join(exchange.url.split("/", 3)[:3])
-        way = self._ways.get(host)
-        if way is None:
+        route = self._routes.get(host)
+        if route is None:
             parts = urlsplit(exchange.url)
             proxy = urllib.request.getproxies().get(parts.scheme, "")
             if proxy and urllib.request.proxy_bypass(parts.hostname or ""):
                 proxy = ""
             encrypted = "https" in (parts.scheme, urlsplit(proxy).scheme) or self._follow
-            way = self._ways[host] = proxy, authorities() if encrypted else ""
-        exchange.proxy, exchange.trusted = way
+            route = self._routes[host] = proxy, authorities() if encrypted else ""
+        exchange.proxy, exchange.trusted = route
         loop = self._loop
         if loop is None or loop.over:
             with self._lock:
@@ -767,7 +769,8 @@ class _Loop:
         self._live: dict[pycurl.Curl, Exchange] = {}
         self._idle: list[pycurl.Curl] = []
         self._ended: list[Exchange] = []
-        self._fresh = 0  # how many of the next exchanges get a new connection, because kept ones had ended
+        # How many of the next exchanges get a new connection, because kept ones had ended.
+        self._new_connections = 0
         self._timer_at, self._look_at = math.inf, 0.0
         self._multi = pycurl.CurlMulti()
         self._multi.setopt(pycurl.M_SOCKETFUNCTION, self._watch)
@@ -775,12 +778,12 @@ class _Loop:
         self._multi.setopt(pycurl.M_MAXCONNECTS, KEPT_CONNECTIONS)
         self._watched: set[int] = set()
         self._poll = select.epoll()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
-            self._poll.register(self._bell, select.EPOLLIN)
+            self._poll.register(self._wakeup_fd, select.EPOLLIN)
             threading.Thread(target=self._run, name="cachefs http", daemon=True).start()
         except BaseException:
-            os.close(self._bell)
+            os.close(self._wakeup_fd)
             raise
 
     # From any thread.
@@ -789,19 +792,19 @@ class _Loop:
         """Have the loop call `verb(exchange)`."""
         self._queue.append((verb, exchange))
         if self._sleeps:
-            self._ring()
+            self._wake_up()
         if self.over:
             self._end_queued()
 
     def stop(self) -> None:
         self._stopped = True
-        self._ring()
+        self._wake_up()
 
-    def _ring(self) -> None:
-        self._sleeps = False  # one ring wakes it
+    def _wake_up(self) -> None:
+        self._sleeps = False  # one wake-up suffices
         with self._closing:
-            if not self.over:  # else the number may be another file's by now
-                os.eventfd_write(self._bell, 1)
+            if not self.over:  # after that, the number may be another file's
+                os.eventfd_write(self._wakeup_fd, 1)
 
     def _end_queued(self) -> None:
         with suppress(IndexError):
@@ -809,7 +812,7 @@ class _Loop:
                 exchange = self._queue.popleft()[1]
                 if not exchange.ended and exchange.handle is None:  # the loop ends those with a handle
                     self._end(exchange, Transient(CLOSED))
-        self._tell()
+        self._notify()
 
     # Verbs, on the loop's thread.
 
@@ -856,50 +859,50 @@ class _Loop:
         if exchange.prepare is not None:
             exchange.url, exchange.headers = exchange.prepare()
             exchange.prepare = None
-        say = handle.setopt
-        say(pycurl.URL, exchange.url)
-        say(pycurl.PATH_AS_IS, 1)
-        say(pycurl.NOSIGNAL, 1)
-        say(pycurl.HTTP_VERSION, pycurl.CURL_HTTP_VERSION_1_1)
-        say(pycurl.CONNECTTIMEOUT_MS, int(CONNECT_S * 1000))
-        say(pycurl.BUFFERSIZE, BUFFER)
-        say(pycurl.TCP_KEEPALIVE, 1)
-        say(pycurl.PROXY, exchange.proxy)
-        say(pycurl.NOPROXY, "")  # `Transport._loop_for` has read the environment
+        setopt = handle.setopt
+        setopt(pycurl.URL, exchange.url)
+        setopt(pycurl.PATH_AS_IS, 1)
+        setopt(pycurl.NOSIGNAL, 1)
+        setopt(pycurl.HTTP_VERSION, pycurl.CURL_HTTP_VERSION_1_1)
+        setopt(pycurl.CONNECTTIMEOUT_MS, int(CONNECT_S * 1000))
+        setopt(pycurl.BUFFERSIZE, BUFFER)
+        setopt(pycurl.TCP_KEEPALIVE, 1)
+        setopt(pycurl.PROXY, exchange.proxy)
+        setopt(pycurl.NOPROXY, "")  # `Transport._loop_for` has read the environment
         if self._follow:
-            say(pycurl.FOLLOWLOCATION, 1)
-            say(pycurl.MAXREDIRS, 10)
-            say(pycurl.REDIR_PROTOCOLS, pycurl.PROTO_HTTP | pycurl.PROTO_HTTPS)
+            setopt(pycurl.FOLLOWLOCATION, 1)
+            setopt(pycurl.MAXREDIRS, 10)
+            setopt(pycurl.REDIR_PROTOCOLS, pycurl.PROTO_HTTP | pycurl.PROTO_HTTPS)
         if exchange.trusted:
             directory = os.path.isdir(exchange.trusted)
-            say(pycurl.CAPATH if directory else pycurl.CAINFO, exchange.trusted)
-            say(pycurl.PROXY_CAPATH if directory else pycurl.PROXY_CAINFO, exchange.trusted)
-        if self._fresh:
-            self._fresh -= 1
-            say(pycurl.FRESH_CONNECT, 1)
-        say(pycurl.PREREQFUNCTION, exchange.on_request)
-        say(pycurl.HEADERFUNCTION, exchange.lines.append)
-        say(pycurl.WRITEFUNCTION, exchange.on_body)
+            setopt(pycurl.CAPATH if directory else pycurl.CAINFO, exchange.trusted)
+            setopt(pycurl.PROXY_CAPATH if directory else pycurl.PROXY_CAINFO, exchange.trusted)
+        if self._new_connections:
+            self._new_connections -= 1
+            setopt(pycurl.FRESH_CONNECT, 1)
+        setopt(pycurl.PREREQFUNCTION, exchange.on_request)
+        setopt(pycurl.HEADERFUNCTION, exchange.lines.append)
+        setopt(pycurl.WRITEFUNCTION, exchange.on_body)
         given = [f"{name}: {value}".encode() for name, value in exchange.headers.items()]
         if exchange.method == "HEAD":
-            say(pycurl.NOBODY, 1)
+            setopt(pycurl.NOBODY, 1)
         elif exchange.method in ("PUT", "POST"):
-            say(pycurl.UPLOAD, 1)
-            say(pycurl.CUSTOMREQUEST, exchange.method)
-            say(pycurl.INFILESIZE_LARGE, exchange.size)
-            say(pycurl.READFUNCTION, exchange.on_read)
-            say(pycurl.UPLOAD_BUFFERSIZE, CHUNK)
+            setopt(pycurl.UPLOAD, 1)
+            setopt(pycurl.CUSTOMREQUEST, exchange.method)
+            setopt(pycurl.INFILESIZE_LARGE, exchange.size)
+            setopt(pycurl.READFUNCTION, exchange.on_read)
+            setopt(pycurl.UPLOAD_BUFFERSIZE, CHUNK)
             given.append(b"Expect:")  # waiting for a 100-continue would cost a round trip
         elif exchange.method != "GET":
-            say(pycurl.CUSTOMREQUEST, exchange.method)
-        say(pycurl.HTTPHEADER, given)
+            setopt(pycurl.CUSTOMREQUEST, exchange.method)
+        setopt(pycurl.HTTPHEADER, given)
 
     # The thread.
 
     def _run(self) -> None:
         try:
             while not self._stopped:
-                self._turn()
+                self._iterate()
         except Exception:
             log.exception("the HTTP client failed; the next request starts another")
         with self._closing:
@@ -909,18 +912,18 @@ class _Loop:
         self._end_queued()
         self._multi.close()
         self._poll.close()
-        os.close(self._bell)
+        os.close(self._wakeup_fd)
 
-    def _turn(self) -> None:
-        """Wait for sockets, the bell or a time, and do what there is to do."""
+    def _iterate(self) -> None:
+        """One iteration of the loop: wait for sockets, the wake-up descriptor or a timeout, and handle what came."""
         wait_s = min(self._timer_at - time.monotonic(), self._tick_s if self._live else math.inf)
-        self._sleeps = True  # before the look into the queue: what is appended after that rings
+        self._sleeps = True  # set before the queue is checked, so that a later `post` wakes the loop
         if self._queue:
             wait_s = 0.0
         ready = self._poll.poll(None if wait_s == math.inf else max(0.0, wait_s))
         self._sleeps = False
         for fd, mask in ready:
-            if fd == self._bell:
+            if fd == self._wakeup_fd:
                 os.eventfd_read(fd)
             else:
                 self._multi.socket_action(fd, _ACTIONS.get(mask, pycurl.CSELECT_IN | pycurl.CSELECT_ERR))
@@ -937,12 +940,12 @@ class _Loop:
             for handle in done:
                 self._finish(self._live[handle])
             for handle, code, text in failed:
-                self._broke(self._live[handle], code, text)
+                self._fail(self._live[handle], code, text)
         if now >= self._look_at:
             self._look_at = now + self._tick_s
             self._look_for_silence(now)
         if self._ended:
-            self._tell()
+            self._notify()
 
     def _finish(self, exchange: Exchange) -> None:
         """libcurl is done with the exchange: end it as soon as the receiver has all bytes."""
@@ -950,13 +953,13 @@ class _Loop:
         if exchange.finish():
             self._end(exchange, exchange.error)
 
-    def _broke(self, exchange: Exchange, code: int, text: str) -> None:
+    def _fail(self, exchange: Exchange, code: int, text: str) -> None:
         if exchange.error is None and not exchange.refused:
             if code == pycurl.E_PEER_FAILED_VERIFICATION:
                 text = f"certificate verify failed: {text}"
             text = text or f"libcurl failed with code {code}"
             exchange.error = Transient(one_line(f"{exchange.host}: {text}"))
-        self._fresh += isinstance(exchange.error, ConnectionEnded)
+        self._new_connections += isinstance(exchange.error, ConnectionEnded)
         self._finish(exchange)  # the receiver gets the bytes that came
 
     def _look_for_silence(self, now: float) -> None:
@@ -971,7 +974,7 @@ class _Loop:
                 self._finish(exchange)
 
     def _end(self, exchange: Exchange, error: Exception | None) -> None:
-        """End the exchange and free its handle. `_tell` reports it to its caller."""
+        """End the exchange and free its handle. `_notify` reports it to its caller."""
         handle, exchange.handle = exchange.handle, None
         if handle is not None:
             if exchange.on_end is not None:
@@ -986,7 +989,7 @@ class _Loop:
             exchange.room.release()
         self._ended.append(exchange)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         """Wake the threads and tasks whose exchanges have ended, all tasks by one call into trio."""
         ended, self._ended = self._ended, []
         for exchange in ended:
@@ -998,15 +1001,15 @@ class _Loop:
 
     # libcurl's callbacks.
 
-    def _watch(self, what: int, fd: int, *_: object) -> None:
+    def _watch(self, events: int, fd: int, *_: object) -> None:
         """Have epoll watch a socket for the events that libcurl wants."""
-        if what == pycurl.POLL_REMOVE:
+        if events == pycurl.POLL_REMOVE:
             self._watched.discard(fd)
             with suppress(OSError):  # closed already
                 self._poll.unregister(fd)
             return
-        mask = (select.EPOLLIN if what & pycurl.POLL_IN else 0) | (
-            select.EPOLLOUT if what & pycurl.POLL_OUT else 0
+        mask = (select.EPOLLIN if events & pycurl.POLL_IN else 0) | (
+            select.EPOLLOUT if events & pycurl.POLL_OUT else 0
         )
         if fd in self._watched:
             self._poll.modify(fd, mask)
@@ -1098,28 +1101,28 @@ def refusal(
     status: int,
     body: str = "",
     *,
-    what: str,
+    name: str,
     code: str = "",
     message: str = "",
     advice: str = "check the credentials",
     retry_after: str | None = None,
     date: str | None = None,
 ) -> CachefsError:
-    """The error for an HTTP reply that is not a success. `what` names the object; `advice` tells what to change when the
+    """The error for an HTTP reply that is not a success. `name` names the object; `advice` tells what to change when the
     store does not accept the credentials; `body` (XML, JSON, or a library's text with one of them in it) is searched for
     the code and message when they are not given. `date` is the reply's header, the origin's clock."""
     code = code or _tag("Code", body)
     message = message or _tag("Message", body)
-    told = f"{status} {code}".strip() + (f" ({message})" if message else "")
-    line = one_line(f"{what}: the origin answered {told}")
+    answer = f"{status} {code}".strip() + (f" ({message})" if message else "")
+    line = one_line(f"{name}: the origin answered {answer}")
     if code in NO_STORE:
         return NotFound(
-            one_line(f"{what}: no such bucket or container ({told}); check its name and the endpoint")
+            one_line(f"{name}: no such bucket or container ({answer}); check its name and the endpoint")
         )
     if code in NO_UPLOAD:
         return NoSuchUpload(line)
     if code in OCCUPIED:
-        return ObjectChanged(f"{what}: there is such an object at the origin")
+        return ObjectChanged(f"{name}: there is such an object at the origin")
     if code in BUSY or status in (429, 503):
         seconds = _seconds(retry_after)
         return Throttled(line) if seconds is None else AskedToWait(line, seconds)
@@ -1135,7 +1138,7 @@ def refusal(
     if status == 404:
         return NotFound(line)
     if status in (412, 416):
-        return ObjectChanged(f"{what}: the object changed at the origin")
+        return ObjectChanged(f"{name}: the object changed at the origin")
     if status in (301, 302, 307, 308):
         return OriginFailed(f"{line}: the origin lives elsewhere; set --region or --endpoint-url")
     if status in (405, 501):
@@ -1219,7 +1222,7 @@ class Opened(Generic[T]):
     def __init__(self, open_it: Callable[[], T], current: Callable[[], object]) -> None:
         self._open, self._current = open_it, current
         self._value: T | None = None
-        self._shows: object = None
+        self._opened_with: object = None
         self._opened_at = float("-inf")
         self._lock = threading.Lock()
 
@@ -1227,8 +1230,8 @@ class Opened(Generic[T]):
         # The credentials are read with the lock held, so that a slower thread cannot bring older ones back.
         with self._lock:
             current = self._current()
-            if self._value is None or current != self._shows:
-                self._value, self._shows = self._open(), current
+            if self._value is None or current != self._opened_with:
+                self._value, self._opened_with = self._open(), current
                 self._opened_at = time.monotonic()
             return self._value
 
@@ -1312,17 +1315,17 @@ class Md5Etags:
     def compare(self, key: str, name: str, md5: str, data: bytes) -> None:
         """Compare an object's bytes with its MD5. Raises `Transient` if the object must be fetched again: the bytes do not
         match, and these bytes came for the first time. Bytes that come twice are what the origin has, and are accepted."""
-        came = hashlib.md5(data, usedforsecurity=False).hexdigest()
+        digest = hashlib.md5(data, usedforsecurity=False).hexdigest()
         self.compared += 1
-        before = self._refused.pop(key, "")
-        if came == md5:
+        previous = self._refused.pop(key, "")
+        if digest == md5:
             self._no_md5s = 0
             return
         self.unlike += 1
-        if came != before:
+        if digest != previous:
             if len(self._refused) >= MOST_REFUSED:
                 self._refused.clear()
-            self._refused[key] = came
+            self._refused[key] = digest
             raise Transient(f"{name}: the bytes that came are not those of its etag, an MD5")
         self._no_md5s += 1
         if self._no_md5s == UNLIKE:

@@ -245,9 +245,9 @@ class LocalClient(Writer):
     def complete(
         self, key: str, upload: str, parts: Mapping[int, str], preconditions: Preconditions
     ) -> Written:
-        there = self.parts(key, upload)
+        existing = self.parts(key, upload)
         for number, etag in parts.items():
-            if number not in there or there[number].etag != etag:
+            if number not in existing or existing[number].etag != etag:
                 raise OriginFailed(f"{key}: part {number} of the upload is not the one that was sent")
 
         def assemble(fd: int) -> None:
@@ -268,9 +268,9 @@ class LocalClient(Writer):
 
     def _clear(self, upload: str) -> None:
         # Renamed first, because an abandoned request may still write a part under the old name.
-        gone = self._uploads / secrets.token_hex(RANDOM_BYTES)
-        os.rename(self._uploads / upload, gone)
-        shutil.rmtree(gone)
+        discarded = self._uploads / secrets.token_hex(RANDOM_BYTES)
+        os.rename(self._uploads / upload, discarded)
+        shutil.rmtree(discarded)
         with suppress(OSError):
             os.rmdir(self._uploads)  # unless there are others
 
@@ -278,13 +278,13 @@ class LocalClient(Writer):
     def _within(self, key: str, upload: str) -> Iterator[Path]:
         """The directory of an upload. A file that is missing there raises `NoSuchUpload`."""
         folder = self._uploads / upload
-        gone = NoSuchUpload(f"{key}: no such upload")
+        missing = NoSuchUpload(f"{key}: no such upload")
         try:
             if "/" in upload or os.fsdecode((folder / "key").read_bytes()) != key:
-                raise gone
+                raise missing
             yield folder
         except FileNotFoundError as exc:
-            raise gone from exc
+            raise missing from exc
 
     # Paths and files.
 

@@ -165,10 +165,10 @@ class Origin:
         """The object, if it has the idempotency token: then an earlier attempt wrote it, and only the reply was lost. Else
         raises `error`. `size` None: of any size."""
         try:
-            info, shown = await self.look(key)
+            info, found_token = await self.look(key)
         except NotFound:
-            shown = ""
-        if token and shown == token and size in (None, info.size):
+            found_token = ""
+        if token and found_token == token and size in (None, info.size):
             return info
         raise error
 
@@ -238,14 +238,14 @@ class Origin:
         if not token and (if_absent or if_match is not None):
             token = new_token()
         preconditions = Preconditions(content_type, if_match, if_absent, token)
-        what = f"writing {self.name(key)}"
+        action = f"writing {self.name(key)}"
         try:
             sent = await self._to_send(key, preconditions, self._probes.puts)
             written = await attempts.send(
                 lambda body: writer.put(key, body, sent),
                 source,
                 size,
-                what,
+                action,
                 "origin_put",
                 key,
                 ticket,
@@ -450,7 +450,7 @@ class Upload:
             lambda body: writer.put_part(self.key, self.id, number, body),
             source,
             length,
-            f"writing part {number} of {self._what}",
+            f"writing part {number} of {self._label}",
             "origin_put_part",
             self.key,
             ticket,
@@ -464,7 +464,7 @@ class Upload:
         self._within_limits(number, stop - start)
         found = await self._attempts.call(
             lambda: writer.copy_part(self.key, self.id, number, key, etag, start, stop),
-            f"copying part {number} of {self._what}",
+            f"copying part {number} of {self._label}",
             "origin_put_part",
             self.key,
             patience=PATIENCE,
@@ -477,7 +477,7 @@ class Upload:
         writer = self._attempts.writer
         self.known = await self._attempts.call(
             lambda: writer.parts(self.key, self.id),
-            f"looking up parts of {self._what}",
+            f"looking up parts of {self._label}",
             "origin_upload",
             self.key,
         )
@@ -500,7 +500,7 @@ class Upload:
         if parts is None:
             parts = {number: part.etag for number, part in self.known.items()}
         if not parts:
-            raise OriginFailed(f"{self._what}: an upload without parts cannot be completed")
+            raise OriginFailed(f"{self._label}: an upload without parts cannot be completed")
         given = {number: parts[number] for number in sorted(parts)}
         preconditions = Preconditions(
             self._preconditions.content_type, if_match, if_absent, self._preconditions.token
@@ -512,8 +512,8 @@ class Upload:
         def attempt() -> Written:
             if self._perhaps_complete and preconditions.token:
                 with suppress(NotFound):
-                    info, shown = writer.look(self.key)
-                    if shown == preconditions.token:
+                    info, found_token = writer.look(self.key)
+                    if found_token == preconditions.token:
                         return Written(info.etag, info.mtime_ns)
             self._perhaps_complete = True
             try:
@@ -526,7 +526,7 @@ class Upload:
             sent = await origin._to_send(self.key, preconditions, origin._probes.completes)
             written = await self._attempts.call(
                 attempt,
-                f"completing {self._what}",
+                f"completing {self._label}",
                 "origin_upload",
                 self.key,
                 patience=PATIENCE,
@@ -545,18 +545,18 @@ class Upload:
         afterwards. Azure has no such request: it discards blocks a week after the last of them."""
         writer = self._attempts.writer
         await self._attempts.call(
-            lambda: writer.abort(self.key, self.id), f"aborting {self._what}", "origin_upload", self.key
+            lambda: writer.abort(self.key, self.id), f"aborting {self._label}", "origin_upload", self.key
         )
 
     @property
-    def _what(self) -> str:
+    def _label(self) -> str:
         return f"the upload of {self._attempts.name(self.key)}"
 
     def _within_limits(self, number: int, length: int) -> None:
         limits = self._attempts.writer.limits
         if not 1 <= number <= limits.most_parts:
-            raise Unsupported(f"{self._what}: part {number} is not within 1 and {limits.most_parts}")
+            raise Unsupported(f"{self._label}: part {number} is not within 1 and {limits.most_parts}")
         if length > limits.largest_part:
             raise Unsupported(
-                f"{self._what}: a part of {length} bytes is too long, {limits.largest_part} is most"
+                f"{self._label}: a part of {length} bytes is too long, {limits.largest_part} is most"
             )

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 IMPOSSIBLE = f'"{"0" * 32}"'
 """An etag that no object has: no bytes are known whose MD5 is zero."""
 
-WHAT = "finding out which conditions the origin honours"
+ACTION = "finding out which conditions the origin honours"
 
 
 class Probes:
@@ -72,7 +72,7 @@ class Probes:
         refused = await _refused(
             attempts.call(
                 lambda: attempts.writer.copy(key, name, IMPOSSIBLE),
-                WHAT,
+                ACTION,
                 "origin_copy",
                 name,
                 patience=PATIENCE,
@@ -87,7 +87,7 @@ class Probes:
         refused = await _refused(
             attempts.call(
                 lambda: attempts.writer.copy_part(to, upload, 1, key, IMPOSSIBLE, 0, 1),
-                WHAT,
+                ACTION,
                 "origin_put_part",
                 to,
             )
@@ -117,21 +117,23 @@ class Probes:
 
     async def _completion_refused(self, name: str, preconditions: Preconditions) -> bool:
         attempts, writer = self._attempts, self._attempts.writer
-        upload = await attempts.call(lambda: writer.begin(name, Preconditions()), WHAT, "origin_upload", name)
+        upload = await attempts.call(
+            lambda: writer.begin(name, Preconditions()), ACTION, "origin_upload", name
+        )
         refused = True
         try:
             etag = await attempts.send(
                 lambda body: writer.put_part(name, upload, 1, body),
                 InMemory(b"p"),
                 1,
-                WHAT,
+                ACTION,
                 "origin_put_part",
                 name,
             )
             refused = await _refused(
                 attempts.call(
                     lambda: writer.complete(name, upload, {1: etag}, preconditions),
-                    WHAT,
+                    ACTION,
                     "origin_upload",
                     name,
                     patience=PATIENCE,
@@ -139,20 +141,20 @@ class Probes:
             )
         finally:
             if refused:
-                await attempts.call(lambda: writer.abort(name, upload), WHAT, "origin_upload", name)
+                await attempts.call(lambda: writer.abort(name, upload), ACTION, "origin_upload", name)
         return refused
 
     async def _write(self, name: str, preconditions: Preconditions) -> str:
         """Write an empty object. Returns its etag."""
         writer = self._attempts.writer
         written = await self._attempts.send(
-            lambda body: writer.put(name, body, preconditions), InMemory(b""), 0, WHAT, "origin_put", name
+            lambda body: writer.put(name, body, preconditions), InMemory(b""), 0, ACTION, "origin_put", name
         )
         return written.etag
 
     async def _delete(self, name: str) -> None:
         writer = self._attempts.writer
-        await self._attempts.call(lambda: writer.delete(name), WHAT, "origin_delete", name)
+        await self._attempts.call(lambda: writer.delete(name), ACTION, "origin_delete", name)
 
     @asynccontextmanager
     async def _object(self) -> AsyncIterator[tuple[str, str]]:

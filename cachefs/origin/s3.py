@@ -312,9 +312,9 @@ def signed_v4(
     }
     if credentials.token:
         given["X-Amz-Security-Token"] = credentials.token
-    shown = sorted([(name.lower(), " ".join(value.split())) for name, value in given.items()])
-    names = ";".join([name for name, _ in shown])
-    lines = "".join([f"{name}:{value}\n" for name, value in shown])
+    canonical = sorted([(name.lower(), " ".join(value.split())) for name, value in given.items()])
+    names = ";".join([name for name, _ in canonical])
+    lines = "".join([f"{name}:{value}\n" for name, value in canonical])
     request = f"{method}\n/{path}\n{parameters}\n{lines}\n{names}\n{payload}"
     scope = f"{time_of_day[:8]}/{region}/s3/aws4_request"
     text = f"AWS4-HMAC-SHA256\n{time_of_day}\n{scope}\n{hashlib.sha256(request.encode()).hexdigest()}"
@@ -384,7 +384,7 @@ class S3Objects(Writer):
 
     def put(self, key: str, body: Body, preconditions: Preconditions) -> Written:
         with conflicts(preconditions):
-            headers = {**self._kept(preconditions), **self._conditions(key, preconditions)}
+            headers = {**self._stored_headers(preconditions), **self._conditions(key, preconditions)}
             return written(self._http.ask(Request("PUT", key, headers=headers, body=body)))
 
     async def put_now(self, key: str, body: Body, preconditions: Preconditions) -> Written | None:
@@ -392,7 +392,7 @@ class S3Objects(Writer):
         if not isinstance(place, Bucket):
             return None
         with conflicts(preconditions):
-            headers = {**self._kept(preconditions), **self._conditions(key, preconditions)}
+            headers = {**self._stored_headers(preconditions), **self._conditions(key, preconditions)}
             request = Request("PUT", key, headers=headers, body=body)
             reply = await self._http.ask_now(request)
             return None if reply is None else written(reply)
@@ -427,7 +427,7 @@ class S3Objects(Writer):
             if code != "NoSuchKey":
                 left[key] = refusal(
                     FORBIDDEN.get(code, reply.status),
-                    what=self._http.name(key),
+                    name=self._http.name(key),
                     code=code,
                     message=node.findtext("Message", ""),
                     advice=self._http.place.credentials.advice,
@@ -441,7 +441,7 @@ class S3Objects(Writer):
     # Multipart uploads.
 
     def begin(self, key: str, preconditions: Preconditions) -> str:
-        reply = self._http.ask(Request("POST", key, {"uploads": ""}, self._kept(preconditions)))
+        reply = self._http.ask(Request("POST", key, {"uploads": ""}, self._stored_headers(preconditions)))
         name = self._http.document(reply, key).findtext("UploadId")
         if not name:
             raise OriginFailed(f"{self._http.name(key)}: the origin's new upload has no id")
@@ -500,7 +500,7 @@ class S3Objects(Writer):
 
     # Headers.
 
-    def _kept(self, preconditions: Preconditions) -> dict[str, str]:
+    def _stored_headers(self, preconditions: Preconditions) -> dict[str, str]:
         """Headers that the origin stores with the object."""
         token = {self._token_header: preconditions.token} if preconditions.token else {}
         return {"Content-Type": preconditions.content_type or ANY_TYPE, **token}

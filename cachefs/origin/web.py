@@ -44,7 +44,7 @@ class IndexLister:
         if reply.status == 403:  # nginx and Apache, for a directory without an index
             raise Unsupported(f"{url}: the server shows no index of it; names can be opened but not listed")
         if reply.status != 200:
-            raise refusal(reply.status, what=url, retry_after=reply.headers.get("retry-after"))
+            raise refusal(reply.status, name=url, retry_after=reply.headers.get("retry-after"))
         if "html" not in reply.headers.get("content-type", ""):
             raise Unsupported(f"{url}: no index page there; names can be opened but not listed")
         names = names_in(reply.body.decode("utf-8", "replace"), reply.url)
@@ -60,12 +60,12 @@ def names_in(page: str, url: str) -> list[str]:
     """The names one level below `url` that the page links to, in order; those of directories end in a slash."""
     links = _Links()
     links.feed(page)
-    here = urlsplit(url)
+    base = urlsplit(url)
     found = set()
     for link in links.found:
-        there = urlsplit(urljoin(url, link))
-        below = there.path.removeprefix(here.path)
-        if there.netloc != here.netloc or there.query or below == there.path:
+        target = urlsplit(urljoin(url, link))
+        below = target.path.removeprefix(base.path)
+        if target.netloc != base.netloc or target.query or below == target.path:
             continue
         name = unquote(below, errors="surrogateescape")
         # A name, or a name and its slash. A percent-encoded slash cannot be part of a path.

@@ -225,16 +225,16 @@ def _tls(side: int, certificate: Path, key: Path, ca: Path) -> ssl.SSLContext:
         named = f"key {key}"
         context.load_cert_chain(certificate, key, password="")  # never prompt for one
     except (OSError, ssl.SSLError) as exc:
-        said = exc.reason if isinstance(exc, ssl.SSLError) and exc.reason else exc.strerror or str(exc)
-        raise ConfigError(f"cannot use the peers' {named}: {said.lower().replace('_', ' ')}") from exc
+        reason = exc.reason if isinstance(exc, ssl.SSLError) and exc.reason else exc.strerror or str(exc)
+        raise ConfigError(f"cannot use the peers' {named}: {reason.lower().replace('_', ' ')}") from exc
     return context
 
 
 def why_untrusted(server: ssl.SSLContext, client: ssl.SSLContext) -> str:
     """Why a node with the same files would refuse this node; empty if it would not. Makes a TLS handshake in memory,
     because an expired certificate, for example, can be loaded although every peer refuses it."""
-    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = [client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True)]
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)]
     for end in ends * 3:
         try:
             end.do_handshake()

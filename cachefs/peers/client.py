@@ -487,12 +487,12 @@ def _check_bytes(macs: Macs | None) -> int:
 def checked(connection: Connection, block: int, received: memoryview, macs: Macs | None) -> Checked:
     """The block in `received`, which ends in the block's check. Raises `PeerFailed` if the check does not match."""
     length = len(received) - _check_bytes(macs)
-    data, said = received[:length], bytes(received[length:])
+    data, check = received[:length], bytes(received[length:])
     checksum = xxhash.xxh3_64_intdigest(data)
     packed = CHECKSUM.pack(checksum)
-    if said[: CHECKSUM.size] != packed:
+    if check[: CHECKSUM.size] != packed:
         raise PeerFailed("corrupt", f"{connection.address}: block {block} does not match its checksum")
-    if macs is not None and not hmac.compare_digest(macs.block(block, packed), said[CHECKSUM.size :]):
+    if macs is not None and not hmac.compare_digest(macs.block(block, packed), check[CHECKSUM.size :]):
         raise PeerFailed("corrupt", f"{connection.address}: block {block} is not signed with our key")
     return Checked(data, checksum)
 
@@ -830,8 +830,10 @@ class Client:
                 return head_s, result
             text = (await small_body(connection, head, macs, deadlines.first_s)).decode("utf-8", "replace")
             whole = True
-            said = "".join(char for char in text if char.isprintable())
-            raise PeerFailed(KIND_OF.get(head.status, "refused"), f"{address}: {said[:200] or head.status}")
+            message = "".join(char for char in text if char.isprintable())
+            raise PeerFailed(
+                KIND_OF.get(head.status, "refused"), f"{address}: {message[:200] or head.status}"
+            )
         finally:
             if whole and head is not None and not head.last:
                 connection.used = True
@@ -846,10 +848,10 @@ class Client:
                 sock = await self._reach(address, peer)
         except (OSError, trio.TooSlowError) as exc:
             peer.ips = []  # the name may have another address now
-            said = (
+            reason = (
                 "no answer" if isinstance(exc, trio.TooSlowError) else getattr(exc, "strerror", None) or exc
             )
-            raise PeerFailed("connect", f"{address}: {said}") from exc
+            raise PeerFailed("connect", f"{address}: {reason}") from exc
         plain = socket.socket(fileno=sock.detach())
         plain.setblocking(False)
         connection = Connection(plain, address, self._tls)

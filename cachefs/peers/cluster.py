@@ -105,7 +105,7 @@ class Cluster:
         for rank, name in enumerate(self._owners(digest, extent)):
             if name in own or asked == ASKED:
                 return
-            if self._of(name).may_try(self._now()):
+            if self._health_of(name).may_try(self._now()):
                 asked += 1
                 yield Asked(members[name], rank)
 
@@ -118,20 +118,20 @@ class Cluster:
         """True if this node protects its blocks of the extent, because it is one of the owners or stands in for dead ones.
         A node that serves no blocks protects all."""
         owners = self._owners(digest, extent)
-        return not self.serves or not owners or self._stands(owners, self.replicas)
+        return not self.serves or not owners or self._is_among_first(owners, self.replicas)
 
     def may_fetch(self, digest: bytes, extent: int, rank: int) -> bool:
         """True if this node should fetch the extent for a client that gives it this rank: it has at most this rank by its
         own members too, or would without those that it knows to be dead (which the client may not know)."""
-        return self._stands(self._owners(digest, extent), max(self.replicas, rank + 1))
+        return self._is_among_first(self._owners(digest, extent), max(self.replicas, rank + 1))
 
-    def _stands(self, owners: Collection[str], count: int) -> bool:
+    def _is_among_first(self, owners: Collection[str], count: int) -> bool:
         """True if this node is among the first `count` owners that are not dead."""
         alive = 0
         for name in owners:
             if name in self.membership.own:
                 return True
-            alive += self._of(name).state != "dead"
+            alive += self._health_of(name).state != "dead"
             if alive == count:
                 return False
         return False
@@ -141,7 +141,7 @@ class Cluster:
         be tried. As with `candidates`, the caller must ask each that it takes."""
         members, own = self.membership.members, self.membership.own
         for rank, name in enumerate(self._owners(digest, extent)):
-            if name in own or self._of(name).may_try(self._now()):
+            if name in own or self._health_of(name).may_try(self._now()):
                 yield Asked(members[name], rank)
 
     def _owners(self, digest: bytes, extent: int) -> tuple[str, ...]:
@@ -164,7 +164,7 @@ class Cluster:
         """Read bytes [start, stop) of a version, whole blocks of one extent, into `sink`. `origin_rate` and `others` are as
         in `Pace`. Raises `PeerFailed`, and what the sink raises."""
         request = self._request(version, start, stop, asked.rank)
-        deadline_s = self._of(asked.member.name).read_deadline()
+        deadline_s = self._health_of(asked.member.name).read_deadline()
         await self._judged(
             asked.member,
             lambda address: self._client.read(
@@ -180,11 +180,11 @@ class Cluster:
 
     def lied(self, member: Member) -> None:
         """Send this member no more requests until it or this node restarts. Its successors stand in."""
-        self._of(member.name).lying = True
+        self._health_of(member.name).lying = True
 
     def failed_since(self, asked: Asked, moment: float) -> bool:
         """True if a request to this member has failed at or after `moment` (of trio's clock)."""
-        return self._of(asked.member.name).failed_since(moment)
+        return self._health_of(asked.member.name).failed_since(moment)
 
     async def prefetch(self, asked: Asked, version: ObjectId, start: int, stop: int) -> None:
         """Have the member fetch and cache bytes [start, stop) of one extent. Raises `PeerFailed`."""
@@ -209,7 +209,7 @@ class Cluster:
         at_once = trio.CapacityLimiter(PROBES_AT_ONCE)
 
         async def ask(member: Member) -> None:
-            health = self._of(member.name)
+            health = self._health_of(member.name)
             async with at_once:
                 for _ in range(DEAD_AFTER):
                     sent_at = self._now()
@@ -229,7 +229,7 @@ class Cluster:
     async def _judged(self, member: Member, ask: Callable[[Address], Awaitable[float]]) -> None:
         """Call `ask`, which returns the seconds to the first sign of life, and record how it ended in the member's health.
         Raises what it raises."""
-        health, sent_at = self._of(member.name), self._now()
+        health, sent_at = self._health_of(member.name), self._now()
         try:
             first_s = await self._reach(member, ask)
         except PeerFailed as exc:
@@ -279,7 +279,7 @@ class Cluster:
             level = logging.WARNING if exc.kind in TELLING else logging.INFO
             log.log(level, "peer %s is left alone for a while: %s", member, exc)
 
-    def _of(self, name: str) -> Health:
+    def _health_of(self, name: str) -> Health:
         found = self._health.get(name)
         if found is None:
             found = Health(self._rng)
@@ -322,7 +322,7 @@ class Cluster:
                     "addresses": [str(address) for address in member.addresses],
                     "here": name in self.membership.own,
                     "share": member.weight / total,
-                    "state": self._of(name).state,
+                    "state": self._health_of(name).state,
                     "bytes_in": sum(row["bytes_in"] for row in asked),
                     "bytes_out": table.get(self._client.host_of(member.address), {}).get("bytes_out", 0),
                     "requests": sum(row["requests"] for row in asked),

@@ -162,8 +162,8 @@ class Registry:
         return True
 
     async def _renew(self) -> bool:
-        said = await self._gateway.call("/v3/lease/keepalive", {"ID": self._lease})
-        return _number(_part(said, "result"), "TTL") > 0
+        reply = await self._gateway.call("/v3/lease/keepalive", {"ID": self._lease})
+        return _number(_part(reply, "result"), "TTL") > 0
 
     def _sees_itself(self, address: Address) -> bool:
         """True if this node's key is there and holds its handshake."""
@@ -246,8 +246,10 @@ class Gateway:
 
     async def _authenticate(self) -> None:
         self._token = ""
-        said = await self._call_any("/v3/auth/authenticate", {"name": self._user, "password": self._password})
-        self._token = str(said.get("token", ""))
+        reply = await self._call_any(
+            "/v3/auth/authenticate", {"name": self._user, "password": self._password}
+        )
+        self._token = str(reply.get("token", ""))
 
     async def _call_any(self, path: str, body: Message) -> Message:
         reasons = []

@@ -172,11 +172,11 @@ class Listed:
         """Request the handshake of the node at this host at the next poll, unless it answered within the last two: two
         nodes would otherwise ask each other for ever. True if the node may be one that has not answered yet, perhaps one
         that is listed by its name."""
-        there = [found for address, found in self._listed.items() if address.host == host]
-        for found in there:
+        at_host = [found for address, found in self._listed.items() if address.host == host]
+        for found in at_host:
             if trio.current_time() - found.asked_at >= 2 * POLL_S:
                 found.asked_at = -math.inf
-        return any(found.handshake is None for found in there or self._listed.values())
+        return any(found.handshake is None for found in at_host or self._listed.values())
 
     async def leave(self) -> None:
         """Do nothing: peers notice that this node no longer answers."""
@@ -199,7 +199,7 @@ class Listed:
         try:
             async with self._at_once:
                 with trio.fail_after(IDENTIFY_S):
-                    said = await self._ask(address)
+                    handshake = await self._ask(address)
         except (OSError, CachefsError, trio.TooSlowError) as exc:
             log.debug("peer %s did not answer a handshake: %s", address, exc)
             listed.asked_at = -math.inf
@@ -208,8 +208,8 @@ class Listed:
             return
         listed.refusal = ""
         listed.asked_at = trio.current_time()
-        if listed.handshake != said:
-            listed.handshake, listed.since = said, listed.asked_at
+        if listed.handshake != handshake:
+            listed.handshake, listed.since = handshake, listed.asked_at
 
     async def _ask(self, address: Address) -> Handshake:
         if self._listen is not None and await is_own(address, self._listen, self._resolve):

@@ -222,8 +222,8 @@ class Membership:
 
     def _report(self, sightings: Iterable[Sighting]) -> None:
         me = self._handshake
-        last: dict[str, Handshake] = {}
-        where: dict[tuple[str, str], list[Address]] = {}
+        newest: dict[str, Handshake] = {}
+        addresses_of: dict[tuple[str, str], list[Address]] = {}
         incompatible: dict[Address, Incompatible] = {}
         for address, handshake, refusal in sightings:
             if handshake is None:
@@ -231,17 +231,17 @@ class Membership:
                     Incompatible(REFUSED, f"is not trusted ({refusal})", wrong=True) if refusal else UNKNOWN
                 )
                 continue
-            why = self._mismatch(handshake)
-            if why is None and handshake.node == me.node and handshake.life != me.life:
-                why = COPIED
-            if why is not None:
-                incompatible[address] = why
+            mismatch = self._mismatch(handshake)
+            if mismatch is None and handshake.node == me.node and handshake.life != me.life:
+                mismatch = COPIED
+            if mismatch is not None:
+                incompatible[address] = mismatch
                 continue
-            last[handshake.node] = handshake
-            where.setdefault((handshake.node, handshake.life), []).append(address)
+            newest[handshake.node] = handshake
+            addresses_of.setdefault((handshake.node, handshake.life), []).append(address)
         members = {
-            name: Member(name, tuple(sorted(where[name, known.life])), known.weight, known.life)
-            for name, known in last.items()
+            name: Member(name, tuple(sorted(addresses_of[name, known.life])), known.weight, known.life)
+            for name, known in newest.items()
         }
         own = frozenset({me.node} & members.keys())
         if (members, own, incompatible) == (self.members, self.own, self.incompatible):

@@ -188,12 +188,12 @@ class PeerNode:
                 address for address, why in self._membership.incompatible.items() if why == COPIED
             ]:
                 try:
-                    said = await self._client.handshake(address)
+                    theirs = await self._client.handshake(address)
                 except PeerFailed:
                     continue
-                if said.node != self._handshake.node or said.life == self._handshake.life:
+                if theirs.node != self._handshake.node or theirs.life == self._handshake.life:
                     continue
-                keeps = self._handshake.life < said.life
+                keeps = self._handshake.life < theirs.life
                 log.warning(
                     "peer %s has this node's id, as after a copy of its cache directory: %s takes another, and its share",
                     address,
@@ -257,9 +257,9 @@ async def _own_address(peers: StaticPeers) -> Address:
                 log.debug("cannot resolve %s: %s", address, exc)
     if len(found) == 1:
         return found[0]
-    said = "several of" if found else "none of"
+    how_many = "several of" if found else "none of"
     raise ConfigError(
-        f"{said} --peers are this machine: say with --peer-listen where it listens, or add --no-sharing"
+        f"{how_many} --peers are this machine: say with --peer-listen where it listens, or add --no-sharing"
     )
 
 

@@ -166,7 +166,7 @@ class PlainWire(Wire):
     async def send(self, data: bytes, *, more: bool) -> None:
         self._out.append(data)
         if not more:
-            await self._flush(_nothing, None)
+            await self._flush(_ignore_progress, None)
 
     async def send_run(self, run: Sequence[Piece | bytes], progressed: Callable[[], None]) -> None:
         thread: trio.CapacityLimiter | None = None
@@ -255,7 +255,7 @@ class PlainWire(Wire):
 
 
 @contextmanager
-def _lost_is_gone() -> Iterator[None]:
+def _raising_gone() -> Iterator[None]:
     try:
         yield
     except (OSError, trio.BrokenResourceError) as exc:  # an `ssl.SSLError` is an OSError
@@ -271,15 +271,15 @@ class TlsWire(Wire):
         self._stream = trio.SSLStream(transport, context, server_side=True, https_compatible=True)
 
     async def begin(self) -> None:
-        with _lost_is_gone():
+        with _raising_gone():
             await self._stream.do_handshake()
 
     async def receive(self) -> bytes:
-        with _lost_is_gone():
+        with _raising_gone():
             return bytes(await self._stream.receive_some(READ_BYTES))
 
     async def send(self, data: bytes, *, more: bool) -> None:
-        with _lost_is_gone():
+        with _raising_gone():
             await self._stream.send_all(data)
 
     async def send_run(self, run: Sequence[Piece | bytes], progressed: Callable[[], None]) -> None:
@@ -293,7 +293,7 @@ class TlsWire(Wire):
         fd, offset, left, in_ram, _ = piece
         while left:
             count, disk = min(left, TLS_SLICE), self._threads.disk
-            with _lost_is_gone():
+            with _raising_gone():
                 if in_ram:
                     data = os.pread(fd, count, offset)
                 else:
@@ -307,7 +307,7 @@ class TlsWire(Wire):
             progressed()
 
 
-def _nothing() -> None:
+def _ignore_progress() -> None:
     """The `progressed` of a reply whose deadline does not move."""
 
 
@@ -460,8 +460,8 @@ class _Conversation:
         self._wire = wire
         self._host = host
         self._early = b""  # bytes of the next request that were received with the last one
-        self._known = False  # True once a request was authentic
-        self._last = False  # True if no request follows the present one
+        self._authenticated = False  # True once a request was authentic
+        self._is_last = False  # True if no request follows the present one
         self._scope = trio.CancelScope()
         self._streaming = False
         self._macs: Macs | None = None
@@ -469,7 +469,7 @@ class _Conversation:
     async def run(self) -> None:
         """Serve until either side ends the conversation. Raises `Gone`."""
         with self._scope:
-            while not self._last:
+            while not self._is_last:
                 self._macs = None
                 try:
                     request = await self._next_request()
@@ -491,9 +491,9 @@ class _Conversation:
     async def _next_request(self) -> Request | None:
         """Receive a request. None if the client closes the connection. Raises `_Refusal`, `Gone`."""
         limits, data = self._server._limits, self._early
-        self._last = True  # until a whole request was read
+        self._is_last = True  # until a whole request was read
         try:
-            self._within(limits.idle_s if self._known else limits.first_s)
+            self._within(limits.idle_s if self._authenticated else limits.first_s)
             data = data or await self._wire.receive()
             request = parse_request(data)
             if request is None:
@@ -508,13 +508,13 @@ class _Conversation:
             return None
         if request.body:
             raise _Refusal(400, "requests have no body here")
-        self._early, self._last = data[request.stop :], request.last
+        self._early, self._is_last = data[request.stop :], request.last
         return request
 
     async def _answer(self, request: Request) -> None:
         server = self._server
         if request.method != "GET":
-            self._last = True  # a HEAD expects no body
+            self._is_last = True  # a HEAD expects no body
             raise _Refusal(405, "only GET")
         try:
             path, query = parse_target(request.target)
@@ -548,7 +548,7 @@ class _Conversation:
         verifier, names = self._server._verifier, self._server.names
         host = request.headers.get("host", "")
         if verifier is None:
-            self._known = True
+            self._authenticated = True
             return
         try:
             self._macs = verifier.verify(
@@ -556,7 +556,7 @@ class _Conversation:
             )
         except Unauthorized as exc:
             raise _Refusal(401, str(exc)) from None
-        self._known = True
+        self._authenticated = True
         if names and host not in names and request.target != HANDSHAKE:
             raise _Refusal(421, "meant for another node")
 
@@ -678,6 +678,6 @@ class _Conversation:
         headers = {"Content-Length": str(length)}
         if self._macs is not None:
             headers[MAC] = self._macs.reply(status, length, body)
-        if self._last:
+        if self._is_last:
             headers["Connection"] = "close"
         return spell_reply(status, headers)

@@ -107,8 +107,8 @@ def settings(config: Config) -> Settings | None:
         defaults = {option.name: option.default for option in fields(Config)}
         for name in NEED_PEERS:
             if getattr(config, name) != defaults[name]:
-                said = "no-sharing" if name == "sharing" else name.replace("_", "-")
-                raise ConfigError(f"--{said} needs --peers: where the other nodes are to be found")
+                option_name = "no-sharing" if name == "sharing" else name.replace("_", "-")
+                raise ConfigError(f"--{option_name} needs --peers: where the other nodes are to be found")
         return None
     try:
         peers = parse_peers(config.peers)

@@ -172,10 +172,10 @@ def parse_target(target: str) -> tuple[str, str]:
 def parse_query(query: str, block_size: int) -> BlockRequest:
     """The request that a query describes. Raises `Malformed`, also if the object has no such range or the block size is not
     `block_size`."""
-    said = _QUERY.fullmatch(query)
-    if said is None:
+    match = _QUERY.fullmatch(query)
+    if match is None:
         raise Malformed("the query is not a source, a key, an etag and five numbers")
-    source, key, etag = said.group(1, 2, 3)
+    source, key, etag = match.group(1, 2, 3)
     if "%" in query:
         try:
             source, key, etag = (
@@ -186,7 +186,7 @@ def parse_query(query: str, block_size: int) -> BlockRequest:
     # With a zero byte in a name, two versions could have one digest (`ObjectId`).
     if "\0" in source or "\0" in etag:
         raise Malformed("a name is impossible")
-    size, block, start, stop, rank = map(int, said.group(4, 5, 6, 7, 8))
+    size, block, start, stop, rank = map(int, match.group(4, 5, 6, 7, 8))
     if block != block_size:
         raise Malformed(f"blocks have {block_size} bytes here")
     if not 0 <= start < stop <= block_count(size, block):
@@ -198,7 +198,7 @@ def parse_query(query: str, block_size: int) -> BlockRequest:
 
 def pack_bitmap(held: list[bool]) -> bytes:
     """The bitmap of a list: bit i, least significant first, is for the i-th block of the request."""
-    bits = sum(1 << index for index, here in enumerate(held) if here)
+    bits = sum(1 << index for index, is_held in enumerate(held) if is_held)
     return bits.to_bytes((len(held) + 7) // 8, "little")
 
 
