@@ -180,7 +180,7 @@ class AzureCredentials:
     def sign(
         self, method: str, url: str, headers: Mapping[str, str], proof: Proof
     ) -> tuple[str, Mapping[str, str]]:
-        """URL and headers that authorise a request, made of its own."""
+        """The URL and headers that authorise a request, made from those of the request."""
         date = format_datetime(datetime.now(UTC), usegmt=True)
         headers = {**headers, "x-ms-date": date, "x-ms-version": API_VERSION}
         if proof.sas:
@@ -359,8 +359,7 @@ class AzureObjects(Writer):
     def complete(
         self, key: str, upload: str, parts: Mapping[int, str], preconditions: Preconditions
     ) -> Written:
-        # Only uncommitted blocks: if an earlier attempt has succeeded, this one fails, and the token shows whose blob it
-        # is.
+        # Only uncommitted blocks: if an earlier attempt has succeeded, this one fails, and the token shows that.
         rows = "".join(f"<Uncommitted>{name}</Uncommitted>" for _, name in sorted(parts.items()))
         body = f'<?xml version="1.0" encoding="utf-8"?><BlockList>{rows}</BlockList>'.encode()
         headers = {**_stored_headers(preconditions), "Content-Type": "application/xml"}

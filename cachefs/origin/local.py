@@ -11,8 +11,8 @@ A written file appears under its name when it is whole and on disk: it is writte
 synced, renamed, and the directory is synced. A daemon that is killed leaves hidden names behind. They are no keys. Listings
 remember those that they meet, and the next save removes the ones that no client can still be writing. Parts of an upload
 are files in a hidden directory at the root; the kernel puts them together (`copy_file_range`, which shares blocks where the
-file system can). A condition on a version (`if_match`) is not one step with the write here: a file
-that another process replaces between the comparison and the rename is lost. `if_absent` is one step (a hard link).
+file system can). A condition on a version (`if_match`) is not one step with the write here: a file that another process
+replaces between the comparison and the rename is lost. `if_absent` is one step (a hard link).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ FIRST_PART = 8 * MIB
 """Borrowed: the vendors' own tools begin with it."""
 
 SHARE = 1250
-"""A part has at least the bytes before it divided by this. Derived: parts that grow so from 8 MiB make 9,100 of 5 TiB (S3
+"""A part has one part in so many of the bytes before it. Derived: parts that grow so from 8 MiB make 9,100 of 5 TiB (S3
 takes 10,000), and none exceeds S3's 5 GiB; the first 10 GiB go in parts of 8 MiB."""
 
 UNLIMITED = 1 << 62

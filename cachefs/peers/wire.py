@@ -1,9 +1,9 @@
 """The protocol between nodes: HTTP/1.1, four requests, and replies whose every block can be checked.
 
-    GET /v1/blocks?…     blocks [start, stop) of one object version, all within one extent
-    GET /v1/prefetch?…      fetch and cache them; the reply is empty, and comes when they are cached
-    GET /v1/have?…       which of them this node has cached, as a bitmap
-    GET /v1/handshake        this node's handshake
+    GET /v1/blocks?…      blocks [start, stop) of one object version, all within one extent
+    GET /v1/prefetch?…    fetch and cache them; the reply is empty, and comes when they are cached
+    GET /v1/have?…        which of them this node has cached, as a bitmap
+    GET /v1/handshake     this node's handshake
 
 The query has all that a node needs to fetch the object version itself. No part of it is used as a path. The fields have one
 order and none is optional, so each request can be written in one way only, and its signature covers it as it is written.
