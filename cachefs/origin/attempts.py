@@ -691,11 +691,11 @@ class Attempts:
         None if it cannot."""
         ticket = ticket or Ticket()
         body = Sending(source, size, self.deadline_s, self._upload_limit, ticket, self._progressed)
-        at_hand = self._upload_limit is None and size <= SENT_AT_ONCE
-        at_hand = at_hand and isinstance(source, InMemory) and size <= len(source.data)
+        in_memory = self._upload_limit is None and size <= SENT_AT_ONCE
+        in_memory = in_memory and isinstance(source, InMemory) and size <= len(source.data)
 
         async def attempt() -> T | None:
-            found = await now(body) if at_hand and now is not None else None
+            found = await now(body) if in_memory and now is not None else None
             if found is not None:
                 return found
             return await self.in_thread(lambda: body.attempt(lambda: request(body)))
@@ -1268,7 +1268,7 @@ class Breaker:
         self._probers = trio.CapacityLimiter(PROBERS)
         # Functions that end requests when the origin is found to be out.
         self._hanging: set[Callable[[], None]] = set()
-        self._back = trio.Event()
+        self._answers_again = trio.Event()
         self._watching: trio.CancelScope | None = None
         self._last_error = ""
 
@@ -1286,8 +1286,8 @@ class Breaker:
         outage_s = self._outage.heard(now)
         if outage_s is not None:
             log.warning("%s answers again, after %.0f s", self._name, outage_s)
-            self._back.set()
-            self._back = trio.Event()
+            self._answers_again.set()
+            self._answers_again = trio.Event()
 
     def failed(self, exc: Transient) -> None:
         """An attempt got no reply, or a 5xx."""
@@ -1333,7 +1333,7 @@ class Breaker:
         """Return when a request may be sent; raises `Unreachable` if the origin is still out at `until` (trio's clock)."""
         if self.is_out:
             with trio.move_on_at(until):
-                await self._back.wait()
+                await self._answers_again.wait()
         if self.is_out:
             self._metrics.origin_refused += 1
             raise Unreachable(f"{action}: {self.complaint()}")
@@ -1384,7 +1384,7 @@ class Breaker:
             self.heard(trio.current_time())
         elif self._outage.probed_in_vain(quiet_since, replies):
             self._metrics.origin_outages += 1
-            log.warning("%s; %s", self.complaint(), _MEANS[self.how.mode])
+            log.warning("%s; %s", self.complaint(), _CONSEQUENCES[self.how.mode])
             for end in list(self._hanging):
                 end()
 
@@ -1406,7 +1406,7 @@ class Breaker:
         return False
 
 
-_MEANS = {
+_CONSEQUENCES = {
     "serve-stale": "cached names and attributes of any age are served until it answers",
     "eio": "requests for it fail until it answers",
     "wait": "requests wait for it",

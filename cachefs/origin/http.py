@@ -518,7 +518,7 @@ class Exchange:
         # The reply.
         self.status = 0
         self.reply_headers: dict[str, str] = {}  # by lower-case name
-        self.came_from = url
+        self.final_url = url
         self.lines: list[bytes] = []
         self.lines_seen = 0
         self.seen_active_at = 0.0
@@ -532,7 +532,7 @@ class Exchange:
         # True if the body goes to the receiver; None before its first byte.
         self._receives: bool | None = None
         self._data: list[bytes] = []
-        self._held = 0
+        self._held_bytes = 0
 
     @property
     def body(self) -> bytes:
@@ -577,16 +577,16 @@ class Exchange:
         if self.error is not None or self.refused:
             return 0
         if not self._receives:
-            if self.receiver is None or self._held < LONGEST_REFUSAL:
+            if self.receiver is None or self._held_bytes < LONGEST_REFUSAL:
                 self._data.append(data)
-                self._held += len(data)
+                self._held_bytes += len(data)
             return None
-        if self.delivering and self._held >= self._least:
+        if self.delivering and self._held_bytes >= self._least:
             self.paused = True
             return pycurl.WRITEFUNC_PAUSE
         self._data.append(data)
-        self._held += len(data)
-        if self._held >= self._least and not self.delivering:
+        self._held_bytes += len(data)
+        if self._held_bytes >= self._least and not self.delivering:
             self.deliver()
             if self.error is not None or self.refused:
                 return 0
@@ -613,14 +613,14 @@ class Exchange:
 
     def report(self) -> None:
         """Tell the receiver that bytes have arrived which it has not been given."""
-        if self._receives and self._held and self.receiver is not None:
+        if self._receives and self._held_bytes and self.receiver is not None:
             self.receiver.coming()
 
     def deliver(self) -> None:
         """Give the receiver the bytes that are held."""
         receiver, data = self.receiver, self._data[0] if len(self._data) == 1 else b"".join(self._data)
         assert receiver is not None
-        self._data, self._held = [], 0
+        self._data, self._held_bytes = [], 0
         if receiver.waits:
             self.delivering = True
             try:
@@ -642,7 +642,7 @@ class Exchange:
         self.complete = True
         if self._receives is None:
             self.begin()
-        if self._receives and self._held and not (self.delivering or self.refused):
+        if self._receives and self._held_bytes and not (self.delivering or self.refused):
             self.deliver()
         return not self.delivering
 
@@ -719,7 +719,7 @@ class Transport:
         ended.wait()
         if exchange.error is not None:
             raise exchange.error
-        return Reply(exchange.status, exchange.reply_headers, exchange.body, exchange.came_from)
+        return Reply(exchange.status, exchange.reply_headers, exchange.body, exchange.final_url)
 
     def close(self) -> None:
         """End all exchanges, with an error, and the loop thread."""
@@ -978,7 +978,7 @@ class _Loop:
         handle, exchange.handle = exchange.handle, None
         if handle is not None:
             if exchange.on_end is not None:
-                exchange.came_from = handle.getinfo(pycurl.EFFECTIVE_URL)
+                exchange.final_url = handle.getinfo(pycurl.EFFECTIVE_URL)
             del self._live[handle]
             self._multi.remove_handle(handle)
             handle.reset()

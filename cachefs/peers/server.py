@@ -413,9 +413,9 @@ class Server:
             PlainWire(sock, self._threads) if self._tls is None else TlsWire(sock, self._threads, self._tls)
         )
         try:
-            with trio.move_on_after(self._limits.head_s) as shaking:
+            with trio.move_on_after(self._limits.head_s) as handshake_scope:
                 await wire.begin()
-            if not shaking.cancelled_caught:
+            if not handshake_scope.cancelled_caught:
                 await _Conversation(self, wire, host).run()
         except Gone as exc:
             if exc.args:
