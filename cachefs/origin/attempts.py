@@ -4,16 +4,16 @@ A client makes one blocking attempt. Here it runs in a worker thread, with a slo
 waits, resumption of a body at the byte where it broke, the deadline, the limits on bytes a second, and counting. Only
 the trio task changes counters and the limiter; the thread owns nothing but its transfer.
 
-A thread that hangs inside a vendor's library is abandoned at the deadline or a cancellation. It may wake up much later;
-its transfer is closed by then, so it ends at its next chunk, and neither its sink is called nor its file read again.
+A thread that hangs inside a vendor's library is abandoned at the deadline or on cancellation. It may wake up much later. By
+then its transfer is closed: the thread ends at its next chunk, and neither calls the sink nor reads the source.
 
-`Gate` and its policies say which requests may be in flight: how many (`Concurrency`), in what order, and how fast
-(`RateLimit`). How many is pure policy. Two signs show that there are too many. The origin refuses (503, 429): the limit
-halves at once, and a window of successes raises it by one (AIMD, as TCP). Or more requests bring fewer bytes, which no
-reply tells: while the gate is full, the policy measures one window at three quarters of the limit from time to time,
-and keeps that limit only if clearly more bytes arrive. From there it tries higher limits again, by eighths. A store at
-the end of its bandwidth gives the same at every limit, so its limit is not cut. A window in which readers asked for
-less than the limit is not judged.
+`Gate` decides which requests may be in flight: how many (`Concurrency`), and in which order (`WaitQueue`). `RateLimit`
+bounds their bytes a second. `Concurrency` is pure policy. It knows two signs of too many requests. The origin refuses (503,
+429): the limit is halved at once, and a window of successes raises it by one (AIMD, as in TCP). Or more requests bring
+fewer bytes, which no reply reports: while the gate is full, the policy measures one window at three quarters of the limit
+from time to time, and keeps that lower limit only if clearly more bytes arrive. From there it tries higher limits again, in
+steps of an eighth. A store at its full bandwidth delivers the same at every limit, so its limit is not cut. A window in
+which readers asked for less than the limit is not judged.
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ log = logging.getLogger(__name__)
 # -- which requests may be in flight ---------------------------------------------------------------
 
 WINDOW_S = 2.0
-"""Seconds of arrivals that a limit is judged by. Simulated: of small files whose rate varies by four fifths, one second
-shows a fall that is none, and two do not."""
+"""Length of the window in which the bytes that arrive under a limit are measured. Simulated with small files whose rate
+varies by four fifths: a window of one second reports falls that did not happen, and one of two seconds does not."""
 
 CLEARLY_MORE = 1.15
-"""The ratio of rates at which a lower limit is kept, or tried at once, and a higher one is not. Derived: halfway between a
-steady store, which brings the same at each, and requests that hinder each other, which bring a third more at three
-quarters."""
+"""A lower limit is better if it brings more than so many times the bytes of the higher one. It is then kept or tried at
+once, and the higher one is not kept. Derived: halfway between a steady store, which delivers the same at both, and requests
+that hinder each other, of which three quarters bring a third more."""
 
 PATIENCE = 4
 MOST_PATIENCE = 64
-"""Windows between two trials, doubled by each that found nothing. Derived: then at most every 64th window runs at three
-quarters, which costs a store that takes more 0.4 %."""
+"""Windows between two trials: `PATIENCE` at first, doubled by each trial that finds no better limit. Derived: then at most
+every 64th window runs at three quarters of the limit, which costs a store that could take more 0.4 %."""
 
 THROTTLED, FALLING = "throttled", "falling throughput"
 
@@ -91,13 +91,14 @@ class Concurrency:
     _ceiling: int = field(init=False)  # successes raise the limit up to here
     _successes: int = 0
     _cut_at: float = float("-inf")
-    # The window being measured. It begins when each slot was used once under the present limit.
+    # The window being measured. It begins after as many transfers as the limit have ended under the present limit.
     _settling: int = 0
     _since: float | None = None
     _bytes: int = 0
     _requests: int = 0
     _full: bool = True
-    # The trial under way and the last one downwards, each as (limit, rate); `_windows` since the last trial.
+    # `_from`: (limit, rate) before the trial under way. `_below`: the same of the last trial of a lower limit. `_windows`:
+    # measured since the last trial. `_down`: the next trial is of a lower limit.
     _from: tuple[int, float] | None = None
     _below: tuple[int, float] | None = None
     _windows: int = 0
@@ -116,8 +117,8 @@ class Concurrency:
         return FALLING if usual < self.maximum else ""
 
     def admits(self, in_flight: int, background: bool) -> bool:
-        """True if one more request may start. Background leaves an eighth of the slots free (guessed), so that a reader need
-        not wait for the end of a prefetched range."""
+        """True if one more request may start. Background requests leave an eighth of the slots free (guessed), so that a
+        reader need not wait until a prefetched range is complete."""
         reserve = self.limit // 8 if background else 0
         return in_flight < self.limit - reserve
 
@@ -151,7 +152,7 @@ class Concurrency:
         self._bytes += count
 
     def finished(self, full: bool, now: float) -> None:
-        """A transfer ended, with success or not. `full`: others wait for its slot."""
+        """A transfer ended, with success or not. `full`: other requests wait for its slot."""
         if self._settling > 0:
             self._settling -= 1
             return
@@ -192,10 +193,10 @@ class Concurrency:
 
     def _try(self, rate: float, down: bool) -> None:
         """Begin a trial: measure the next window at another limit."""
-        there = self.limit * 3 // 4 if down else min(self.maximum, self.limit + max(1, self.limit // 8))
-        if there not in (0, self.limit):
+        target = self.limit * 3 // 4 if down else min(self.maximum, self.limit + max(1, self.limit // 8))
+        if target not in (0, self.limit):
             self._from = (self.limit, rate)
-            self._move(there)
+            self._move(target)
 
     def _go_back(self) -> None:
         """End a trial and go back to the limit before it."""
@@ -215,17 +216,17 @@ class Concurrency:
 #
 # Demand (a reader waits) goes before background (prefetching).
 #
-# A request carries a priority ticket through both queues, the admission gate in front of the origin and the download limit
-# behind it. A background transfer becomes demand when a reader joins it, and then overtakes in the queue where it waits.
-# Background is not starved: one background request goes after every few demands.
+# A request carries one priority ticket through two queues: the admission gate's, before it is sent, and the download
+# limit's, while its bytes arrive. A background transfer becomes demand when a reader joins it, and then overtakes in the
+# queue where it waits. Background is not starved: one background request goes after every `OVERTAKEN_AT_MOST` demands.
 
 OVERTAKEN_AT_MOST = 4
 """Demand requests that may go before a waiting background request. Guessed: readahead keeps a fifth of a busy store."""
 
 
 class Ticket:
-    """The priority class of one request in all queues; it waits in one at a time. `thread` is the thread id of the read that
-    waits for it, 0 for none."""
+    """The priority class of one request in both queues; it waits in one at a time. `thread` is the id of the thread whose
+    read waits for it, 0 for none."""
 
     __slots__ = ("background", "queue", "thread")
 
@@ -243,7 +244,7 @@ class Ticket:
 
 
 class WaitQueue:
-    """A wait queue of two classes, first come first served within each. Callers have deadlines of their own."""
+    """A wait queue of two classes, first come first served within each. It has no deadline: callers set their own."""
 
     def __init__(self, on_promoted: Callable[[], None] = lambda: None) -> None:
         self.demand: OrderedDict[Ticket, trio.lowlevel.Task] = OrderedDict()
@@ -255,8 +256,8 @@ class WaitQueue:
         return len(self.demand) + len(self.background)
 
     async def wait(self, ticket: Ticket) -> None:
-        """Return when `call` has taken this ticket. A ticket that was called cannot be cancelled, and a cancelled one
-        cannot be called, not even before its task runs: the caller of `call` relies on it."""
+        """Return once `call` has chosen this ticket. A ticket is either called or cancelled, never both, even before its
+        task runs again: the caller of `call` relies on that."""
 
         def leave(_: object) -> trio.lowlevel.Abort:
             ticket.queue = None
@@ -277,10 +278,10 @@ class WaitQueue:
         return bool(self.background) and self._overtaken >= OVERTAKEN_AT_MOST
 
     def call(self, *, background: bool) -> Ticket:
-        """Let the first of a class go; the class must not be empty."""
+        """Wake the first ticket of a class, which must not be empty, and return it."""
         ticket, task = (self.background if background else self.demand).popitem(last=False)
         self._overtaken = 0 if background else self._overtaken + 1
-        ticket.queue = None  # a promotion from here on has nothing to overtake
+        ticket.queue = None  # it waits no longer, so a later promotion must not move it
         trio.lowlevel.reschedule(task)
         return ticket
 
@@ -307,7 +308,7 @@ class Gate:
             await self.queue.wait(ticket)
 
     def enters(self, ticket: Ticket) -> bool:
-        """Take a slot, if one is free and no request waits that goes first."""
+        """Take a slot, if one is free and no waiting request goes first. False if not."""
         overtaken = len(self.queue.demand) + (len(self.queue.background) if ticket.background else 0)
         if overtaken or not self.concurrency.admits(len(self._inside), ticket.background):
             return False
@@ -330,20 +331,20 @@ class Gate:
                 return
 
 
-# -- rates in bytes a second: limits (a token bucket and its queue) and measurements ---------------
+# -- bytes a second: limits (a token bucket and its queue) and measurements ------------------------
 
 
 class TokenBucket:
-    """A limit on bytes a second. A taker gets all its bytes at once and waits until they are paid off; later takers wait
-    behind it, so no chunk is split. Pure: the clock is passed in."""
+    """A limit on bytes a second. A caller takes all its bytes at once and then waits until the limit allows them. Later
+    callers wait behind it, so no chunk is split. Pure: the clock is passed in."""
 
     BURST_S = 0.1
-    """Seconds of unused time that are kept. Guessed: long enough to hide late wake-ups, too short for a user to see the
-    limit exceeded."""
+    """Seconds of unused rate that a later caller may use up. Guessed: long enough to hide late wake-ups, too short for a
+    user to see the limit exceeded."""
 
     def __init__(self, bytes_per_s: float, now: float) -> None:
         self.bytes_per_s = bytes_per_s
-        self._free_at = now  # when the bytes taken so far will have been paid off
+        self._free_at = now  # when the limit will have allowed all bytes taken so far
 
     def take(self, count: int, now: float) -> float:
         """Take `count` bytes at time `now`. Returns the seconds to wait before using them."""
@@ -353,8 +354,8 @@ class TokenBucket:
 
 
 class RateLimit:
-    """A limit that transfers wait for: one chunk is paid for at a time, demand before background. A transfer waits with one
-    chunk, so the requests in flight bound the queue."""
+    """A limit on bytes a second that transfers share. One chunk waits for the bucket at a time, the others wait in a queue,
+    demand before background. A transfer waits with one chunk, so the requests in flight bound the queue."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
@@ -363,7 +364,7 @@ class RateLimit:
         self._busy = False
 
     async def pay(self, count: int, ticket: Ticket) -> None:
-        """Return when `count` bytes may go by."""
+        """Return when `count` bytes may be transferred."""
         if self._busy:
             await self._queue.wait(ticket)
         self._busy = True
@@ -381,14 +382,14 @@ class RateLimit:
 
 
 class TransferRate:
-    """Recent bytes a second of one transfer; 0 before the first. Small transfers measure the latency of a reply instead, and
-    are left out. Pure."""
+    """A moving average of the bytes a second of single transfers; 0 before the first. Transfers below `LEAST_BYTES` are
+    left out, because they measure the latency of a reply. Pure."""
 
     LEAST_BYTES = 256 << 10
     """Guessed: at 10 MB/s they take as long as a usual store's first byte, about 25 ms."""
 
     WEIGHT = 0.2
-    """Of the newest transfer. Guessed: an average of about ten."""
+    """Weight of the newest transfer. Guessed: an average of about the last ten."""
 
     def __init__(self) -> None:
         self.bytes_per_s = 0.0
@@ -403,7 +404,8 @@ class Throughput:
     """Bytes a second over the last seconds. Pure: the clock is passed in."""
 
     SECONDS = 5
-    """Guessed: short enough to be current, longer than the second between two reports of a transfer."""
+    """Length of the window. Guessed: short enough to be current, longer than the second between two reports of a
+    transfer."""
 
     def __init__(self) -> None:
         self._seconds: deque[tuple[int, int]] = deque()
@@ -428,31 +430,33 @@ T = TypeVar("T")
 E = TypeVar("E", bound=CachefsError)
 
 READS = ("origin_get", "origin_head", "origin_list")
-"""Counters of the requests that are not sent to a store that is out. Writes are sent all the same: their caller decides for
-how long."""
+"""Counters of the requests that are not sent while the origin is out. Writes are sent nevertheless: their caller decides
+how long to try."""
 
 REFUSALS = (Conflict, NoSuchUpload, NotFound, ObjectChanged, PermissionDenied, Unsupported)
-"""Replies that say something of this request, not of the number of requests."""
+"""Errors that concern one request: they are no sign of too many requests."""
 
 Ended = Callable[[Exception | None], None]
-"""Is told how a read without a task ended. Never raises."""
+"""Called at the end of a read without a task, with its error or None. Never raises."""
 
 Failed = tuple[CachefsError, float]
-"""How an attempt ended, and when it began (time.monotonic)."""
+"""(error of an attempt, when it began by time.monotonic)."""
 
 
 SENT_AT_ONCE = 256 << 10
-"""The largest body in memory that the trio thread sends by itself. Derived: its digest takes 0.2 ms, as long as a turn of a
-thread."""
+"""The largest body in memory that the trio thread sends by itself. Derived: its digest takes 0.2 ms, as long as handing it
+to a worker thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Waits between attempts, doubling from `first_s` up to `longest_s`. Jitter cuts each to between half and all of it, so
-    that the requests of a node, refused together, do not come back together. Borrowed: the usual figures of S3 clients.
+    """Waits between attempts, doubling from `first_s` up to `longest_s`. Jitter shortens each to between half and all of
+    it, so that requests of a node that were refused together are not repeated together. Borrowed: the usual figures of S3
+    clients.
 
-    Not a retry library's: `retries` bounds failures *without progress* (a body that breaks at byte 900 of 1000 and is
-    resumed there has not used an attempt), throttling does not count against it, and the origin's Retry-After wins."""
+    A retry library would not do: `retries` bounds failures *without progress* (a body that breaks at byte 900 of 1000 is
+    resumed there, and the count begins again), throttling does not count as a failure, and the origin's Retry-After
+    wins."""
 
     retries: int = 5
     first_s: float = 0.2
@@ -469,16 +473,16 @@ DEFAULT = Backoff()
 
 @dataclass(slots=True)
 class _Tries:
-    """What has become of one request so far. `failures` and `refusals` (throttling) count since the last progress."""
+    """The attempts of one request. `failures` and `refusals` (throttling) count since the last progress."""
 
     retries: int
     failures: int = 0
     refusals: int = 0
-    renewed: bool = False  # the credentials
+    renewed: bool = False  # the credentials were renewed for this request
     last: str = "the origin did not answer"
 
     def failed(self, exc: Transient, gained: bool) -> None:
-        """An attempt failed; `gained`: it brought bytes that the next one need not repeat."""
+        """Record a failed attempt. `gained`: it brought bytes that the next one need not repeat."""
         self.last = str(exc)
         if gained:
             self.failures = self.refusals = 0
@@ -517,11 +521,11 @@ class Attempts:
         backoff: Backoff = DEFAULT,
     ) -> None:
         self.client = client
-        # A client has one of the two.
+        # A client reads by `fetch` (and perhaps `begin`), or by `read`.
         self._fetch: Callable[..., Awaitable[None]] | None = getattr(client, "fetch", None)
         self._begin: Callable[..., Callable[[], None] | None] | None = getattr(client, "begin", None)
         if self._begin is not None and deadline_s < getattr(client, "patience_s", math.inf):
-            self._begin = None  # the client alone would let it stay silent for longer
+            self._begin = None  # only the client's own timeout, which is longer, would end it
         self._read: Callable[..., Generator[memoryview | bytes, None, None]] | None
         self._read = getattr(client, "read", None)
         self.source = source
@@ -531,7 +535,7 @@ class Attempts:
         self.backoff = backoff
         self.metrics = metrics
         self.gate = Gate(Concurrency(concurrency))
-        # The gate bounds requests in flight. This bounds threads, abandoned ones included, which end at the vendor's own
+        # The gate bounds requests in flight. This bounds threads, including abandoned ones, which end at the vendor's own
         # read timeout: a few times the concurrency suffice (guessed).
         self.threads = trio.CapacityLimiter(4 * concurrency + 4)
         self.transfer_rate = TransferRate()
@@ -550,14 +554,14 @@ class Attempts:
 
     @property
     def writer(self) -> Writer:
-        """The writing of the client; `Unsupported` where nothing can be written."""
+        """The client's writer. Raises `Unsupported` if the client cannot write."""
         found = self.client.writer
         if found is None:
             raise Unsupported(f"{self.label}: this origin can only be read")
         return found
 
     def name(self, key: str) -> str:
-        """A key as messages name it."""
+        """The key below the origin's URL, for messages."""
         return f"{self.label}/{key}"
 
     def status(self) -> dict[str, Any]:
@@ -586,9 +590,10 @@ class Attempts:
     def begin(
         self, key: str, etag: str, size: int, sink: Sink, ticket: Ticket, ended: Ended
     ) -> Callable[[], None] | None:
-        """Begin one attempt to read a whole object, without a task: `ended` is called on the trio thread with its error, and
-        `sink` not any more then. None, and nothing is begun, where the attempt would have to wait: for a place, for a disk,
-        for a limit, for credentials, or for an origin that is out. Returns what ends it early, with an error."""
+        """Begin one attempt to read a whole object, without a task that waits for it. At the end `ended` is called on the
+        trio thread with the error or None; `sink` is not called after that. Returns a function that ends the attempt early,
+        with an error. Returns None, and begins nothing, if the attempt would have to wait: for a slot of the gate, a disk,
+        a limit on bytes a second, credentials, or an origin that is out."""
         transfer = Receiving(0, size, sink, self.deadline_s, self._download_limit, ticket, self._progressed)
         cancel: Callable[[], None] | None = None
         if self._begin is None or transfer.waits or self.breaker.is_out or not self.gate.enters(ticket):
@@ -603,17 +608,17 @@ class Attempts:
             except Transient as exc:
                 error = exc
             transfer.shut()
-            self._over("origin_get", ticket, transfer, since, error)
+            self._attempt_ended("origin_get", ticket, transfer, since, error)
             ended(transfer.sink_error or error)
 
         try:
             cancel = self._begin(key, etag, size, transfer, over)
         except Exception:
-            cancel = None  # a task meets it again, and tells of it
+            cancel = None  # `read` will meet the same error and raise it
         if cancel is None:
             self.gate.leave(ticket)
             return None
-        self._counted("origin_get", key, ticket, transfer)
+        self._count_request("origin_get", key, ticket, transfer)
         self.breaker.asked(cancel, since)
         return cancel
 
@@ -630,11 +635,11 @@ class Attempts:
         failed: Failed | None = None,
     ) -> None:
         """Deliver exactly bytes [start, stop) of the version `etag` to `sink.write`, in order, from a worker thread.
-        `whole`: the range is the whole object. `ticket` is the request's priority ticket, which may be promoted meanwhile;
-        default: a reader waits. `failed`: how an attempt ended that `begin` began, which this repeats.
+        `whole`: the range is the whole object. `ticket` is the request's priority ticket, which may be promoted meanwhile
+        (default: demand). `failed`: how an attempt ended that `begin` began; this read repeats it.
 
         Once this has returned or raised, `sink` is not and will not be called. An exception of the sink is raised unchanged.
-        The deadline counts from the last byte that arrived, so a slow store may take its time and a silent one may not."""
+        The deadline counts from the last byte that arrived: it ends a read from a silent store, not from a slow one."""
         ticket = ticket or Ticket()
         fetch, read = self._fetch, self._read
 
@@ -647,7 +652,7 @@ class Attempts:
                 await self.in_thread(lambda: transfer.drain(read(*given)))
             transfer.check()
 
-        what = f"reading {self.name(key)}"
+        action = f"reading {self.name(key)}"
         at, done = start, start >= stop
         while not done:
             transfer = Receiving(
@@ -655,7 +660,7 @@ class Attempts:
             )
             try:
                 await self.repeat(
-                    attempt, what, "origin_get", key, ticket=ticket, transfer=transfer, failed=failed
+                    attempt, action, "origin_get", key, ticket=ticket, transfer=transfer, failed=failed
                 )
                 done = True
             except Interrupted:
@@ -663,7 +668,7 @@ class Attempts:
                     raise
             finally:
                 await transfer.close()
-                self._count(transfer)  # an abandoned thread may have gone on until now
+                self._count_bytes(transfer)  # an abandoned thread may have gone on until now
             at, failed = transfer.position, None
             if transfer.sink_error is not None:
                 raise transfer.sink_error
@@ -674,7 +679,7 @@ class Attempts:
         request: Callable[[Body], T],
         source: Source,
         size: int,
-        what: str,
+        action: str,
         counter: str,
         key: str,
         ticket: Ticket | None = None,
@@ -682,23 +687,24 @@ class Attempts:
         now: Callable[[Sending], Awaitable[T | None]] | None = None,
     ) -> T:
         """The result of `request`, which sends the first `size` bytes of `source`. Arguments as for `call`. An error of
-        `source` is raised unchanged. `now` does the same without a thread for what lies in memory, or returns None."""
+        `source` is raised unchanged. `now` does the same on the trio thread, for a small `source` in memory; it returns
+        None if it cannot."""
         ticket = ticket or Ticket()
         body = Sending(source, size, self.deadline_s, self._upload_limit, ticket, self._progressed)
-        at_hand = self._upload_limit is None and size <= SENT_AT_ONCE
-        at_hand = at_hand and isinstance(source, InMemory) and size <= len(source.data)
+        in_memory = self._upload_limit is None and size <= SENT_AT_ONCE
+        in_memory = in_memory and isinstance(source, InMemory) and size <= len(source.data)
 
         async def attempt() -> T | None:
-            found = await now(body) if at_hand and now is not None else None
+            found = await now(body) if in_memory and now is not None else None
             if found is not None:
                 return found
             return await self.in_thread(lambda: body.attempt(lambda: request(body)))
 
         try:
-            result = await self.repeat(attempt, what, counter, key, ticket=ticket, transfer=body)
+            result = await self.repeat(attempt, action, counter, key, ticket=ticket, transfer=body)
         finally:
             await body.close()
-            self._count(body)  # an abandoned thread may have gone on until now
+            self._count_bytes(body)  # an abandoned thread may have gone on until now
         if body.source_error is not None:
             raise body.source_error
         assert result is not None
@@ -707,7 +713,7 @@ class Attempts:
     async def call(
         self,
         attempt: Callable[[], T],
-        what: str,
+        action: str,
         counter: str,
         key: str,
         *,
@@ -716,10 +722,10 @@ class Attempts:
         retries: int | None = None,
         patience: int = 1,
     ) -> T:
-        """The result of `attempt`, a call that blocks. As `repeat`."""
+        """As `repeat`, for an `attempt` that blocks: it runs in a worker thread."""
         return await self.repeat(
             lambda: self.in_thread(attempt),
-            what,
+            action,
             counter,
             key,
             ticket=ticket,
@@ -731,7 +737,7 @@ class Attempts:
     async def repeat(
         self,
         attempt: Callable[[], Awaitable[T]],
-        what: str,
+        action: str,
         counter: str,
         key: str,
         *,
@@ -742,15 +748,15 @@ class Attempts:
         failed: Failed | None = None,
     ) -> T:
         """Repeat `attempt` until it succeeds, fails for good, or the deadline (times `patience`) has passed. Each attempt is
-        counted under the metric `counter`, for the dataset of `key`. `what` begins error messages. `Unreachable` when the
-        store is out and the request is not sent, or the origin has not come back while the request waited. `failed`: how a
-        first attempt ended, which was made without a task."""
+        counted under the metric `counter`, for the dataset of `key`. `action` begins error messages. Raises `Unreachable` if
+        the origin is out and the request is not sent, or has waited for the origin in vain. `failed`: how a first attempt
+        ended that was made without a task."""
         ticket = ticket or Ticket()
         tries = _Tries(self.backoff.retries if retries is None else retries)
         deadline_s = self.deadline_s * patience
         breaker, waits_until = self.breaker, 0.0
         waits = counter in READS or breaker.how.wait_s > 0
-        # A body that is being sent is left to the client's own timeout: it may have arrived.
+        # An outage does not interrupt a body that is being sent, because it may have arrived. The client's timeout ends it.
         interruptible = waits and not isinstance(transfer, Sending)
         spent_s = time.monotonic() - failed[1] if failed is not None else 0.0
         with trio.move_on_after(max(0.0, deadline_s - spent_s)) as scope:
@@ -758,7 +764,7 @@ class Attempts:
                 if waits and breaker.is_out:
                     waits_until = waits_until or trio.current_time() + breaker.how.wait_s
                     scope.deadline = math.inf
-                    await breaker.admit(what, waits_until)
+                    await breaker.admit(action, waits_until)
                     scope.deadline = trio.current_time() + deadline_s
                     tries.failures = tries.refusals = 0
                 if transfer is not None:
@@ -771,7 +777,7 @@ class Attempts:
                     with breaker.interruptible() if interruptible else nullcontext():
                         return await self._once(attempt, counter, key, ticket, transfer, patience)
                     if transfer is not None:
-                        raise Interrupted(f"{what}: {breaker.complaint()}")
+                        raise Interrupted(f"{action}: {breaker.complaint()}")
                     continue
                 except PermissionDenied as exc:
                     if tries.renewed or not await self.in_thread(partial(self.client.renew, since)):
@@ -784,17 +790,15 @@ class Attempts:
                     if waits and breaker.is_out:
                         continue
                     if tries.used_up:
-                        gave_up = f"{what}: gave up after {tries.failures} attempts: {tries.last}"
+                        gave_up = f"{action}: gave up after {tries.failures} attempts: {tries.last}"
                         raise self._failed(OriginFailed(gave_up)) from exc
                     wait_s = tries.wait_s(exc, self.backoff, self._rng)
                     self._last_error = tries.last
                 self.metrics.origin_retries += 1
                 with breaker.interruptible() if interruptible else nullcontext():
                     await trio.sleep(wait_s)
-        gave_up_at_last = OriginFailed(
-            f"{what}: gave up after {deadline_s:g} s without progress: {tries.last}"
-        )
-        raise self._failed(gave_up_at_last)
+        timed_out = OriginFailed(f"{action}: gave up after {deadline_s:g} s without progress: {tries.last}")
+        raise self._failed(timed_out)
 
     async def _once(
         self,
@@ -805,10 +809,10 @@ class Attempts:
         transfer: Transfer | None,
         patience: int,
     ) -> T:
-        """One attempt with a slot of the gate, reported to the limiter and the breaker."""
+        """Make one attempt with a slot of the gate, and report it to the limiter and the breaker."""
         await (self.gate.enter(ticket) if transfer is None else transfer.enter(self.gate, ticket))
         sent_at = trio.current_time()
-        self._counted(counter, key, ticket, transfer)
+        self._count_request(counter, key, ticket, transfer)
         error: BaseException | None = None
         try:
             # A patient request expects a long silence, so its silence raises no suspicion.
@@ -825,10 +829,11 @@ class Attempts:
             error = exc
             raise
         finally:
-            self._over(counter, ticket, transfer, sent_at, error)
+            self._attempt_ended(counter, ticket, transfer, sent_at, error)
 
-    def _counted(self, counter: str, key: str, ticket: Ticket, transfer: Transfer | None) -> None:
-        """A request is sent. It counts for its dataset, and for the process that waits for it (prefetching has none)."""
+    def _count_request(self, counter: str, key: str, ticket: Ticket, transfer: Transfer | None) -> None:
+        """Count a request that is sent: for its dataset, and for the process that waits for it (none waits for
+        prefetching)."""
         ledger = self.metrics.ledger
         setattr(self.metrics, counter, getattr(self.metrics, counter) + 1)
         accounts = [ledger.account(self.prefix, key)]
@@ -841,7 +846,7 @@ class Attempts:
         if transfer is not None:
             transfer.accounts = accounts
 
-    def _over(
+    def _attempt_ended(
         self,
         counter: str,
         ticket: Ticket,
@@ -849,7 +854,7 @@ class Attempts:
         sent_at: float,
         error: BaseException | None,
     ) -> None:
-        """An attempt that had a slot is over: tell the limiter and the breaker, and release the slot."""
+        """Report the end of an attempt that had a slot to the limiter and the breaker, and release the slot."""
         gate, now = self.gate, trio.current_time()
         if isinstance(error, Throttled):
             self.breaker.heard(now)
@@ -857,17 +862,17 @@ class Attempts:
             gate.concurrency.throttled(sent_at, now)
         elif error is None or isinstance(error, REFUSALS):
             self.breaker.heard(now)
-            gate.concurrency.succeeded()  # this request may have been refused, not the number of requests
+            gate.concurrency.succeeded()  # a refusal of this request is no sign of too many requests
         if transfer is not None:
             if error is None:
                 self.transfer_rate.add(transfer.received, now - sent_at)
-            self._count(transfer)
+            self._count_bytes(transfer)
             gate.concurrency.finished(len(gate.queue) > 0, now)
         gate.leave(ticket)
         self.metrics.ledger.origin_seconds[counter.removeprefix("origin_")].add(now - sent_at)
 
     async def in_thread(self, call: Callable[[], T]) -> T:
-        """What a blocking call of the client returns, or raises; a cancelled caller leaves it."""
+        """Run a blocking call of the client in a worker thread, which is abandoned if the caller is cancelled."""
         try:
             return await in_thread(call, abandon_on_cancel=True, limiter=self.threads)
         except OSError as exc:
@@ -880,7 +885,7 @@ class Attempts:
         self._last_error = str(exc)
         return exc
 
-    def _count(self, transfer: Transfer) -> None:
+    def _count_bytes(self, transfer: Transfer) -> None:
         """Count the bytes of a transfer since it was last counted."""
         count = transfer.position - transfer.counted
         transfer.counted += count
@@ -894,7 +899,7 @@ class Attempts:
     def _progressed(self, transfer: Transfer) -> None:
         """Called about once a second while bytes of a transfer arrive or leave."""
         self.breaker.heard(trio.current_time())
-        self._count(transfer)
+        self._count_bytes(transfer)
 
 
 # -- transfers -------------------------------------------------------------------------------------
@@ -903,9 +908,9 @@ class Attempts:
 # attempts.
 #
 # Two parties touch it: a thread that moves bytes (the HTTP client's, or a worker) and the trio task that waits for it. The
-# flags below need no lock: each has one writer, and the interpreter shows their order to both sides. The thread sets
-# `_busy` *before* it reads `_closed`; the task sets `_closed` before it reads `_busy`. So either the thread sees that the
-# transfer is closed, or the task sees that a write (or a read of the source) is running.
+# flags below need no lock: each has one writer, and both sides see the writes in their order. The thread sets `_busy`
+# *before* it reads `_closed`; the task sets `_closed` before it reads `_busy`. So either the thread sees that the transfer
+# is closed, or the task sees that a write (or a read of the source) is running.
 
 PROGRESS_S = 1.0
 """Seconds between two reports of a running transfer, which push its deadline back. Derived: a call into trio costs about 0.1
@@ -917,8 +922,9 @@ to be taken as for being made (5 s), which at this size is 25 kB/s."""
 
 
 class Transfer:
-    """What both directions share. `position` counts bytes that went by; `counted` and `accounts` belong to `Attempts`.
-    `on_progress` is called on the trio thread, about once a second, while bytes go by."""
+    """The common part of both directions. `position` counts transferred bytes; `counted` (bytes that the metrics have
+    already) and `accounts` belong to `Attempts`. `on_progress` is called on the trio thread, about once a second, while
+    bytes move."""
 
     counter = ""
     """The metric that counts the bytes."""
@@ -963,21 +969,21 @@ class Transfer:
         return 0
 
     async def close(self) -> None:
-        """After this, neither the sink is written to nor the source read. A call that is running now is waited for: the
-        caller may reuse its buffer (its descriptor) next."""
+        """End the transfer: after this, the sink is not written to and the source is not read. Waits for a call that is
+        running now, because the caller may reuse its buffer or descriptor next."""
         self._closed = True
         while self._busy:
             with trio.CancelScope(shield=True):
                 await trio.sleep(0.001)
 
     def shut(self) -> None:
-        """The same where no call is running."""
+        """As `close`, for a caller that knows that no call is running."""
         self._closed = True
 
     # On the side of other threads.
 
     def _pace(self, size: int) -> None:
-        """Called before `size` bytes go by."""
+        """Called before `size` bytes are transferred. Waits for the limit on bytes a second, if there is one."""
         if self._limit is not None:
             trio.from_thread.run(self._pay, self._limit, size, trio_token=self._trio)
         else:
@@ -1000,7 +1006,7 @@ class Transfer:
             self._alive()
 
     def _alive(self) -> None:
-        """On the trio thread: bytes went by, so the deadline starts again."""
+        """On the trio thread: bytes have moved, so the deadline starts again."""
         if not self._closed:
             if self._scope is not None:
                 self._scope.deadline = trio.current_time() + self._deadline_s
@@ -1009,8 +1015,8 @@ class Transfer:
 
 
 class Receiving(Transfer):
-    """Bytes [start, stop) of one version into a sink: a `Taker`. `position` is the next byte to deliver, `sink_error` the
-    exception that the sink raised."""
+    """Bytes [start, stop) of one version into a sink; implements `Taker`. `position` is the next byte to deliver,
+    `sink_error` the exception that the sink raised."""
 
     counter = "origin_bytes"
 
@@ -1057,7 +1063,7 @@ class Receiving(Transfer):
             raise Transient(f"the body ended {self._stop - self.position} bytes too early")
 
     def coming(self) -> None:
-        """As `Taker.coming`: the deadline counts from the last byte that arrived, wherever it waits."""
+        """As `Taker.coming`: bytes that have arrived renew the deadline, also while they wait to be taken."""
         self._report()
 
     def take(self, chunk: memoryview | bytes) -> bool:
@@ -1110,8 +1116,8 @@ class Sending(Transfer):
         scope.deadline = trio.current_time() + left
 
     def attempt(self, send: Callable[[], T]) -> T | None:
-        """The result of `send`; None when the source failed or the transfer is closed, whatever a library raises then.
-        Libraries may read the body in threads of their own."""
+        """The result of `send`. None if the source failed or the transfer is closed: what a library raises then is only the
+        consequence. Libraries may read the body in threads of their own."""
         try:
             return send()
         except Exception:
@@ -1150,17 +1156,18 @@ class Sending(Transfer):
 
 
 class Abandoned(Exception):
-    """No more bytes of this request will come. Not an OSError, which libraries take for a broken connection."""
+    """Ends the body of a request whose source failed or whose transfer is closed. Not an OSError, which libraries take for
+    a broken connection."""
 
 
 # -- an origin that does not answer ----------------------------------------------------------------
 #
-# A circuit breaker for a store that does not answer at all.
+# A circuit breaker for an origin that does not answer at all.
 #
 # A store that refuses (403, 404, 503) answers; one that is out hangs, or breaks every connection. Requests only raise a
-# suspicion, by the time in which nothing was heard while a request waited. A *probe* decides: one small LIST that waits in
-# no queue. So a key that always fails, or a request that takes a minute, is no outage. While the origin is out, it is
-# probed every second, one probe at a time, and any reply, to a probe or to a request, ends the outage.
+# suspicion: nothing was heard for some time while a request waited, or attempts failed in a row. A *probe* decides: one
+# small LIST that waits in no queue. So a key that always fails, or a request that takes a minute, is no outage. While the
+# origin is out, it is probed every second, one probe at a time, and any reply, to a probe or to a request, ends the outage.
 #
 # `Outage` is the policy and has no clock; `Breaker` has the clock, the probe, and the requests that hang or wait.
 
@@ -1169,26 +1176,28 @@ SILENT_S = 5.0
 under a second, and a slower reply costs one probe."""
 
 FAILING_S, FAILURES = 2.0, 3
-"""That many failed attempts in a row, in at least that many seconds, are suspicious, too. Derived: with `Backoff`, a request
-fails for good after 3.1 s at the earliest, and is to be told by then that the origin is out."""
+"""That many failed attempts in a row, in at least that many seconds, are suspicious, too. Derived: with `Backoff`, a
+request fails for good after 3.1 s at the earliest, and its error is to say by then that the origin is out."""
 
 LOOK_EVERY_S, PROBE_EVERY_S = 0.5, 1.0
-"""Seconds between two looks for a suspicion, and between two probes, of which one may take as long however short the
-deadline is: a busy machine is no outage. Derived: 3.1 s suffice for two failures and a look."""
+"""Seconds between two checks for a suspicion, and between two probes. A probe may take `PROBE_EVERY_S` however short the
+deadline is: a busy machine is no outage. Derived: 3.1 s suffice for two failures and a check."""
 
 PROBERS = 16
-"""Threads of probes, abandoned ones included. Derived: a client's own timeout ends each after 10 s, one in 6 s is begun."""
+"""Threads of probes, including abandoned ones. Derived: probes that hang begin every 6 s, and a client's own timeout ends
+each after 10 s."""
 
 
 class Interrupted(Unreachable):
-    """An attempt was left because the origin was found to be out. Its thread may wake up later, so its transfer must not be
-    used again."""
+    """An attempt was abandoned because the origin was found to be out. Its thread may wake up later, so its transfer must
+    not be used again."""
 
 
 @dataclass(slots=True)
 class Outage:
-    """What was asked and heard of one origin. Times are seconds of any one clock. `since`: the origin is out, and nothing
-    was heard from then on. `replies` counts, so that a probe can tell whether anything was heard meanwhile."""
+    """The policy: which silence of one origin is suspicious, and whether the origin is out. Times are seconds of any one
+    clock. `since`: the origin is out, and has been silent from then on. `replies` counts, so that a probe can tell whether
+    one came meanwhile."""
 
     silent_s: float = SILENT_S
     failing_s: float = FAILING_S
@@ -1227,7 +1236,7 @@ class Outage:
         return None if since is None else now - since
 
     def suspicious(self, now: float) -> float | None:
-        """The beginning of the silence, if it is suspicious."""
+        """The beginning of the silence if it is suspicious, else None."""
         if self._quiet_since is None:
             return None
         quiet_s = now - self._quiet_since
@@ -1236,7 +1245,7 @@ class Outage:
         return self._quiet_since if failing or silent else None
 
     def probed_in_vain(self, quiet_since: float, replies: int) -> bool:
-        """A probe that began with these values got no reply. True when the origin is out from now on."""
+        """Record a probe that got no reply; it began with these values. True if the origin is out from now on."""
         if self.since is not None or self.replies != replies:
             return False
         self.since = quiet_since
@@ -1244,7 +1253,7 @@ class Outage:
 
 
 class Breaker:
-    """Whether one origin can be reached. `probe` blocks; `deadline_s` is the requests' deadline, and an outage is found
+    """The circuit breaker of one origin. `probe` blocks; `deadline_s` is the requests' deadline, and an outage is found
     within it."""
 
     def __init__(
@@ -1257,8 +1266,9 @@ class Breaker:
         self._outage = Outage(min(SILENT_S, deadline_s / 3), min(FAILING_S, deadline_s / 3))
         self._probe_s = min(SILENT_S, max(PROBE_EVERY_S, deadline_s / 3))
         self._probers = trio.CapacityLimiter(PROBERS)
-        self._hanging: set[Callable[[], None]] = set()  # what ends them
-        self._back = trio.Event()
+        # Functions that end requests when the origin is found to be out.
+        self._hanging: set[Callable[[], None]] = set()
+        self._answers_again = trio.Event()
         self._watching: trio.CancelScope | None = None
         self._last_error = ""
 
@@ -1276,11 +1286,11 @@ class Breaker:
         outage_s = self._outage.heard(now)
         if outage_s is not None:
             log.warning("%s answers again, after %.0f s", self._name, outage_s)
-            self._back.set()
-            self._back = trio.Event()
+            self._answers_again.set()
+            self._answers_again = trio.Event()
 
     def failed(self, exc: Transient) -> None:
-        """An attempt broke."""
+        """An attempt got no reply, or a 5xx."""
         self._last_error = str(exc)
         self._outage.failed()
         self._watch()
@@ -1295,22 +1305,22 @@ class Breaker:
             self.ended(None)
 
     def asked(self, end: Callable[[], None] | None, now: float) -> None:
-        """Such an attempt begins; `end` is called if the origin is found to be out."""
+        """An attempt begins whose silence is suspicious. `end` is called if the origin is found to be out."""
         self._outage.asked(now)
         self._watch()
         if end is not None:
             self._hanging.add(end)
 
     def ended(self, end: Callable[[], None] | None) -> None:
-        """It is over."""
+        """An attempt that `asked` reported is over."""
         self._outage.ended()
         if end is not None:
             self._hanging.discard(end)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Around an attempt that ends when the origin is found to be out. The block is left without an exception then; the
-        caller looks at `is_out`."""
+        """Cancel the block when the origin is found to be out. The block then ends without an exception, and the caller
+        checks `is_out`."""
         with trio.CancelScope() as scope:
             end = scope.cancel
             self._hanging.add(end)
@@ -1319,14 +1329,14 @@ class Breaker:
             finally:
                 self._hanging.discard(end)
 
-    async def admit(self, what: str, until: float) -> None:
+    async def admit(self, action: str, until: float) -> None:
         """Return when a request may be sent; raises `Unreachable` if the origin is still out at `until` (trio's clock)."""
         if self.is_out:
             with trio.move_on_at(until):
-                await self._back.wait()
+                await self._answers_again.wait()
         if self.is_out:
             self._metrics.origin_refused += 1
-            raise Unreachable(f"{what}: {self.complaint()}")
+            raise Unreachable(f"{action}: {self.complaint()}")
 
     def complaint(self) -> str:
         """One line for the user while the origin is out, else ""."""
@@ -1353,7 +1363,7 @@ class Breaker:
             trio.lowlevel.spawn_system_task(self._run, self._watching, name="cachefs outage")
 
     async def _run(self, scope: trio.CancelScope) -> None:
-        """Look for a suspicion and probe, until nothing waits, failed or is out."""
+        """Check for a suspicion and probe, until no request waits or has failed and the origin is not out."""
         try:
             with scope:
                 while not self._outage.idle:
@@ -1374,7 +1384,7 @@ class Breaker:
             self.heard(trio.current_time())
         elif self._outage.probed_in_vain(quiet_since, replies):
             self._metrics.origin_outages += 1
-            log.warning("%s; %s", self.complaint(), _MEANS[self.how.mode])
+            log.warning("%s; %s", self.complaint(), _CONSEQUENCES[self.how.mode])
             for end in list(self._hanging):
                 end()
 
@@ -1396,7 +1406,7 @@ class Breaker:
         return False
 
 
-_MEANS = {
+_CONSEQUENCES = {
     "serve-stale": "cached names and attributes of any age are served until it answers",
     "eio": "requests for it fail until it answers",
     "wait": "requests wait for it",

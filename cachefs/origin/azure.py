@@ -1,9 +1,9 @@
 """Azure Blob Storage: credentials, where a container is, listing, writing block blobs, and the client.
 
 A part is a *block*, which waits beside the blob under an id until a list of ids is put; then those blocks are the blob.
-Azure has no uploads as such: an upload here is a random word that its blocks' ids begin with, and its parts are the
-blocks that show it. So beginning and aborting send no request (Azure removes blocks a week after the last of them, unless
-a list names them), and of two uploads of one blob the first to be completed discards the other's blocks, which then is
+Azure has no uploads as such. Here an upload is a random word that the ids of its blocks begin with, and its parts are the
+blocks with such ids. So beginning and aborting send no request: Azure removes blocks a week after the last of them, unless
+a list names them. Of two uploads of one blob, the first to be completed discards the other's blocks, and the other is then
 `NoSuchUpload`.
 
 Credentials come from the environment (connection string, key, SAS), else from azure-identity's chain.
@@ -73,10 +73,10 @@ TOKEN_HEADER = "x-ms-meta-cachefs_token"
 
 STORAGE_SCOPE = "https://storage.azure.com/.default"
 FRESH = timedelta(minutes=6)
-"""A token that lasts so long is used without asking azure-identity, which renews it five minutes before its end."""
+"""A token that is valid for so long is used without azure-identity, which renews it five minutes before its end."""
 
 API_VERSION = "2021-12-02"
-"""The first that marks names which XML cannot carry (`Encoded="true"`) in use everywhere by now."""
+"""The first version that marks names which XML cannot carry (`Encoded="true"`); every Azure service has it by now."""
 
 SIGNED_HEADERS = (
     "Content-Encoding",
@@ -91,12 +91,12 @@ SIGNED_HEADERS = (
     "If-Unmodified-Since",
     "Range",
 )
-"""In the order of the text that is signed."""
+"""In the order in which the signed text has them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What authorises requests: exactly one of key, SAS and token is set, or none when anonymous."""
+    """What authorises requests: key, SAS or token, exactly one of which is set; none for an anonymous mount."""
 
     key: str = field(default="", repr=False)
     sas: str = field(default="", repr=False)
@@ -105,7 +105,8 @@ class Proof:
 
 
 def settings() -> dict[str, str]:
-    """What the environment sets of AccountName, AccountKey, SharedAccessSignature, BlobEndpoint, EndpointSuffix."""
+    """The values that the environment has of AccountName, AccountKey, SharedAccessSignature, BlobEndpoint,
+    EndpointSuffix."""
     found: dict[str, str] = {}
     for part in os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "").split(";"):
         name, _, value = part.partition("=")
@@ -136,31 +137,31 @@ class AzureCredentials:
 
     def current(self) -> Proof:
         """What authorises requests now. azure-identity renews tokens before they expire."""
-        return self._said() or self._token()
+        return self._configured() or self._token()
 
     def at_hand(self) -> Proof | None:
-        """The same, if no service need be asked; else None."""
+        """As `current`, if no service has to be asked for it; else None."""
         last = self._last
         fresh = (
             last is not None and last.expires_at is not None and last.expires_at - datetime.now(UTC) > FRESH
         )
-        return self._said() or (last if fresh else None)
+        return self._configured() or (last if fresh else None)
 
-    def _said(self) -> Proof | None:
-        """What the options and the environment say."""
+    def _configured(self) -> Proof | None:
+        """The proof that the options and the environment give; None if they give none."""
         if self.anonymous:
             return Proof()
-        said = settings()
+        configured = settings()
         # The key of a connection string belongs to the account that the string names.
-        if said.get("AccountName", self.account) == self.account:
-            if "AccountKey" in said:
-                return Proof(key=said["AccountKey"])
-            if "SharedAccessSignature" in said:
-                return Proof(sas=said["SharedAccessSignature"].lstrip("?"))
+        if configured.get("AccountName", self.account) == self.account:
+            if "AccountKey" in configured:
+                return Proof(key=configured["AccountKey"])
+            if "SharedAccessSignature" in configured:
+                return Proof(sas=configured["SharedAccessSignature"].lstrip("?"))
         return None
 
     def renew(self, since: float) -> bool:
-        """Get a new token at the next request. Environment variables of a process do not change."""
+        """Get a new token at the next request. Keys and SAS are not read again: a process's environment does not change."""
         with self._lock:
             if self._identity is not None and self._renewed_at <= since:
                 self._identity = self._last = None
@@ -179,7 +180,7 @@ class AzureCredentials:
     def sign(
         self, method: str, url: str, headers: Mapping[str, str], proof: Proof
     ) -> tuple[str, Mapping[str, str]]:
-        """The URL to use for a request of `url`, and its headers together with those that authorise it."""
+        """The URL and headers that authorise a request, made from those of the request."""
         date = format_datetime(datetime.now(UTC), usegmt=True)
         headers = {**headers, "x-ms-date": date, "x-ms-version": API_VERSION}
         if proof.sas:
@@ -200,7 +201,7 @@ class AzureCredentials:
         with self._lock:
             try:
                 if self._identity is None:
-                    # Its warnings tell in twenty lines what the error below tells in one.
+                    # azure-identity's warnings say in twenty lines what the error below says in one.
                     logging.getLogger("azure.identity").setLevel(logging.ERROR)
                     self._identity = DefaultAzureCredential()
                 token = self._identity.get_token(STORAGE_SCOPE)
@@ -214,10 +215,10 @@ class AzureCredentials:
 
 
 def _shared_key(account: str, key: str, method: str, url: str, headers: Mapping[str, str]) -> str:
-    """The signature of a request, by Azure's "Authorize with Shared Key". It does not cover the body."""
+    """The signature of a request, as in Azure's "Authorize with Shared Key". It does not cover the body."""
     parts = urlsplit(url)
-    shown = {name: value for name, value in headers.items() if (name, value) != ("Content-Length", "0")}
-    usual = "".join(f"{shown.get(name, '')}\n" for name in SIGNED_HEADERS)
+    signed = {name: value for name, value in headers.items() if (name, value) != ("Content-Length", "0")}
+    usual = "".join(f"{signed.get(name, '')}\n" for name in SIGNED_HEADERS)
     named = "".join(f"{name}:{headers[name]}\n" for name in sorted(headers) if name.startswith("x-ms-"))
     resource = f"/{account}{parts.path}"
     for name, value in sorted(parse_qsl(parts.query, keep_blank_values=True)):
@@ -253,8 +254,8 @@ class Container:
         return f"{self.endpoint}/{self.container}"
 
     def url_for_azure(self, key: str) -> str:
-        """The URL of a blob that Azure itself is to read. It has the rights of the request that names it, except that a SAS
-        is part of the URL."""
+        """The URL of a blob for Azure itself to read. The request that names it brings its rights, except that a SAS is
+        part of the URL."""
         sas = self.credentials.current().sas
         return f"{self.url()}/{quote(key)}" + (f"?{sas}" if sas else "")
 
@@ -269,20 +270,20 @@ class Container:
 
 
 def container_of(authority: str, endpoint_url: str | None, anonymous: bool) -> Container:
-    """The container that `container` or `container@account[.dfs.core.windows.net]` names."""
-    said = settings()
+    """The container of an authority: `container` or `container@account[.dfs.core.windows.net]`."""
+    configured = settings()
     container, _, host = authority.partition("@")
-    account = host.partition(".")[0] or said.get("AccountName", "")
+    account = host.partition(".")[0] or configured.get("AccountName", "")
     if not account:
         raise ConfigError(
             f"which Azure account has the container {container!r}? Write "
             f"abfs://{container}@ACCOUNT.dfs.core.windows.net, or set AZURE_STORAGE_ACCOUNT_NAME or "
             "AZURE_STORAGE_CONNECTION_STRING"
         )
-    suffix = said.get("EndpointSuffix", "core.windows.net")
+    suffix = configured.get("EndpointSuffix", "core.windows.net")
     if "." in host:
         suffix = host.partition(".")[2].removeprefix("dfs.").removeprefix("blob.")
-    own = said.get("BlobEndpoint") if said.get("AccountName", account) == account else None
+    own = configured.get("BlobEndpoint") if configured.get("AccountName", account) == account else None
     endpoint = endpoint_url or own or f"https://{account}.blob.{suffix}"
     return Container(container, account, endpoint.rstrip("/"), AzureCredentials(account, anonymous))
 
@@ -312,7 +313,7 @@ class AzureObjects(Writer):
             raise OriginFailed(f"{self._http.name(prefix)}: the listing is not Azure's XML: {exc}") from exc
 
     def put(self, key: str, body: Body, preconditions: Preconditions) -> Written:
-        headers = {"x-ms-blob-type": "BlockBlob", **_kept(preconditions)}
+        headers = {"x-ms-blob-type": "BlockBlob", **_stored_headers(preconditions)}
         with conflicts(preconditions):
             return written(self._http.ask(Request("PUT", key, headers=headers, body=body)))
 
@@ -320,9 +321,8 @@ class AzureObjects(Writer):
         condition = {} if etag is None else {"x-ms-source-if-match": etag}
         headers = {"x-ms-copy-source": self._place.url_for_azure(key), **condition}
         reply = self._http.ask(Request("PUT", to, headers=headers, slow=True, about=key))
-        if (
-            reply.headers.get("x-ms-copy-status") == "pending"
-        ):  # within an account, a copy ends before its reply
+        # Within an account a copy ends before its reply, so "pending" is not expected.
+        if reply.headers.get("x-ms-copy-status") == "pending":
             raise Transient(f"{self._http.name(to)}: Azure is still copying")
         return written(reply)
 
@@ -359,10 +359,10 @@ class AzureObjects(Writer):
     def complete(
         self, key: str, upload: str, parts: Mapping[int, str], preconditions: Preconditions
     ) -> Written:
-        # Only uncommitted blocks: after an attempt that succeeded, this one fails, and the token tells.
+        # Only uncommitted blocks: if an earlier attempt has succeeded, this one fails, and the token shows that.
         rows = "".join(f"<Uncommitted>{name}</Uncommitted>" for _, name in sorted(parts.items()))
         body = f'<?xml version="1.0" encoding="utf-8"?><BlockList>{rows}</BlockList>'.encode()
-        headers = {**_kept(preconditions), "Content-Type": "application/xml"}
+        headers = {**_stored_headers(preconditions), "Content-Type": "application/xml"}
         with conflicts(preconditions):
             request = Request("PUT", key, {"comp": "blocklist"}, headers, body, slow=True)
             return written(self._http.ask(request))
@@ -371,20 +371,20 @@ class AzureObjects(Writer):
         """Nothing to do: the blocks expire."""
 
 
-def _kept(preconditions: Preconditions) -> dict[str, str]:
-    """Headers that the origin keeps with the blob, and the conditions."""
-    kept = {"x-ms-blob-content-type": preconditions.content_type or ANY_TYPE}
+def _stored_headers(preconditions: Preconditions) -> dict[str, str]:
+    """The conditions of a write, and the headers that the origin stores with the blob."""
+    headers = {"x-ms-blob-content-type": preconditions.content_type or ANY_TYPE}
     if preconditions.token:
-        kept[TOKEN_HEADER] = preconditions.token
+        headers[TOKEN_HEADER] = preconditions.token
     if preconditions.if_match is not None:
-        kept["If-Match"] = preconditions.if_match
+        headers["If-Match"] = preconditions.if_match
     if preconditions.if_absent:
-        kept["If-None-Match"] = "*"
-    return kept
+        headers["If-None-Match"] = "*"
+    return headers
 
 
 def parse_page(body: bytes) -> ListPage:
-    """An EnumerationResults; `ValueError` when it is none."""
+    """The page in an EnumerationResults document. Raises `ValueError` if it is none."""
     page = xml(body)
     objects = []
     for blob in page.iter("Blob"):
@@ -402,7 +402,7 @@ def parse_page(body: bytes) -> ListPage:
 
 
 def _name(node: Element) -> str:
-    """The name of a blob or prefix. Azure encodes the names that XML cannot carry."""
+    """The name of a blob or prefix, decoded: Azure encodes names that XML cannot carry."""
     name = node.find("Name")
     if name is None:
         raise ValueError(f"a {node.tag} without a Name")
@@ -410,12 +410,12 @@ def _name(node: Element) -> str:
 
 
 def block_id(upload: str, number: int) -> str:
-    """The id of a part's block. All ids of a blob must have one length."""
+    """The id of a part's block. All ids of a blob must have the same length."""
     return base64.b64encode(f"{upload}-{number:05d}".encode()).decode()
 
 
 def number_of(upload: str, name: str) -> int | None:
-    """The number of the part that the block `name` is; None when it belongs to another upload."""
+    """The part number of the block `name`; None if the block belongs to another upload."""
     try:
         word, _, number = base64.b64decode(name).decode("ascii", "replace").rpartition("-")
     except binascii.Error:

@@ -1,9 +1,9 @@
 """Any store that fsspec knows, through its synchronous interface.
 
-fsspec promises neither pages nor conditional reads, conditions of writes, or parts. What works for every filesystem: a
-listing is one page (memory grows with the directory); a read asks for the version before and after it fetches the bytes, and
-passes them on only if both are the wanted one; a file of any size is written from its beginning to its end, and discarded
-after an error where the filesystem can. `cachefs.origin.fsspec_client` does better for S3 and Azure.
+fsspec promises no pages, no conditional reads or writes, and no parts. What works for every filesystem: a listing is one
+page (memory grows with the directory); a read asks for the version before and after it fetches the bytes, and passes them
+on only if both are the wanted one; a file of any size is written from its beginning to its end, and discarded after an
+error where the filesystem can. S3 and Azure have clients of their own below, which do better.
 
 fsspec's own listing cache never expires and its instances are shared; both are switched off.
 """
@@ -78,17 +78,17 @@ class FsspecClient:
         self._filesystem = Opened(open_filesystem, credentials)
 
     def list_page(self, prefix: str, token: str | None, limit: int) -> ListPage:
-        """The whole directory, whatever the limit: fsspec has nothing smaller."""
-        here = self.path(prefix).rstrip("/")
+        """The whole directory in one page, whatever `limit` is: fsspec has no smaller listing."""
+        directory = self.path(prefix).rstrip("/")
         try:
-            entries = self.opened().ls(here, detail=True)
+            entries = self.opened().ls(directory, detail=True)
         except Exception as exc:
             raise self.translated(exc, prefix) from exc
         objects, prefixes = [], []
         for entry in entries:
             name = entry["name"].rstrip("/")
             key = prefix + name.rpartition("/")[2]
-            if name == here:
+            if name == directory:
                 continue  # some filesystems list a directory's own marker in it
             if entry["type"] == "directory":
                 prefixes.append(key + "/")
@@ -120,7 +120,8 @@ class FsspecClient:
         yield data
 
     def renew(self, since: float) -> bool:
-        """Open the filesystem again at the next request; only the origin can tell whether the credentials changed."""
+        """Open the filesystem again at the next request. True always: only the origin can tell whether the credentials
+        changed."""
         self._filesystem.forget(since)
         return True
 
@@ -148,7 +149,7 @@ class FsspecClient:
 
 
 class Filesystem(Writer):
-    """Writing to any filesystem. Conditions are compared here, or refused."""
+    """Writes to any filesystem. Conditions on a copy are compared here; conditional writes raise `Unsupported`."""
 
     limits = LIMITS
     conditions = HONOURED
@@ -164,7 +165,7 @@ class Filesystem(Writer):
             filesystem = self._client.opened()
             if key.endswith("/") and not body.size:
                 filesystem.makedirs(path, exist_ok=True)
-                return Written("directory", 0)  # filesystems tell no version of a directory
+                return Written("directory", 0)  # filesystems have no version of a directory
             data = b"".join(body.chunks()) if body.size <= CHUNK else None
             try:
                 self._write(filesystem, path, body, data)
@@ -196,7 +197,7 @@ class Filesystem(Writer):
             if not key.endswith("/"):
                 filesystem.rm_file(self._client.path(key))
             else:
-                with suppress(OSError):  # it has other keys in it
+                with suppress(OSError):  # other keys are in it
                     filesystem.rmdir(self._client.path(key).rstrip("/"))
         except Exception as exc:
             error = self._client.translated(exc, key)
@@ -224,9 +225,9 @@ class Filesystem(Writer):
             raise
 
 
-def in_our_words(exc: BaseException, what: str, advice: str) -> CachefsError:
-    """The error of ours for an exception of a filesystem. These exceptions share no base, but most carry an HTTP status
-    somewhere, which tells more than the type."""
+def in_our_words(exc: BaseException, object_name: str, advice: str) -> CachefsError:
+    """The error of `base.errors` for an exception of a filesystem. These exceptions share no base class, but most carry an
+    HTTP status somewhere, which says more than the type."""
     if isinstance(exc, CachefsError):
         return exc
     cause: BaseException | None = exc
@@ -235,17 +236,17 @@ def in_our_words(exc: BaseException, what: str, advice: str) -> CachefsError:
         if found is not None:
             return refusal(
                 found.status,
-                what=what,
+                name=object_name,
                 code=found.code,
                 message=found.message,
                 advice=advice,
                 date=found.date,
             )
         cause = cause.__cause__
-    said = _text(exc)
-    line = one_line(f"{what}: {type(exc).__name__}" + (f": {said}" if said else ""))
+    text = _text(exc)
+    line = one_line(f"{object_name}: {type(exc).__name__}" + (f": {text}" if text else ""))
     if isinstance(exc, FileNotFoundError | NotADirectoryError | IsADirectoryError):
-        return NotFound(f"{what}: no such object")
+        return NotFound(f"{object_name}: no such object")
     name = type(exc).__name__
     if isinstance(exc, PermissionError) or "Credential" in name or "Auth" in name:
         return PermissionDenied(f"{line}; {advice}")
@@ -260,8 +261,8 @@ def in_our_words(exc: BaseException, what: str, advice: str) -> CachefsError:
     return OriginFailed(line)
 
 
-class _Told(NamedTuple):
-    """What an exception carries of the origin's reply."""
+class _Refusal(NamedTuple):
+    """What an exception carries of the origin's reply: HTTP status, error code, message, and the header Date."""
 
     status: int
     code: str
@@ -275,29 +276,29 @@ def _text(value: object) -> str:
     return "" if text in ("None", "(None) None") else text
 
 
-def _http_status(exc: BaseException) -> _Told | None:
-    """What an exception of botocore, azure-core, aiohttp or gcsfs carries; None when there is no status."""
+def _http_status(exc: BaseException) -> _Refusal | None:
+    """The reply that an exception of botocore, azure-core, aiohttp or gcsfs carries; None if it has no status."""
     response = getattr(exc, "response", None)
     if isinstance(response, dict) and "Error" in response:
         error = response["Error"]
         metadata = response.get("ResponseMetadata", {})
         code, date = _text(error.get("Code")), _text(metadata.get("HTTPHeaders", {}).get("date"))
-        # A HEAD's reply has no body; botocore then puts the status in place of the code.
+        # The reply to a HEAD has no body: botocore then puts the status in place of the code.
         said = "" if code.isdigit() else code, _text(error.get("Message")), date
-        return _Told(int(metadata.get("HTTPStatusCode", 0)), *said)
+        return _Refusal(int(metadata.get("HTTPStatusCode", 0)), *said)
     # Only gcsfs's `code` is a status; aiohttp's is 400 for a body that breaks.
     for name in ("code",) if type(exc).__name__ == "HttpError" else ("status_code", "status"):
         status = getattr(exc, name, None)
         if isinstance(status, int) and 300 <= status < 600:
             told = getattr(exc, "error_code", None)
-            return _Told(
+            return _Refusal(
                 status, _text(getattr(told, "value", told)), _text(one_line(str(getattr(exc, "message", ""))))
             )
     return None
 
 
 def _mtime_ns(entry: dict[str, Any]) -> int:
-    """The time of an entry, whose name and type differ between filesystems; 0 when there is none."""
+    """The mtime of an entry; 0 if it has none. Its name and type differ between filesystems."""
     for name in ("LastModified", "last_modified", "mtime", "updated", "modified", "modify", "created"):
         value = entry.get(name)
         if isinstance(value, str):
@@ -314,7 +315,7 @@ def _mtime_ns(entry: dict[str, Any]) -> int:
 
 
 def any_filesystem(url: str, scheme: str) -> tuple[FsspecClient, str]:
-    """The client of a URL of any scheme that fsspec knows, and the origin's identity."""
+    """(the client, the origin's identity) for a URL of any scheme that fsspec knows."""
     import fsspec
 
     try:
@@ -338,16 +339,15 @@ def any_filesystem(url: str, scheme: str) -> tuple[FsspecClient, str]:
 
 # S3 through s3fs and Azure through adlfs, with conditional reads, which their fsspec interfaces lack.
 #
-# Only HEADs and bytes go through the filesystem. Listing and writing go over `cachefs.origin.http`:
-# fsspec has no pages, no parts and no conditions. Both libraries are asynchronous underneath and offer the
-# vendor's calls there; fsspec's `sync` runs those on fsspec's own loop. Every call has the longest silence of the origin as
-# its timeout.
+# Only HEADs and reads go through the filesystem. Listing and writing go through `cachefs.origin.http`: fsspec has no pages,
+# no parts and no conditions. Both libraries are asynchronous underneath and offer the vendor's calls there; fsspec's `sync`
+# runs those on fsspec's own loop. The timeout of a call is the longest silence of the origin.
 
 CHUNK = 1 << 20
 
 
 class _StoreClient(FsspecClient):
-    """What both have in common. `_call` runs a coroutine function on fsspec's loop."""
+    """The common part of both. `_call` runs a coroutine function on fsspec's loop."""
 
     def __init__(
         self, place: Bucket | Container, root: str, http: SignedHttp, objects: S3Objects | AzureObjects
@@ -383,7 +383,8 @@ class _StoreClient(FsspecClient):
             raise self.translated(exc, key) from exc
 
     def _opened_for(self, key: str) -> Any:
-        """The filesystem of fsspec. Called before its loop has work to do, because opening may wait for that loop."""
+        """The filesystem, opened if it is not. Called before fsspec's loop has work to do: opening may wait for that
+        loop."""
         try:
             return self.opened()
         except Exception as exc:
@@ -453,7 +454,8 @@ class S3fsClient(_StoreClient):
 
 
 class AdlfsClient(_StoreClient):
-    """An Azure container through adlfs. A read arrives whole: azure-storage-blob fetches it in its own pieces."""
+    """An Azure container through adlfs. The bytes of a read come in one chunk: azure-storage-blob fetches them
+    piecewise."""
 
     def __init__(self, container: Container, stall_s: float) -> None:
         http = SignedHttp(container, Transport(stall_s))
@@ -487,7 +489,7 @@ class AdlfsClient(_StoreClient):
         yield data
 
     def _on_blob(self, key: str, call: Any) -> Any:
-        """The result of a coroutine function that is given the blob's client."""
+        """The result of a coroutine function `call`, which is given the blob's client."""
 
         async def ask() -> Any:
             return await call(filesystem.service_client.get_blob_client(self._container.container, key))

@@ -1,5 +1,5 @@
-"""Google Cloud Storage through its XML interface: listings and reads show the same etags there (the JSON interface shows
-others), and the protocol is S3's.
+"""Google Cloud Storage through its XML interface, whose protocol is S3's. Listings and reads show the same etags there; the
+JSON interface shows others.
 
 Credentials come from google-auth's own chain: GOOGLE_APPLICATION_CREDENTIALS, gcloud's, the metadata server.
 """
@@ -30,7 +30,7 @@ READ_WRITE = "https://www.googleapis.com/auth/devstorage.read_write"
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """A reply, as google-auth wants it."""
+    """A reply in the form that google-auth takes."""
 
     status: int
     headers: Mapping[str, str]
@@ -45,7 +45,7 @@ def _request(
     timeout: float | None = None,
     **_: object,
 ) -> _Answer:
-    """google-auth's way to its services: one exchange."""
+    """google-auth's transport to its services: sends one request."""
     from google.auth.exceptions import TransportError
 
     transport = Transport(timeout or STALL_S)
@@ -65,7 +65,7 @@ class GoogleCredentials:
     def __init__(self, anonymous: bool) -> None:
         self.anonymous = anonymous
         self._lock = threading.Lock()
-        # By scope: a mount that only reads never holds a token that can write.
+        # Credentials by scope: a mount that only reads never holds a token that can write.
         self._found: dict[str, Any] = {}
         self._renewed_at = float("-inf")
 
@@ -88,12 +88,12 @@ class GoogleCredentials:
             return str(found.token)
 
     def at_hand(self) -> str | None:
-        """The token for reading, if no service need be asked for it; else None."""
+        """The token for reading, if no service has to be asked for it; else None."""
         found = self._found.get(READ_ONLY)
         return found.token if found is not None and found.valid else None
 
     def renew(self, since: float) -> bool:
-        """Read files and metadata again at the next request."""
+        """Read the credentials' files and metadata again at the next request."""
         with self._lock:
             if self._found and self._renewed_at <= since:
                 self._found, self._renewed_at = {}, time.monotonic()
@@ -126,7 +126,7 @@ class Bucket:
         return f"{self.endpoint}/{self.name}"
 
     def sign(self, method: str, url: str, headers: Mapping[str, str], body: Body | bytes) -> Signed:
-        """As `Place.sign`. Listing the parts of an upload belongs to writing."""
+        """As `Place.sign`. Listing the parts of an upload takes the right to write."""
         reads = method in ("GET", "HEAD") and "uploadId=" not in url
         return url, _authorised(headers, self.credentials.current(READ_ONLY if reads else READ_WRITE))
 

@@ -1,8 +1,7 @@
-"""Signed requests to the objects of one place, and the client that all origins over HTTP share.
+"""HTTP to object stores: signed requests, the client that all origins over HTTP share, and what it is made of.
 
 A vendor's module says what to send (`Request`) and reads the reply. `SignedHttp` makes the URL, has it signed, and turns
-refusals into errors. `cachefs.origin.http` does the rest.
-"""
+refusals into errors. `Transport` exchanges the bytes, and `Md5Etags` compares whole objects with their etags."""
 
 from __future__ import annotations
 
@@ -63,10 +62,10 @@ ANY_TYPE = "application/octet-stream"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request in a vendor's dialect, before it has a URL and a signature.
+    """One request to an object store, before it has a URL and a signature.
 
     `key` is "" for the bucket itself. Parameters that are None are left out. `slow`: the origin works before it replies.
-    `about`: the key that errors name, where it is not `key`."""
+    `about`: the key that error messages name, if it is not `key`."""
 
     method: str
     key: str = ""
@@ -95,14 +94,14 @@ class Place(Protocol):
     def credentials(self) -> Credentials: ...
 
     def url(self) -> str:
-        """The URL that a key is appended to after a slash. S3 may learn another region from a reply, so it may change."""
+        """The URL that a slash and a key are appended to. It may change: S3 may learn another region from a reply."""
 
     def sign(self, method: str, url: str, headers: Mapping[str, str], body: Body | bytes) -> Signed:
         """Authorise a request. May wait for credentials."""
 
     def signer(self) -> Sign | None:
-        """What `sign` does, in any thread and without waiting, with the credentials that reading takes; None when they are
-        not at hand."""
+        """A function like `sign`, with the credentials for reading, which any thread may call and which does not wait. None
+        if getting these credentials would have to wait."""
 
 
 class SignedHttp:
@@ -117,12 +116,12 @@ class SignedHttp:
         return f"{self.place.label}/{key}"
 
     def ask(self, request: Request) -> Reply:
-        """The reply to a request; a refusal is raised."""
+        """The reply to a request; raises the error of a refusal."""
         return self.checked(request, self.exchange(request))
 
     def exchange(self, request: Request) -> Reply:
         """The reply to a request, whatever its status."""
-        given, body, size = _described(request)
+        given, body, size = _prepared(request)
         url, headers = self.place.sign(request.method, self._url(request), given, body)
         return self.transport.request(
             request.method,
@@ -134,9 +133,9 @@ class SignedHttp:
         )
 
     async def ask_now(self, request: Request) -> Reply | None:
-        """As `ask`, on the trio thread, for a request without a body, or a PUT of a small one that lies in memory. None:
-        signing it would have to wait."""
-        given, body, size = _described(request)
+        """As `ask`, on the trio thread, for a request without a body, or a PUT of a small body in memory. None, and nothing
+        is sent, if signing it would have to wait."""
+        given, body, size = _prepared(request)
         sign = self.place.signer()
         if sign is None:
             return None
@@ -145,19 +144,19 @@ class SignedHttp:
         if not isinstance(body, bytes):
             exchange.pieces.extend(body.chunks())
         await self.transport.run(exchange)
-        return self.checked(request, Reply(exchange.status, exchange.told, exchange.body, url))
+        return self.checked(request, Reply(exchange.status, exchange.reply_headers, exchange.body, url))
 
     def checked(self, request: Request, reply: Reply) -> Reply:
-        """The reply if it is a success; else its refusal is raised."""
+        """The reply if it is a success; else raises the error of its refusal."""
         if not 200 <= reply.status < 300:
-            raise self._refusal(reply.status, reply.headers, reply.body, self._what(request))
+            raise self._refusal(reply.status, reply.headers, reply.body, self._name_of(request))
         return reply
 
     def head(self, key: str) -> tuple[ObjectInfo, Mapping[str, str]]:
-        """An object, and all headers of the reply that shows it."""
+        """(the object, all headers of the reply) from a HEAD."""
         headers = self.ask(Request("HEAD", key)).headers
         try:
-            return _shown(key, int(headers["content-length"]), headers), headers
+            return _object_of(key, int(headers["content-length"]), headers), headers
         except (KeyError, ValueError) as exc:
             raise OriginFailed(f"{self.name(key)}: the origin's reply does not describe an object") from exc
 
@@ -183,7 +182,7 @@ class SignedHttp:
         return self.transport.begin(reading.exchange, lambda: ended(reading.error))
 
     def delete(self, key: str) -> None:
-        """The key has no object afterwards."""
+        """Delete the object; a missing object is no error."""
         with suppress(NotFound):
             self.ask(Request("DELETE", key))
 
@@ -194,8 +193,8 @@ class SignedHttp:
         return True
 
     def document(self, reply: Reply, key: str) -> ElementTree.Element:
-        """The reply's XML without namespaces. S3 sends the head of a reply before it has done a slow request, so an error
-        may stand in a success; it is raised."""
+        """The reply's XML without namespaces. Raises the error in it: S3 sends the status before it has finished a slow
+        request, so the body of a success may be an error."""
         try:
             found = xml(reply.body)
         except ValueError as exc:
@@ -204,11 +203,11 @@ class SignedHttp:
             raise self._refusal(reply.status, {}, reply.body, self.name(key))
         return found
 
-    def _what(self, request: Request) -> str:
+    def _name_of(self, request: Request) -> str:
         return self.name(request.key if request.about is None else request.about)
 
     def url(self, key: str) -> str:
-        """Of an object; of the bucket itself for ""."""
+        """The URL of an object, or of the bucket itself for ""."""
         if any(segment in (".", "..") for segment in key.split("/")):
             raise Unsupported(f"{self.name(key)}: HTTP drops the segments . and .. of a path")
         return f"{self.place.url()}/{quote(key, errors='surrogateescape')}" if key else self.place.url()
@@ -219,11 +218,11 @@ class SignedHttp:
             url += f"?{query(request.parameters)}"
         return url
 
-    def _refusal(self, status: int, headers: Mapping[str, str], body: bytes, what: str) -> CachefsError:
+    def _refusal(self, status: int, headers: Mapping[str, str], body: bytes, name: str) -> CachefsError:
         return refusal(
             status,
             body.decode("utf-8", "replace"),
-            what=what,
+            name=name,
             code=headers.get("x-ms-error-code", ""),
             advice=self.place.credentials.advice,
             retry_after=headers.get("retry-after"),
@@ -232,7 +231,7 @@ class SignedHttp:
 
 
 class _Reading:
-    """A GET of bytes [start, stop) of one version, whose reply goes to `taker`: the exchange and its receiver."""
+    """A GET of bytes [start, stop) of one version: its exchange, and the receiver that passes the body to `taker`."""
 
     def __init__(
         self,
@@ -259,11 +258,11 @@ class _Reading:
         self._cut = False
 
     @property
-    def what(self) -> str:
+    def name(self) -> str:
         return self._http.name(self._key)
 
     def signed(self) -> Signed:
-        """The conditional GET."""
+        """URL and headers of the conditional GET."""
         given = {} if self._etag.startswith(("mtime-", "W/")) else {"If-Match": self._etag}
         if not self._whole:
             given["Range"] = f"bytes={self._start}-{self._stop - 1}"
@@ -271,10 +270,10 @@ class _Reading:
 
     @property
     def error(self) -> Exception | None:
-        """Why the exchange, which has ended, failed."""
+        """Why the exchange failed, which has ended; None if it did not."""
         ended = self.exchange
         if ended.error is None and self._refused:
-            return self._http._refusal(ended.status, ended.told, ended.body, self.what)
+            return self._http._refusal(ended.status, ended.reply_headers, ended.body, self.name)
         return ended.error
 
     def begin(self, status: int, headers: Mapping[str, str]) -> bool:
@@ -282,30 +281,30 @@ class _Reading:
         if status not in (200, 206):
             self._refused = True
             return False
-        told, _, size = headers.get("content-range", "").rpartition("/")
-        if status == 206 and told != f"bytes {self._start}-{self._stop - 1}":
+        content_range, _, size = headers.get("content-range", "").rpartition("/")
+        if status == 206 and content_range != f"bytes {self._start}-{self._stop - 1}":
             raise Transient(
-                f"{self.what}: asked for bytes {self._start} to {self._stop}, the origin sent {told or 'no range'}"
+                f"{self.name}: asked for bytes {self._start} to {self._stop}, the origin sent {content_range or 'no range'}"
             )
         try:
             found = quoted(headers.get("etag", ""))
             if not found:
-                found = _shown(self._key, int(size or headers["content-length"]), headers).etag
+                found = _object_of(self._key, int(size or headers["content-length"]), headers).etag
             same = found == self._etag
         except (KeyError, ValueError):
             same = False
         if not same:
-            raise ObjectChanged(f"{self.what}: the object changed at the origin")
+            raise ObjectChanged(f"{self.name}: the object changed at the origin")
         if encrypted(headers):
             self._md5 = ""
         if status == 200 and not self._whole:
-            # A server that knows no ranges (Python's http.server) sends everything: the other bytes are dropped.
+            # A server without ranges (Python's http.server) sends the whole object: the other bytes are dropped.
             self._at, self._cut = 0, True
         return True
 
     def take(self, data: bytes) -> bool:
         if self._md5 and len(data) == self._stop - self._start:
-            self._http.md5.compare(self._key, self.what, self._md5, data)
+            self._http.md5.compare(self._key, self.name, self._md5, data)
         if not self._cut:
             return self._taker.take(data)
         at, self._at = self._at, self._at + len(data)
@@ -334,38 +333,40 @@ class HttpClient:
         return self._http.head(key)[0]
 
 
-def _shown(key: str, size: int, headers: Mapping[str, str]) -> ObjectInfo:
-    """The object that a reply's headers describe."""
-    told = headers.get("last-modified")
-    mtime_ns = http_date_ns(told) if told else 0
+def _object_of(key: str, size: int, headers: Mapping[str, str]) -> ObjectInfo:
+    """The object that the headers of a reply describe."""
+    last_modified = headers.get("last-modified")
+    mtime_ns = http_date_ns(last_modified) if last_modified else 0
     return ObjectInfo(key, size, mtime_ns, quoted(headers.get("etag", "")) or made_up(mtime_ns, size))
 
 
-class _Described(NamedTuple):
-    """Of a request: its headers, and its body with the length in bytes."""
+class _Prepared(NamedTuple):
+    """The headers of a request, and its body with the body's length in bytes."""
 
     headers: dict[str, str]
     body: Body | bytes
     size: int
 
 
-def _described(request: Request) -> _Described:
+def _prepared(request: Request) -> _Prepared:
     given, body, size = dict(request.headers), request.body, 0
     if request.method in ("PUT", "POST"):
         size = len(body) if isinstance(body, bytes) else body.size
         given["Content-Length"] = str(size)
         given.setdefault("Content-Type", ANY_TYPE)
-    return _Described(given, body, size)
+    return _Prepared(given, body, size)
 
 
 def written(reply: Reply) -> Written:
-    """What a reply's headers tell of the new version."""
-    told = reply.headers.get("last-modified")
-    return Written(quoted(reply.headers.get("etag", "")), http_date_ns(told) if told else None)
+    """The etag and time of a new version, as far as the reply's headers have them."""
+    last_modified = reply.headers.get("last-modified")
+    return Written(
+        quoted(reply.headers.get("etag", "")), http_date_ns(last_modified) if last_modified else None
+    )
 
 
 def xml(body: bytes) -> ElementTree.Element:
-    """The root of an XML document, its tags without namespaces; `ValueError` when it is none."""
+    """The root of an XML document, its tags without namespaces. Raises `ValueError` if it is not XML."""
     try:
         root = ElementTree.fromstring(body)
     except ElementTree.ParseError as exc:
@@ -376,7 +377,7 @@ def xml(body: bytes) -> ElementTree.Element:
 
 
 def child(node: ElementTree.Element, tag: str) -> str:
-    """The text of a child; `ValueError` when there is no such child."""
+    """The text of a child. Raises `ValueError` if there is no such child."""
     found = node.findtext(tag)
     if found is None:
         raise ValueError(f"no {tag} in {node.tag}")
@@ -390,13 +391,13 @@ def query(parameters: Mapping[str, str | None]) -> str:
 
 
 def quoted(etag: str) -> str:
-    """An etag as If-Match takes it: some listings leave the quotes out."""
+    """The etag as If-Match takes it, in quotes: some listings leave them out."""
     return etag if etag.endswith('"') or not etag else f'"{etag}"'
 
 
 def seconds_ns(when: datetime) -> int:
-    """A time as nanoseconds, cut to seconds: LIST replies tell milliseconds, HEAD replies do not, and one object must not
-    have two mtimes."""
+    """A time in nanoseconds, without the fraction of a second: LIST replies have milliseconds, HEAD replies have not, and
+    one object must not have two mtimes."""
     return int(when.timestamp()) * 1_000_000_000
 
 
@@ -404,8 +405,8 @@ MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", 
 
 
 def http_date_ns(text: str) -> int:
-    """`Sat, 21 Nov 2026 08:06:30 GMT` as nanoseconds. Not by the library's parser, which takes ten times as long: a page has
-    a thousand of them."""
+    """`Sat, 21 Nov 2026 08:06:30 GMT` in nanoseconds. Python's own parser takes ten times as long, and a page of a listing
+    has a thousand dates."""
     _, day, month, year, clock, _ = text.split()
     return seconds_ns(
         datetime.fromisoformat(f"{year}-{MONTHS.index(month) + 1:02d}-{int(day):02d}T{clock}+00:00")
@@ -414,29 +415,28 @@ def http_date_ns(text: str) -> int:
 
 # HTTP exchanges with object stores: libcurl's multi interface in one thread for each origin.
 #
-# Any thread hands over an `Exchange` by appending it to a queue and waking the loop; no thread waits for it. The loop
-# hands what has ended back to trio in batches, one wake-up for all. A body goes to its receiver from the loop thread as it
-# arrives. A receiver that may have to wait, for a disk or for the download limit, is called in a worker thread instead,
-# and the exchange is paused meanwhile: the loop thread itself waits for nothing but sockets.
+# Any thread hands over an `Exchange` by appending it to a queue and waking the loop. The loop reports the exchanges that
+# have ended to trio in batches, with one wake-up for all. A body goes to its receiver from the loop thread as it arrives. A
+# receiver that may have to wait, for a disk or for the download limit, is called in a worker thread instead, and the
+# exchange is paused meanwhile: the loop thread itself waits for nothing but sockets.
 #
 # libcurl does TLS, proxies, redirects, chunked replies and kept connections. It repeats nothing: an exchange is one
 # attempt, and `cachefs.origin.attempts` counts and repeats. No thread runs, and no descriptor is open, before the first
-# one.
+# exchange.
 
 log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
-"""How long a connection may take to be made. Derived: the kernel repeats a SYN after 1 and 3 s (RFC 6298), so two may be
-lost."""
+"""How long connecting may take. Derived: the kernel repeats a SYN after 1 and 3 s (RFC 6298), so two may be lost."""
 
 AT_ONCE = 256 << 10
-"""A body up to this many bytes is handed over as one piece, and hashed by the loop's thread; a larger one in pieces, so
-that its first reader can be woken early. Derived: its MD5 takes 0.4 ms at 650 MB/s, and all of it comes within 1 ms at 2
+"""A body of up to so many bytes is handed over in one piece and hashed by the loop thread; a larger one in several pieces,
+so that its first reader can be woken early. Derived: its MD5 takes 0.4 ms at 650 MB/s, and all of it comes within 1 ms at 2
 Gbit/s."""
 
 CHUNK = 128 << 10
 """The least bytes of one piece of a larger body. Borrowed from obstore, for which it was measured: each piece costs a call
-of the receiver, a longer one costs the first reader time."""
+of the receiver, and a longer piece makes the first reader wait longer."""
 
 BUFFER = 256 << 10
 """Bytes that libcurl takes from a socket at once. All exchanges of a loop share the buffer."""
@@ -449,7 +449,7 @@ KEPT_CONNECTIONS = 256
 were idle for two minutes."""
 
 UNSENT = 2
-"""Pieces of a request's body that wait for the connection. Derived: one is sent while the next is read."""
+"""Pieces of a request's body that may wait for the connection. Derived: one is sent while the next is read."""
 
 CLOSED = "the HTTP client was closed"
 
@@ -459,7 +459,7 @@ CA_VARIABLES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """`headers` has lower-case names. `url` is where the reply came from, after redirects."""
+    """A reply with its whole body. `headers` has lower-case names. `url` is where the reply came from, after redirects."""
 
     status: int
     headers: Mapping[str, str]
@@ -468,27 +468,27 @@ class Reply:
 
 
 class Receiver(Protocol):
-    """Where the body of a reply goes: one call at a time, from the loop thread or, if `waits`, from worker threads."""
+    """Takes the body of a reply: one call at a time, from the loop thread or, if `waits`, from worker threads."""
 
     @property
     def waits(self) -> bool:
         """True if `take` may wait for anything."""
 
     def begin(self, status: int, headers: Mapping[str, str]) -> bool:
-        """The head of the reply. True: the body goes to `take`. False: it is kept as `Exchange.body`."""
+        """Take the head of the reply. True: the body goes to `take`. False: the body is kept as `Exchange.body`."""
 
     def take(self, data: bytes) -> bool:
-        """The next bytes of the body; False when no more are wanted."""
+        """Take the next bytes of the body. False if no more are wanted."""
 
     def coming(self) -> None:
-        """Bytes have come that `take` has not been given. In the loop thread."""
+        """Bytes have arrived that `take` has not been given yet. Called in the loop thread."""
 
 
 class Exchange:
-    """One request and its reply. It belongs to the loop thread until `ended`; `error` is set when there is no whole reply.
-    `prepare` makes URL and headers there; `url` tells the host before. `size` is the length of the request's body, which
-    `pieces` holds or will hold. `least` is the length from which on pieces of the reply's body are handed over. `patience`:
-    that many times the usual silence is allowed."""
+    """One request and its reply. It belongs to the loop thread until `ended`; `error` is set if there is no whole reply.
+    `prepare`, if set, makes URL and headers in the loop thread; until then only the host of `url` counts. `size` is the
+    length of the request's body, which `pieces` holds or will hold. A piece of the reply's body is handed over once it has
+    `least` bytes. The origin may be silent for `patience` times as long as usual."""
 
     def __init__(
         self,
@@ -505,34 +505,34 @@ class Exchange:
         self.patience, self.size = patience, size
         self.prepare: Callable[[], Signed] | None = None
         self.proxy = ""
-        self.trusted = ""  # a path, "" where nothing is encrypted
+        self.trusted = ""  # path of the certificate authorities to trust; "" without TLS
         self.error: Exception | None = None
         self.ended = False
-        self.on_end: Callable[[], None] | None = None  # for a thread that waits
-        self.wake: Callable[[], None] | None = None  # for the trio thread; None once nothing waits there
+        self.on_end: Callable[[], None] | None = None  # wakes a waiting thread; called in the loop thread
+        self.wake: Callable[[], None] | None = None  # called on the trio thread; None once no task waits
         self.handle: pycurl.Curl | None = None
         # The request's body.
         self.pieces: deque[bytes] = deque()
-        self.room: threading.Semaphore | None = None  # for more pieces; set where they come one by one
-        self._sent = 0  # of the first piece
+        self.room: threading.Semaphore | None = None  # for pieces that come one by one
+        self._sent = 0  # bytes of the first piece that are sent
         # The reply.
         self.status = 0
-        self.told: dict[str, str] = {}  # its headers
-        self.came_from = url
+        self.reply_headers: dict[str, str] = {}  # by lower-case name
+        self.final_url = url
         self.lines: list[bytes] = []
         self.lines_seen = 0
         self.seen_active_at = 0.0
-        self.active_at = math.inf  # when the request, or bytes of the reply, went by last
+        self.active_at = math.inf  # when bytes of the request or the reply last moved
         self.paused = False
         self.complete = False  # libcurl is done with it
-        self.delivering = False  # in a worker thread
+        self.delivering = False  # a worker thread is calling the receiver
         self.refused = False  # the receiver wants no more bytes
         self.deliver_in_thread: Callable[[Exchange, Callable[[], None]], None]
         self.receiver, self._least = receiver, least
-        # Whether the body goes to the receiver; None before its first byte.
+        # True if the body goes to the receiver; None before its first byte.
         self._receives: bool | None = None
         self._data: list[bytes] = []
-        self._held = 0
+        self._held_bytes = 0
 
     @property
     def body(self) -> bytes:
@@ -545,8 +545,8 @@ class Exchange:
     # libcurl's callbacks. They must not raise: libcurl would end the exchange, and the reason would be lost.
 
     def on_request(self, *_: object) -> object:
-        """The request goes out. For the second time, if the origin ended a kept connection before it replied: libcurl would
-        send it again by itself, uncounted."""
+        """libcurl is about to send the request. Aborts if it was sent before: the origin has ended a kept connection before
+        it replied, and libcurl would repeat the request uncounted."""
         if self.active_at < math.inf and not self.lines:
             self.error = ConnectionEnded(f"{self.host}: the origin ended the connection before it replied")
             return pycurl.PREREQFUNC_ABORT
@@ -554,7 +554,7 @@ class Exchange:
         return pycurl.PREREQFUNC_OK
 
     def on_read(self, count: int) -> object:
-        """The next bytes of the request's body."""
+        """Give libcurl the next bytes of the request's body. Pauses the exchange if there are none yet."""
         self.active_at = time.monotonic()
         if not self.pieces:
             self.paused = True
@@ -569,23 +569,24 @@ class Exchange:
         return data
 
     def on_body(self, data: bytes) -> object:
-        """Bytes of the reply's body; 0 ends the exchange. After a pause, libcurl brings the same bytes again."""
+        """Take bytes of the reply's body. Returning 0 ends the exchange. After a pause, libcurl passes the same bytes
+        again."""
         self.active_at = time.monotonic()
         if self._receives is None:
             self.begin()
         if self.error is not None or self.refused:
             return 0
         if not self._receives:
-            if self.receiver is None or self._held < LONGEST_REFUSAL:
+            if self.receiver is None or self._held_bytes < LONGEST_REFUSAL:
                 self._data.append(data)
-                self._held += len(data)
+                self._held_bytes += len(data)
             return None
-        if self.delivering and self._held >= self._least:
+        if self.delivering and self._held_bytes >= self._least:
             self.paused = True
             return pycurl.WRITEFUNC_PAUSE
         self._data.append(data)
-        self._held += len(data)
-        if self._held >= self._least and not self.delivering:
+        self._held_bytes += len(data)
+        if self._held_bytes >= self._least and not self.delivering:
             self.deliver()
             if self.error is not None or self.refused:
                 return 0
@@ -594,32 +595,32 @@ class Exchange:
     # The reply.
 
     def begin(self) -> None:
-        """Read the head of the reply: the last one, after redirects and 100-continue."""
+        """Parse the head of the reply: the last one, after redirects and 100-continue."""
         self._receives = False
         for line in b"".join(self.lines).decode("utf-8", "replace").split("\n"):
             if line[:5] == "HTTP/":
                 self.status = int(line[9:12])
-                self.told = {}
+                self.reply_headers = {}
             else:
                 name, colon, value = line.partition(":")
                 if colon:
-                    self.told[name.lower()] = value.strip()
+                    self.reply_headers[name.lower()] = value.strip()
         if self.receiver is not None:
             try:
-                self._receives = self.receiver.begin(self.status, self.told)
+                self._receives = self.receiver.begin(self.status, self.reply_headers)
             except Exception as exc:
                 self.error = exc
 
     def report(self) -> None:
-        """Bytes of the reply may have come since the last call."""
-        if self._receives and self._held and self.receiver is not None:
+        """Tell the receiver that bytes have arrived which it has not been given."""
+        if self._receives and self._held_bytes and self.receiver is not None:
             self.receiver.coming()
 
     def deliver(self) -> None:
-        """Hand over what is held."""
+        """Give the receiver the bytes that are held."""
         receiver, data = self.receiver, self._data[0] if len(self._data) == 1 else b"".join(self._data)
         assert receiver is not None
-        self._data, self._held = [], 0
+        self._data, self._held_bytes = [], 0
         if receiver.waits:
             self.delivering = True
             try:
@@ -637,18 +638,18 @@ class Exchange:
             self.error, self.refused = exc, True
 
     def finish(self) -> bool:
-        """libcurl is done. True when the receiver has all that has come."""
+        """Called when libcurl is done. True if the receiver has been given all bytes that came."""
         self.complete = True
         if self._receives is None:
             self.begin()
-        if self._receives and self._held and not (self.delivering or self.refused):
+        if self._receives and self._held_bytes and not (self.delivering or self.refused):
             self.deliver()
         return not self.delivering
 
 
 class Transport:
     """The exchanges of one origin. Thread-safe. `stall_s`: the longest silence of the origin within an exchange. `follow`:
-    redirects are followed; not where requests are signed, because a signature is good for one host."""
+    follow redirects; not for signed requests, because a signature is valid for one host."""
 
     def __init__(self, stall_s: float, *, follow: bool = False) -> None:
         self.stall_s = stall_s
@@ -656,12 +657,12 @@ class Transport:
         self._lock = threading.Lock()
         self._loop: _Loop | None = None
         self._closed = False
-        self._ways: dict[str, tuple[str, str]] = {}  # scheme://host → (proxy, authorities)
+        self._routes: dict[str, tuple[str, str]] = {}  # scheme://host → (proxy, authorities)
 
     async def run(self, exchange: Exchange) -> None:
-        """On the trio thread: return when the exchange has ended; raises its error. A cancelled caller leaves at once. The
-        receiver may be called once more then: it must know itself that it is closed."""
-        # A caller that was cancelled before believes that nothing was sent: the origin must not get a PUT of its.
+        """On the trio thread: return when the exchange has ended; raises its error. A cancelled caller returns at once. The
+        receiver may be called once more after that, and must then refuse the bytes itself."""
+        # A task that is cancelled already must not send a PUT: its caller takes it that nothing was sent.
         await trio.lowlevel.checkpoint_if_cancelled()
         cancel = self.begin(exchange, partial(trio.lowlevel.reschedule, trio.lowlevel.current_task()))
 
@@ -675,7 +676,8 @@ class Transport:
             raise exchange.error
 
     def begin(self, exchange: Exchange, ended: Callable[[], None]) -> Callable[[], None]:
-        """On the trio thread: begin an exchange; `ended` is called there when it is over. Returns what ends it early."""
+        """On the trio thread: begin an exchange; `ended` is called there when it is over. Returns a function that ends it
+        early."""
         loop = self._loop_for(exchange)
         loop.token = trio.lowlevel.current_trio_token()
         exchange.wake = ended
@@ -692,8 +694,8 @@ class Transport:
         size: int = 0,
         patience: int = 1,
     ) -> Reply:
-        """In a worker thread: the reply, whatever its status; `Transient` when there is none. `size` is the length of
-        `body`, whose errors are raised."""
+        """Send a request and return the reply, whatever its status. Raises `Transient` if there is none. Blocks, so call it
+        in a worker thread. `size` is the length of `body`; exceptions of `body` are raised unchanged."""
         exchange = Exchange(method, url, headers, patience=patience, size=size)
         ended = threading.Event()
         exchange.on_end = ended.set
@@ -717,28 +719,28 @@ class Transport:
         ended.wait()
         if exchange.error is not None:
             raise exchange.error
-        return Reply(exchange.status, exchange.told, exchange.body, exchange.came_from)
+        return Reply(exchange.status, exchange.reply_headers, exchange.body, exchange.final_url)
 
     def close(self) -> None:
-        """Exchanges under way end with an error."""
+        """End all exchanges, with an error, and the loop thread."""
         with self._lock:
             self._closed, loop = True, self._loop
         if loop is not None:
             loop.stop()
 
     def _loop_for(self, exchange: Exchange) -> _Loop:
-        """The loop, which begins with the first exchange, after a look at what the environment says of the host: once for
-        each host, because that takes as long as signing a small request."""
+        """The loop, which is started if none runs. Sets the proxy and the certificate authorities of `exchange` from the
+        environment. They are looked up once for each host, because that takes as long as signing a small request."""
         host = "/".join(exchange.url.split("/", 3)[:3])
-        way = self._ways.get(host)
-        if way is None:
+        route = self._routes.get(host)
+        if route is None:
             parts = urlsplit(exchange.url)
             proxy = urllib.request.getproxies().get(parts.scheme, "")
             if proxy and urllib.request.proxy_bypass(parts.hostname or ""):
                 proxy = ""
             encrypted = "https" in (parts.scheme, urlsplit(proxy).scheme) or self._follow
-            way = self._ways[host] = proxy, authorities() if encrypted else ""
-        exchange.proxy, exchange.trusted = way
+            route = self._routes[host] = proxy, authorities() if encrypted else ""
+        exchange.proxy, exchange.trusted = route
         loop = self._loop
         if loop is None or loop.over:
             with self._lock:
@@ -754,7 +756,7 @@ class Transport:
 
 
 class _Loop:
-    """The thread, and what it alone touches. `over`: it takes no more exchanges."""
+    """The loop thread, and the state that it alone touches. `over`: it takes no more exchanges."""
 
     def __init__(self, stall_s: float, follow: bool) -> None:
         self.token: trio.lowlevel.TrioToken | None = None
@@ -767,7 +769,8 @@ class _Loop:
         self._live: dict[pycurl.Curl, Exchange] = {}
         self._idle: list[pycurl.Curl] = []
         self._ended: list[Exchange] = []
-        self._fresh = 0  # so many exchanges get a new connection: kept ones have ended
+        # How many of the next exchanges get a new connection, because kept ones had ended.
+        self._new_connections = 0
         self._timer_at, self._look_at = math.inf, 0.0
         self._multi = pycurl.CurlMulti()
         self._multi.setopt(pycurl.M_SOCKETFUNCTION, self._watch)
@@ -775,12 +778,12 @@ class _Loop:
         self._multi.setopt(pycurl.M_MAXCONNECTS, KEPT_CONNECTIONS)
         self._watched: set[int] = set()
         self._poll = select.epoll()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
-            self._poll.register(self._bell, select.EPOLLIN)
+            self._poll.register(self._wakeup_fd, select.EPOLLIN)
             threading.Thread(target=self._run, name="cachefs http", daemon=True).start()
         except BaseException:
-            os.close(self._bell)
+            os.close(self._wakeup_fd)
             raise
 
     # From any thread.
@@ -789,27 +792,27 @@ class _Loop:
         """Have the loop call `verb(exchange)`."""
         self._queue.append((verb, exchange))
         if self._sleeps:
-            self._ring()
+            self._wake_up()
         if self.over:
             self._end_queued()
 
     def stop(self) -> None:
         self._stopped = True
-        self._ring()
+        self._wake_up()
 
-    def _ring(self) -> None:
-        self._sleeps = False  # one ring wakes it
+    def _wake_up(self) -> None:
+        self._sleeps = False  # one wake-up suffices
         with self._closing:
-            if not self.over:  # else the number may be another file's by now
-                os.eventfd_write(self._bell, 1)
+            if not self.over:  # after that, the number may be another file's
+                os.eventfd_write(self._wakeup_fd, 1)
 
     def _end_queued(self) -> None:
         with suppress(IndexError):
             while True:
                 exchange = self._queue.popleft()[1]
-                if not exchange.ended and exchange.handle is None:  # others are ended by the loop
+                if not exchange.ended and exchange.handle is None:  # the loop ends those with a handle
                     self._end(exchange, Transient(CLOSED))
-        self._tell()
+        self._notify()
 
     # Verbs, on the loop's thread.
 
@@ -832,7 +835,7 @@ class _Loop:
             self._end(exchange, Transient("cancelled"))
 
     def resume(self, exchange: Exchange) -> None:
-        """Go on with an exchange that may be paused."""
+        """Continue an exchange that may be paused."""
         if exchange.ended or exchange.handle is None:
             return
         if exchange.complete:
@@ -842,7 +845,7 @@ class _Loop:
         elif exchange.paused:
             exchange.paused = False
             exchange.active_at = time.monotonic()
-            with suppress(pycurl.error):  # it has failed just now: what `info_read` tells of it comes next
+            with suppress(pycurl.error):  # it has just failed, and `info_read` will report that
                 exchange.handle.pause(pycurl.PAUSE_CONT)
 
     def _deliver_in_thread(self, exchange: Exchange, give: Callable[[], None]) -> None:
@@ -856,50 +859,50 @@ class _Loop:
         if exchange.prepare is not None:
             exchange.url, exchange.headers = exchange.prepare()
             exchange.prepare = None
-        say = handle.setopt
-        say(pycurl.URL, exchange.url)
-        say(pycurl.PATH_AS_IS, 1)
-        say(pycurl.NOSIGNAL, 1)
-        say(pycurl.HTTP_VERSION, pycurl.CURL_HTTP_VERSION_1_1)
-        say(pycurl.CONNECTTIMEOUT_MS, int(CONNECT_S * 1000))
-        say(pycurl.BUFFERSIZE, BUFFER)
-        say(pycurl.TCP_KEEPALIVE, 1)
-        say(pycurl.PROXY, exchange.proxy)
-        say(pycurl.NOPROXY, "")  # the environment was looked at
+        setopt = handle.setopt
+        setopt(pycurl.URL, exchange.url)
+        setopt(pycurl.PATH_AS_IS, 1)
+        setopt(pycurl.NOSIGNAL, 1)
+        setopt(pycurl.HTTP_VERSION, pycurl.CURL_HTTP_VERSION_1_1)
+        setopt(pycurl.CONNECTTIMEOUT_MS, int(CONNECT_S * 1000))
+        setopt(pycurl.BUFFERSIZE, BUFFER)
+        setopt(pycurl.TCP_KEEPALIVE, 1)
+        setopt(pycurl.PROXY, exchange.proxy)
+        setopt(pycurl.NOPROXY, "")  # `Transport._loop_for` has read the environment
         if self._follow:
-            say(pycurl.FOLLOWLOCATION, 1)
-            say(pycurl.MAXREDIRS, 10)
-            say(pycurl.REDIR_PROTOCOLS, pycurl.PROTO_HTTP | pycurl.PROTO_HTTPS)
+            setopt(pycurl.FOLLOWLOCATION, 1)
+            setopt(pycurl.MAXREDIRS, 10)
+            setopt(pycurl.REDIR_PROTOCOLS, pycurl.PROTO_HTTP | pycurl.PROTO_HTTPS)
         if exchange.trusted:
             directory = os.path.isdir(exchange.trusted)
-            say(pycurl.CAPATH if directory else pycurl.CAINFO, exchange.trusted)
-            say(pycurl.PROXY_CAPATH if directory else pycurl.PROXY_CAINFO, exchange.trusted)
-        if self._fresh:
-            self._fresh -= 1
-            say(pycurl.FRESH_CONNECT, 1)
-        say(pycurl.PREREQFUNCTION, exchange.on_request)
-        say(pycurl.HEADERFUNCTION, exchange.lines.append)
-        say(pycurl.WRITEFUNCTION, exchange.on_body)
+            setopt(pycurl.CAPATH if directory else pycurl.CAINFO, exchange.trusted)
+            setopt(pycurl.PROXY_CAPATH if directory else pycurl.PROXY_CAINFO, exchange.trusted)
+        if self._new_connections:
+            self._new_connections -= 1
+            setopt(pycurl.FRESH_CONNECT, 1)
+        setopt(pycurl.PREREQFUNCTION, exchange.on_request)
+        setopt(pycurl.HEADERFUNCTION, exchange.lines.append)
+        setopt(pycurl.WRITEFUNCTION, exchange.on_body)
         given = [f"{name}: {value}".encode() for name, value in exchange.headers.items()]
         if exchange.method == "HEAD":
-            say(pycurl.NOBODY, 1)
+            setopt(pycurl.NOBODY, 1)
         elif exchange.method in ("PUT", "POST"):
-            say(pycurl.UPLOAD, 1)
-            say(pycurl.CUSTOMREQUEST, exchange.method)
-            say(pycurl.INFILESIZE_LARGE, exchange.size)
-            say(pycurl.READFUNCTION, exchange.on_read)
-            say(pycurl.UPLOAD_BUFFERSIZE, CHUNK)
+            setopt(pycurl.UPLOAD, 1)
+            setopt(pycurl.CUSTOMREQUEST, exchange.method)
+            setopt(pycurl.INFILESIZE_LARGE, exchange.size)
+            setopt(pycurl.READFUNCTION, exchange.on_read)
+            setopt(pycurl.UPLOAD_BUFFERSIZE, CHUNK)
             given.append(b"Expect:")  # waiting for a 100-continue would cost a round trip
         elif exchange.method != "GET":
-            say(pycurl.CUSTOMREQUEST, exchange.method)
-        say(pycurl.HTTPHEADER, given)
+            setopt(pycurl.CUSTOMREQUEST, exchange.method)
+        setopt(pycurl.HTTPHEADER, given)
 
     # The thread.
 
     def _run(self) -> None:
         try:
             while not self._stopped:
-                self._turn()
+                self._iterate()
         except Exception:
             log.exception("the HTTP client failed; the next request starts another")
         with self._closing:
@@ -909,18 +912,18 @@ class _Loop:
         self._end_queued()
         self._multi.close()
         self._poll.close()
-        os.close(self._bell)
+        os.close(self._wakeup_fd)
 
-    def _turn(self) -> None:
-        """Wait for sockets, the bell or a time, and do what there is to do."""
+    def _iterate(self) -> None:
+        """One iteration of the loop: wait for sockets, the wake-up descriptor or a timeout, and handle what came."""
         wait_s = min(self._timer_at - time.monotonic(), self._tick_s if self._live else math.inf)
-        self._sleeps = True  # before the look into the queue: what is appended after that rings
+        self._sleeps = True  # set before the queue is checked, so that a later `post` wakes the loop
         if self._queue:
             wait_s = 0.0
         ready = self._poll.poll(None if wait_s == math.inf else max(0.0, wait_s))
         self._sleeps = False
         for fd, mask in ready:
-            if fd == self._bell:
+            if fd == self._wakeup_fd:
                 os.eventfd_read(fd)
             else:
                 self._multi.socket_action(fd, _ACTIONS.get(mask, pycurl.CSELECT_IN | pycurl.CSELECT_ERR))
@@ -937,27 +940,27 @@ class _Loop:
             for handle in done:
                 self._finish(self._live[handle])
             for handle, code, text in failed:
-                self._broke(self._live[handle], code, text)
+                self._fail(self._live[handle], code, text)
         if now >= self._look_at:
             self._look_at = now + self._tick_s
             self._look_for_silence(now)
         if self._ended:
-            self._tell()
+            self._notify()
 
     def _finish(self, exchange: Exchange) -> None:
-        """libcurl has brought all that comes."""
+        """libcurl is done with the exchange: end it as soon as the receiver has all bytes."""
         exchange.active_at = math.inf
         if exchange.finish():
             self._end(exchange, exchange.error)
 
-    def _broke(self, exchange: Exchange, code: int, text: str) -> None:
+    def _fail(self, exchange: Exchange, code: int, text: str) -> None:
         if exchange.error is None and not exchange.refused:
             if code == pycurl.E_PEER_FAILED_VERIFICATION:
                 text = f"certificate verify failed: {text}"
             text = text or f"libcurl failed with code {code}"
             exchange.error = Transient(one_line(f"{exchange.host}: {text}"))
-        self._fresh += isinstance(exchange.error, ConnectionEnded)
-        self._finish(exchange)  # what has come is handed over
+        self._new_connections += isinstance(exchange.error, ConnectionEnded)
+        self._finish(exchange)  # the receiver gets the bytes that came
 
     def _look_for_silence(self, now: float) -> None:
         for exchange in list(self._live.values()):
@@ -971,23 +974,23 @@ class _Loop:
                 self._finish(exchange)
 
     def _end(self, exchange: Exchange, error: Exception | None) -> None:
-        """The exchange is over for its caller."""
+        """End the exchange and free its handle. `_notify` reports it to its caller."""
         handle, exchange.handle = exchange.handle, None
         if handle is not None:
             if exchange.on_end is not None:
-                exchange.came_from = handle.getinfo(pycurl.EFFECTIVE_URL)
+                exchange.final_url = handle.getinfo(pycurl.EFFECTIVE_URL)
             del self._live[handle]
             self._multi.remove_handle(handle)
             handle.reset()
             self._idle.append(handle)
         exchange.error, exchange.ended = error, True
-        exchange.receiver = None  # which leads back to the exchange: memory of a circle is given back late
+        exchange.receiver = None  # it refers back to the exchange, and Python frees a reference cycle late
         if exchange.room is not None:
             exchange.room.release()
         self._ended.append(exchange)
 
-    def _tell(self) -> None:
-        """Wake those that wait for what has ended, all tasks of trio by one call."""
+    def _notify(self) -> None:
+        """Wake the threads and tasks whose exchanges have ended, all tasks by one call into trio."""
         ended, self._ended = self._ended, []
         for exchange in ended:
             if exchange.on_end is not None:
@@ -998,15 +1001,15 @@ class _Loop:
 
     # libcurl's callbacks.
 
-    def _watch(self, what: int, fd: int, *_: object) -> None:
-        """Wait for these events of a socket."""
-        if what == pycurl.POLL_REMOVE:
+    def _watch(self, events: int, fd: int, *_: object) -> None:
+        """Have epoll watch a socket for the events that libcurl wants."""
+        if events == pycurl.POLL_REMOVE:
             self._watched.discard(fd)
             with suppress(OSError):  # closed already
                 self._poll.unregister(fd)
             return
-        mask = (select.EPOLLIN if what & pycurl.POLL_IN else 0) | (
-            select.EPOLLOUT if what & pycurl.POLL_OUT else 0
+        mask = (select.EPOLLIN if events & pycurl.POLL_IN else 0) | (
+            select.EPOLLOUT if events & pycurl.POLL_OUT else 0
         )
         if fd in self._watched:
             self._poll.modify(fd, mask)
@@ -1023,7 +1026,7 @@ _ACTIONS = {
     select.EPOLLOUT: pycurl.CSELECT_OUT,
     select.EPOLLIN | select.EPOLLOUT: pycurl.CSELECT_IN | pycurl.CSELECT_OUT,
 }
-"""Events of epoll → libcurl's. All others are errors, or ends."""
+"""epoll's events → libcurl's. All other events mean an error or an end."""
 
 
 def _wake(ended: list[Exchange]) -> None:
@@ -1032,13 +1035,13 @@ def _wake(ended: list[Exchange]) -> None:
         if wake is not None:
             try:
                 wake()
-            except Exception:  # trio would end with it
+            except Exception:  # an exception would end trio's run
                 log.exception("the end of a request could not be told")
 
 
 def authorities() -> str:
-    """The path of the authorities to trust: a PEM file that the environment names, else the system's; "" without any.
-    libcurl's own default is a path of the machine that its wheel was built on."""
+    """The path of the certificate authorities to trust: a PEM file that the environment names, else the system's; "" if
+    there are none. libcurl's own default is a path of the machine on which its wheel was built."""
     for name in CA_VARIABLES:
         if path := os.environ.get(name, ""):
             try:
@@ -1050,7 +1053,7 @@ def authorities() -> str:
     return found.cafile or found.capath or ""
 
 
-# Translate a store's refusal into an error of ours: one table for every HTTP store and every library in front of it.
+# Translate an origin's refusal into an error of `base.errors`: one table for every HTTP store and every library.
 #
 # The message is one line that a user can act on. It is made of the status, the origin's error code and message, and never
 # of a URL (which may carry a signature) or a library's dump of several lines.
@@ -1098,28 +1101,28 @@ def refusal(
     status: int,
     body: str = "",
     *,
-    what: str,
+    name: str,
     code: str = "",
     message: str = "",
     advice: str = "check the credentials",
     retry_after: str | None = None,
     date: str | None = None,
 ) -> CachefsError:
-    """The error for an HTTP reply that is not a success. `what` names the object; `advice` tells what to change when the
+    """The error for an HTTP reply that is not a success. `name` names the object; `advice` tells what to change when the
     store does not accept the credentials; `body` (XML, JSON, or a library's text with one of them in it) is searched for
     the code and message when they are not given. `date` is the reply's header, the origin's clock."""
     code = code or _tag("Code", body)
     message = message or _tag("Message", body)
-    told = f"{status} {code}".strip() + (f" ({message})" if message else "")
-    line = one_line(f"{what}: the origin answered {told}")
+    answer = f"{status} {code}".strip() + (f" ({message})" if message else "")
+    line = one_line(f"{name}: the origin answered {answer}")
     if code in NO_STORE:
         return NotFound(
-            one_line(f"{what}: no such bucket or container ({told}); check its name and the endpoint")
+            one_line(f"{name}: no such bucket or container ({answer}); check its name and the endpoint")
         )
     if code in NO_UPLOAD:
         return NoSuchUpload(line)
     if code in OCCUPIED:
-        return ObjectChanged(f"{what}: there is such an object at the origin")
+        return ObjectChanged(f"{name}: there is such an object at the origin")
     if code in BUSY or status in (429, 503):
         seconds = _seconds(retry_after)
         return Throttled(line) if seconds is None else AskedToWait(line, seconds)
@@ -1135,7 +1138,7 @@ def refusal(
     if status == 404:
         return NotFound(line)
     if status in (412, 416):
-        return ObjectChanged(f"{what}: the object changed at the origin")
+        return ObjectChanged(f"{name}: the object changed at the origin")
     if status in (301, 302, 307, 308):
         return OriginFailed(f"{line}: the origin lives elsewhere; set --region or --endpoint-url")
     if status in (405, 501):
@@ -1213,22 +1216,22 @@ class NoCredentials:
 class Opened(Generic[T]):
     """One object of a vendor's library (a store, a filesystem), opened again when the credentials change.
 
-    Libraries keep the credentials that they were opened with for minutes or for ever. Credentials are compared by value: the
-    time of opening does not tell which ones were used. Thread-safe."""
+    Libraries keep the credentials that they were opened with for minutes or for ever. Credentials are compared by value,
+    because the time of opening does not tell which ones a library used. Thread-safe."""
 
     def __init__(self, open_it: Callable[[], T], current: Callable[[], object]) -> None:
         self._open, self._current = open_it, current
         self._value: T | None = None
-        self._shows: object = None
+        self._opened_with: object = None
         self._opened_at = float("-inf")
         self._lock = threading.Lock()
 
     def get(self) -> T:
-        # The credentials are read inside the lock: a thread that was overtaken must not bring the old ones back.
+        # The credentials are read with the lock held, so that a slower thread cannot bring older ones back.
         with self._lock:
             current = self._current()
-            if self._value is None or current != self._shows:
-                self._value, self._shows = self._open(), current
+            if self._value is None or current != self._opened_with:
+                self._value, self._opened_with = self._open(), current
                 self._opened_at = time.monotonic()
             return self._value
 
@@ -1241,25 +1244,25 @@ class Opened(Generic[T]):
 
 # Whole objects are compared with their etags, where these are MD5s.
 #
-# The etag of an object that S3 or Google was given in one request is the MD5 of its bytes, unless it is encrypted with a
-# key. TLS protects bytes on the wire only; the MD5 also finds what a proxy, a broken memory or the origin itself has
-# changed. Hashing costs processor time, so beyond a share of one processor only some objects are compared. No reader gets
-# bytes of such an object before.
+# The etag of an object that was written to S3 or Google in one request is the MD5 of its bytes, unless it is encrypted with
+# a key. TLS protects bytes on the wire only; the MD5 also finds what a proxy, a broken memory or the origin itself has
+# changed. Hashing costs processor time, so beyond a share of one processor only some objects are compared. A reader gets
+# the bytes of such an object only after the comparison.
 
 LARGEST_COMPARED, LARGEST_COMPARED_OF_ALL = 1 << 20, 4 << 20
 """Bytes of the largest object that is compared, usually and with `--verify full`: its first reader waits until all of it has
 come. Derived: 1 MiB is 10 ms at 100 MB/s, about a round trip; 4 MiB is the most that comes in one request."""
 
 HASHED_PER_S = 24 << 20
-"""How much is hashed, of which the share of one second may come at once. Derived: 4 % of one processor, which hashes 650
-MB/s; small files that all come cold are read less than 3 % slower."""
+"""Bytes hashed a second; those of one second may be hashed at once. Derived: 4 % of one processor, which hashes 650 MB/s;
+small files that all come cold are read less than 3 % slower."""
 
 UNLIKE = 3
-"""So many objects in a row that come twice alike and unlike their etags: this origin's etags are no MD5s. Guessed: each
-costs a request."""
+"""After so many objects in a row that came twice with the same bytes, unlike their etags, this origin's etags count as no
+MD5s. Guessed: each costs a request."""
 
 MOST_REFUSED = 1000
-"""Objects that are remembered until they come again, up to 1 KiB each. A bound of memory."""
+"""Objects unlike their etags that are remembered until they are fetched again, up to 1 KiB each. A bound of memory."""
 
 MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 
@@ -1289,13 +1292,14 @@ class Md5Etags:
         self._refused: dict[str, str] = {}  # key → MD5 of what came, which was unlike its etag
 
     def verify(self, how: str) -> None:
-        """As the option says: `full` compares every object, `none` no object."""
+        """Apply the option `--verify`: `full` compares every object, `first` as many as `HASHED_PER_S` allows, `none` no
+        object."""
         self._largest = LARGEST_COMPARED_OF_ALL if how == "full" else LARGEST_COMPARED
         self._bytes_per_s = {"full": math.inf, "first": HASHED_PER_S, "none": 0}[how]
         self._left = self._bytes_per_s
 
     def choose(self, key: str, etag: str, size: int) -> str:
-        """The MD5 that the bytes of this object are to have; "" if it is not compared."""
+        """The MD5 that the bytes of this object must have; "" if it is not compared."""
         found = MD5.fullmatch(etag)
         if found is None or size > self._largest or self._no_md5s >= UNLIKE:
             return ""
@@ -1309,19 +1313,19 @@ class Md5Etags:
         return found[1]
 
     def compare(self, key: str, name: str, md5: str, data: bytes) -> None:
-        """Raises `Transient` if the object is to be fetched again: its bytes are unlike its etag, and came so for the first
-        time. What comes twice alike is what the origin has."""
-        came = hashlib.md5(data, usedforsecurity=False).hexdigest()
+        """Compare an object's bytes with its MD5. Raises `Transient` if the object must be fetched again: the bytes do not
+        match, and these bytes came for the first time. Bytes that come twice are what the origin has, and are accepted."""
+        digest = hashlib.md5(data, usedforsecurity=False).hexdigest()
         self.compared += 1
-        before = self._refused.pop(key, "")
-        if came == md5:
+        previous = self._refused.pop(key, "")
+        if digest == md5:
             self._no_md5s = 0
             return
         self.unlike += 1
-        if came != before:
+        if digest != previous:
             if len(self._refused) >= MOST_REFUSED:
                 self._refused.clear()
-            self._refused[key] = came
+            self._refused[key] = digest
             raise Transient(f"{name}: the bytes that came are not those of its etag, an MD5")
         self._no_md5s += 1
         if self._no_md5s == UNLIKE:

@@ -1,17 +1,17 @@
 """A directory of this machine as an origin.
 
-Not through obstore, although it can: obstore follows symbolic links out of the directory and refuses names with control
-characters. Symbolic links are followed where they end inside the root and do not lead back to a directory on their own path;
-other links, and everything that is neither file nor directory, are left out.
+Not through obstore, which follows symbolic links out of the directory and refuses names with control characters. Symbolic
+links are followed if they end inside the root and do not lead back to a directory on their own path. Other links, and
+everything that is neither file nor directory, are left out.
 
-A directory `d` is the empty object `d/`, its marker. So an empty directory exists, and a listing of all keys below a prefix,
-to copy or delete them, has the directories in it.
+A directory `d` is the empty object `d/`, its marker. So empty directories exist, and a listing of all keys below a prefix,
+made to copy or delete them, contains the directories.
 
 A written file appears under its name when it is whole and on disk: it is written beside its place under a hidden name,
-synced, renamed, and the directory is synced. A daemon that is killed leaves such names. None is a key, and what no client
-can be writing any more is removed: of those that listings meet, with the next save. Parts of an upload are files of their
-own, in a hidden directory at the root; the kernel puts them together (`copy_file_range`, which shares blocks where the file
-system can). Only here is a condition on a version (`if_match`) not one step with the write: a file that another process
+synced, renamed, and the directory is synced. A daemon that is killed leaves hidden names behind. They are no keys. Listings
+remember those that they meet, and the next save removes the ones that no client can still be writing. Parts of an upload
+are files in a hidden directory at the root; the kernel puts them together (`copy_file_range`, which shares blocks where the
+file system can). A condition on a version (`if_match`) is not one step with the write here: a file that another process
 replaces between the comparison and the rename is lost. `if_absent` is one step (a hard link).
 """
 
@@ -61,40 +61,40 @@ from cachefs.origin.protocol import (
 LIMITS = Limits(
     UNLIMITED, UNLIMITED, 1, UNLIMITED, 1_000_000, UNLIMITED, directories=True, longest_key=UNLIMITED
 )
-"""A file system has limits of its own, and tells them by failing. Two are known before: with `--writeback` they would be
-found when the file is saved already. These are the length of a path, and the size of the disk: a sparse file is sent with
-its zeros, and one that can never be whole would fill the disk with its parts."""
+"""A file system has limits of its own, and reports them by failing. With `--writeback` a failure comes only after the file
+was saved, so two limits are known before: the length of a path, and the size of the disk. A sparse file is sent with its
+zeros, and one that can never be whole would fill the disk with its parts."""
 
 PATH_MAX = 4096
-"""Of Linux, with the NUL."""
+"""The longest path of Linux in bytes, with the NUL."""
 
 CHUNK = 1 << 20
 HIDDEN = ".cachefs-"
-"""Our own names begin with it; listings leave them out."""
+"""How the names begin that this client makes; listings leave them out."""
 
 RANDOM_BYTES = 8
-"""In the name of a file that is being written."""
+"""Random bytes in such a name."""
 
 KILLED_S = 86_400.0
 """After how long without a change a hidden file was left by a daemon that was killed. Documented in
 docs/reference/on-disk-format.md: what is written changes all the time, and clocks of machines differ by hours at most."""
 
 FORGOTTEN_S = 7 * KILLED_S
-"""The same of an upload in parts: a program that writes slowly may leave one alone for days, and it is begun again if it is
-gone. Borrowed from what buckets are usually told to do."""
+"""The same for an upload in parts: a program that writes slowly may leave one unchanged for days, and a lost upload is
+begun again. Borrowed from the lifecycle rules that buckets usually have."""
 
 MOST_LEFT = 1000
 """Hidden names that are remembered; the next listing meets the others. A bound of memory: 0.3 MB."""
 
 OURS = re.compile(rf"{re.escape(HIDDEN)}[0-9a-f]{{{2 * RANDOM_BYTES}}}")
-"""A file that is being written."""
+"""The name of a file that is being written."""
 
 UPLOADS = f"{HIDDEN}uploads"
 TOKEN = "user.cachefs-stamp"
 
 
 class LocalClient(Writer):
-    """The tree below `root`: listing, reading and writing. Keys are paths relative to it; bytes that are no UTF-8 are
+    """Lists, reads and writes the tree below `root`. Keys are paths relative to it; bytes that are not UTF-8 are
     surrogates, as in `os`."""
 
     can_list = True
@@ -118,7 +118,7 @@ class LocalClient(Writer):
             more = first + limit < len(names)
             objects: list[ObjectInfo] = []
             for name in page:
-                if not name.endswith("/"):  # a file, or "": the directory itself
+                if not name.endswith("/"):  # a file, or "" for the directory itself
                     try:
                         objects.append(self.head(prefix + name))
                     except NotFound:
@@ -181,7 +181,7 @@ class LocalClient(Writer):
 
             def fill(fd: int) -> None:
                 _copy(source.fileno(), fd)
-                os.utime(fd, ns=(before.mtime_ns, before.mtime_ns))  # programs see a rename in it
+                os.utime(fd, ns=(before.mtime_ns, before.mtime_ns))  # programs see this copy as a rename
 
             made = self._place(to, fill, Preconditions())
             if self.head(key) != before:
@@ -194,7 +194,7 @@ class LocalClient(Writer):
             if not key.endswith("/"):
                 os.unlink(path)
             elif all(name.startswith(HIDDEN) for name in os.listdir(path)):
-                # Other keys keep a directory, as in an object store.
+                # As in an object store, a directory with other keys in it stays.
                 for name in os.listdir(path):
                     self._met(f"{path}/{name}")
                 self._remove_left()
@@ -245,9 +245,9 @@ class LocalClient(Writer):
     def complete(
         self, key: str, upload: str, parts: Mapping[int, str], preconditions: Preconditions
     ) -> Written:
-        there = self.parts(key, upload)
+        existing = self.parts(key, upload)
         for number, etag in parts.items():
-            if number not in there or there[number].etag != etag:
+            if number not in existing or existing[number].etag != etag:
                 raise OriginFailed(f"{key}: part {number} of the upload is not the one that was sent")
 
         def assemble(fd: int) -> None:
@@ -267,24 +267,24 @@ class LocalClient(Writer):
             self._clear(upload)
 
     def _clear(self, upload: str) -> None:
-        # Renamed first: a part of an abandoned request may still be written under the old name.
-        gone = self._uploads / secrets.token_hex(RANDOM_BYTES)
-        os.rename(self._uploads / upload, gone)
-        shutil.rmtree(gone)
+        # Renamed first, because an abandoned request may still write a part under the old name.
+        discarded = self._uploads / secrets.token_hex(RANDOM_BYTES)
+        os.rename(self._uploads / upload, discarded)
+        shutil.rmtree(discarded)
         with suppress(OSError):
             os.rmdir(self._uploads)  # unless there are others
 
     @contextmanager
     def _within(self, key: str, upload: str) -> Iterator[Path]:
-        """The directory of an upload. A file missing there means that the upload is gone."""
+        """The directory of an upload. A file that is missing there raises `NoSuchUpload`."""
         folder = self._uploads / upload
-        gone = NoSuchUpload(f"{key}: no such upload")
+        missing = NoSuchUpload(f"{key}: no such upload")
         try:
             if "/" in upload or os.fsdecode((folder / "key").read_bytes()) != key:
-                raise gone
+                raise missing
             yield folder
         except FileNotFoundError as exc:
-            raise gone from exc
+            raise missing from exc
 
     # Paths and files.
 
@@ -302,14 +302,15 @@ class LocalClient(Writer):
         return real
 
     def _sorted_names(self, prefix: str, fresh: bool) -> list[str]:
-        """Names in a directory, in the order of a store's keys; directories end in a slash. "" is the marker of the
-        directory itself, which the root does not have."""
+        """The names in a directory, in the order of an origin's keys; those of directories end in a slash. "" is the marker
+        of the directory itself, which the root does not have. Only `fresh` scans a directory again that is being paged
+        through."""
         if not fresh and self._names[0] == prefix:
             return self._names[1]
         names = [""] if prefix else []
         with os.scandir(self._inside(prefix)) as entries:
             for entry in entries:
-                if entry.name.startswith(HIDDEN):  # a file being written, or one that was
+                if entry.name.startswith(HIDDEN):  # a file that is or was being written
                     self._met(entry.path)
                     continue
                 if entry.is_symlink():
@@ -323,7 +324,7 @@ class LocalClient(Writer):
         return names
 
     def _linked(self, prefix: str, name: str) -> list[str]:
-        """The name of a symbolic link in its directory (with a slash if it leads to a directory); [] when it is left out."""
+        """[the name of a symbolic link, with a slash if it leads to a directory]; [] if the link is left out."""
         try:
             target = self._inside(prefix + name)
             mode = Path(target).stat().st_mode
@@ -358,7 +359,7 @@ class LocalClient(Writer):
             raise OriginFailed(f"{self._name(key)}: {exc.strerror}") from exc
 
     def _place(self, key: str, fill: Callable[[int], None], preconditions: Preconditions) -> Written:
-        """Make a file of the bytes that `fill` writes; on return it is at `key` and on disk."""
+        """Make a file at `key` of the bytes that `fill` writes to a descriptor. On return it is on disk."""
         path = self._path(key, make=True)
         if os.path.isdir(path):
             raise IsADirectory(f"{key}: is a directory")
@@ -384,20 +385,20 @@ class LocalClient(Writer):
             placed = os.fstat(fd)  # linking and renaming set the ctime, which is part of the version
         sync_directory(Path(folder))
         self._remove_left()
-        # If the file was changed in place since, our version is gone, and no other has the name of `written`.
+        # If another process has changed the file since, our version is gone; no other version has the etag of `written`.
         same = (placed.st_mtime_ns, placed.st_size) == (written.st_mtime_ns, written.st_size)
         return Written(version_of(placed if same else written), written.st_mtime_ns)
 
     def _met(self, path: str) -> None:
-        """A hidden name. A user's file is none of ours, whatever it is called."""
+        """Remember a hidden path, unless its name is not one that this client makes: such a file is a user's."""
         ours = path == str(self._uploads) or OURS.fullmatch(os.path.basename(path))
         if ours and len(self._left) < MOST_LEFT:
             self._left.add(path)
 
     def _remove_left(self) -> None:
-        """Remove what killed daemons have left, of what listings have met. What cannot be removed stays."""
+        """Remove the hidden files that killed daemons left and listings met. A file that cannot be removed stays."""
         while self._left:
-            with suppress(KeyError, OSError):  # another thread takes it, or another client has removed it
+            with suppress(KeyError, OSError):  # another thread or another client has removed it
                 path = self._left.pop()
                 if path != str(self._uploads):
                     if _is_older(path, KILLED_S):
@@ -442,14 +443,14 @@ class LocalClient(Writer):
 
 
 def _is_older(path: str, age_s: float) -> bool:
-    """Whether a file, or the names in a directory, have not changed for so long. By ctime: a copy gets the mtime of what it
-    copies while it is written."""
+    """True if a file, or the names in a directory, have not changed for so long. By ctime, because a copy has the mtime of
+    its source while it is written."""
     return os.lstat(path).st_ctime + age_s <= time.time()
 
 
 @contextmanager
 def _new_file(path: str) -> Iterator[int]:
-    """A descriptor of a new file, which an exception removes."""
+    """A descriptor of a new file; an exception in the block removes the file."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         yield fd
@@ -480,13 +481,13 @@ def _copy(source: int, to: int) -> None:
 
 
 def version_of(about: os.stat_result) -> str:
-    """The etag of a file. Programs set mtime back (`touch -r`, `cp -p`, `rsync -t`), but not ctime. The price: chmod, a new
-    hard link and everything else that sets ctime makes a new version of the same bytes."""
+    """The etag of a file. It contains the ctime, because programs set mtime back (`touch -r`, `cp -p`, `rsync -t`), but not
+    ctime. The price: chmod, a new hard link and everything else that sets ctime makes a new version of the same bytes."""
     return f'"{about.st_ino:x}-{about.st_mtime_ns:x}-{about.st_ctime_ns:x}-{about.st_size:x}"'
 
 
 def local_client(path: str) -> tuple[LocalClient, str]:
-    """The client, and the origin's identity."""
+    """(the client, the origin's identity) for a directory."""
     if not Path(path).is_dir():
         raise NotFound(f"{path}: no such directory")
     client = LocalClient(path)

@@ -49,8 +49,8 @@ COPIED_PART = 1 << 30
 
 class Origin:
     """One origin. All methods raise only `cachefs.base.errors`. `source` is its identity (a URL), `prefix` the mounted key
-    prefix, "" or ending in "/". Methods that write raise `Unsupported` where nothing can be written. `read` and `begin` are
-    described in `attempts.py`."""
+    prefix, "" or ending in "/". Methods that write raise `Unsupported` if nothing can be written. `read` and `begin` are
+    those of `Attempts`."""
 
     def __init__(self, attempts: Attempts) -> None:
         self.source, self.prefix = attempts.source, attempts.prefix
@@ -59,7 +59,7 @@ class Origin:
         self._probes = Probes(attempts)
         self.limit, self.name = attempts.limit, attempts.name
         self.read, self.begin = attempts.read, attempts.begin
-        self.read_only = False  # what is written below it is refused
+        self.read_only = False  # True: callers refuse writes, although the client could
 
     @property
     def can_list(self) -> bool:
@@ -71,7 +71,7 @@ class Origin:
 
     @property
     def limits(self) -> Limits:
-        """What the origin takes at most, and the sizes of parts."""
+        """The largest sizes that the origin takes, and the sizes of parts."""
         return self.writer.limits
 
     @property
@@ -85,7 +85,7 @@ class Origin:
 
     @property
     def concurrency(self) -> int:
-        """How many requests may be in flight at most."""
+        """The greatest number of requests in flight."""
         return self._attempts.gate.concurrency.maximum
 
     @property
@@ -95,12 +95,12 @@ class Origin:
 
     @property
     def md5(self) -> Md5Etags | None:
-        """What compares whole objects with their etags; None where the client does not."""
+        """Compares whole objects with their etags; None if the client does not compare."""
         return getattr(self._client, "md5", None)
 
     @property
     def complaint(self) -> str:
-        """One line while the origin is out, else ""."""
+        """One line for the user while the origin is out, else ""."""
         return self._attempts.breaker.complaint()
 
     def status(self) -> dict[str, Any]:
@@ -158,30 +158,30 @@ class Origin:
             lambda: writer.look(key), f"looking up {self.name(key)}", "origin_head", key
         )
 
-    # Writing: whether it may happen, and whether it did. A write returns what a later HEAD or LIST shows. Most stores tell
-    # an object's time only there, so a HEAD follows a write.
+    # Writing. A write returns the object as a later HEAD or LIST shows it. Most stores tell an object's time only there, so
+    # a HEAD follows a write.
 
     async def ours(self, key: str, token: str, size: int | None, error: CachefsError) -> ObjectInfo:
-        """The object if it shows the idempotency token: an earlier attempt wrote it, and only its reply was lost. Else
+        """The object, if it has the idempotency token: then an earlier attempt wrote it, and only the reply was lost. Else
         raises `error`. `size` None: of any size."""
         try:
-            info, shown = await self.look(key)
+            info, found_token = await self.look(key)
         except NotFound:
-            shown = ""
-        if token and shown == token and size in (None, info.size):
+            found_token = ""
+        if token and found_token == token and size in (None, info.size):
             return info
         raise error
 
     async def _unchanged(self, key: str, etag: str | None) -> None:
-        """Return if the object is the version `etag`, else raise `ObjectChanged`."""
+        """Raise `ObjectChanged` if the object is not the version `etag`."""
         if (await self.head(key)).etag != etag:
             raise ObjectChanged(f"{self.name(key)}: the object changed at the origin")
 
     async def _to_send(
         self, key: str, preconditions: Preconditions, honours: Callable[[Preconditions], Awaitable[bool]]
     ) -> Preconditions:
-        """The preconditions to send with a write. Those that the origin does not honour are compared here with a HEAD and
-        not sent; `Conflict` when they do not hold."""
+        """The preconditions to send with a write. Those that the origin does not honour are checked here with a HEAD and
+        not sent. Raises `Conflict` if they do not hold."""
         if not preconditions.conditional or await honours(preconditions):
             return preconditions
         with conflicts(preconditions):
@@ -196,8 +196,8 @@ class Origin:
         return preconditions.unconditional()
 
     async def _settled(self, key: str, size: int, written: Written, *, untimed: bool) -> ObjectInfo:
-        """The object that was written, as the origin shows it. `untimed`: without a HEAD for its time alone, so `mtime_ns`
-        may be 0. `ObjectChanged` when another client has replaced it."""
+        """The object that was written, as the origin shows it. `untimed`: send no HEAD for its time alone, so `mtime_ns`
+        may be 0. Raises `ObjectChanged` if another client has replaced it."""
         if written.etag and (untimed or written.mtime_ns is not None):
             return ObjectInfo(key, size, written.mtime_ns or 0, written.etag)
         try:
@@ -224,12 +224,12 @@ class Origin:
         """Write the first `size` bytes of `source` (`FileRange`, `InMemory`) as one object in one request. A key that
         ends in "/" with no bytes is the marker of a directory.
 
-        The object is there whole or not at all; after an error for a lost connection it may be either. `Conflict` when
-        the object is not the version `if_match`, or with `if_absent` when there is one; then nothing was written. A
-        caller that will want to know whether a failed attempt wrote the object gives a `token` (see `ours`). Without
-        `settle` no HEAD follows for the time alone: `mtime_ns` is 0 where the reply did not tell it. `ObjectChanged` when
-        another client has replaced the object since. An exception of `source` is raised unchanged; `source` is not read
-        after this has returned or raised."""
+        The object is there whole or not at all; after an error for a lost connection it may be either. Raises `Conflict` if
+        the object is not the version `if_match`, or with `if_absent` if there is one; then nothing was written. With a
+        `token`, a caller can find out later whether a failed attempt wrote the object (see `ours`). Without `settle` no
+        HEAD follows for the time alone: `mtime_ns` is 0 if the reply did not tell it. Raises `ObjectChanged` if another
+        client has replaced the object since. An exception of `source` is raised unchanged; `source` is not read after this
+        has returned or raised."""
         attempts, writer = self._attempts, self.writer
         if size > writer.limits.largest_put:
             raise Unsupported(
@@ -238,14 +238,14 @@ class Origin:
         if not token and (if_absent or if_match is not None):
             token = new_token()
         preconditions = Preconditions(content_type, if_match, if_absent, token)
-        what = f"writing {self.name(key)}"
+        action = f"writing {self.name(key)}"
         try:
             sent = await self._to_send(key, preconditions, self._probes.puts)
             written = await attempts.send(
                 lambda body: writer.put(key, body, sent),
                 source,
                 size,
-                what,
+                action,
                 "origin_put",
                 key,
                 ticket,
@@ -259,7 +259,7 @@ class Origin:
         """Begin to write an object in parts. The key shows its old version until `Upload.complete`.
 
         An upload that is neither completed nor aborted costs storage: S3 and Google keep its parts until a lifecycle rule
-        removes them, Azure a week. `Upload.state` is what resuming it after a crash takes."""
+        removes them, Azure for a week. `Upload.state` has what `resume_upload` needs after a crash."""
         writer = self.writer
         if not writer.limits.most_parts:
             raise Unsupported(f"{self._attempts.label}: this origin takes no parts; put the object whole")
@@ -273,13 +273,13 @@ class Origin:
         return Upload(self, key, name, preconditions, {})
 
     def resume_upload(self, key: str, state: Mapping[str, Any]) -> Upload:
-        """The upload whose `Upload.state` this is. Sends no request; `Upload.parts` does."""
+        """The upload that has this `Upload.state`. Sends no request; `Upload.parts` does."""
         return Upload.of_state(self, key, state)
 
     async def copy(self, key: str, to: str, *, size: int, etag: str | None = None) -> ObjectInfo:
-        """Copy an object of `size` bytes within the origin, replacing the object at `to`. With `etag` only that version:
-        `ObjectChanged` when it is another. An object above `limits.largest_copy` is copied in parts, without its own
-        metadata."""
+        """Copy an object of `size` bytes within the origin, replacing the object at `to`. With `etag`, copies only that
+        version, and raises `ObjectChanged` if the object is another. An object above `limits.largest_copy` is copied in
+        parts, without its own metadata."""
         writer = self.writer
         if size > writer.limits.largest_copy:
             return await self._copy_in_parts(key, to, size, etag)
@@ -308,7 +308,7 @@ class Origin:
         await attempts.repeat(attempt, f"deleting {self.name(key)}", "origin_delete", key)
 
     async def delete_many(self, keys: Iterable[str]) -> dict[str, CachefsError]:
-        """Delete many objects, `limits.batch` a request. Returns the keys that remain, each with the reason. Where
+        """Delete many objects, `limits.batch` a request. Returns the keys that remain, each with its error. Where
         directories are real, they are deleted after the files in them."""
         wanted, writer, kept = list(keys), self.writer, dict[str, CachefsError]()
         batch = writer.limits.batch or 1
@@ -325,7 +325,7 @@ class Origin:
                 )
                 for key, error in left.items():
                     if isinstance(error, Transient):
-                        await some([key])  # by itself, with attempts of its own
+                        await some([key])  # alone, as a request with retries
                     else:
                         kept[key] = error
             except CachefsError as exc:
@@ -360,7 +360,8 @@ class Origin:
 
 
 def inside_out(keys: Iterable[str]) -> list[list[str]]:
-    """Files, then directories ("d/"), the deepest first. The keys of one list may be deleted in any order."""
+    """Groups of keys in the order to delete them: files, then directories ("d/"), the deepest first. The keys of one group
+    may be deleted in any order."""
     groups: dict[int, list[str]] = {}
     for key in keys:
         groups.setdefault(key.count("/") if key.endswith("/") else -1, []).append(key)
@@ -396,9 +397,9 @@ async def each(work: Callable[[T], Awaitable[None]], items: Iterable[T], at_once
 
 
 class Upload:
-    """One object being written in parts. `known` are the parts that the origin has, by number from 1 on.
+    """One object being written in parts. `known` has the parts that the origin has, by number from 1 on.
 
-    Parts may be sent in any order and several at once; the gate bounds how many are in flight. A number that is sent again
+    Parts may be sent in any order and several at once; the gate bounds how many are in flight. Sending a number again
     replaces its part. The object is its parts in the order of their numbers."""
 
     def __init__(
@@ -422,7 +423,7 @@ class Upload:
         return upload
 
     def state(self) -> dict[str, Any]:
-        """What `Origin.resume_upload` takes, of JSON's types. `parts` finds parts that were written after it was taken."""
+        """The upload in JSON's types, for `Origin.resume_upload`. `parts` finds the parts that were written after this."""
         return {
             "id": self.id,
             "stamp": self._preconditions.token,
@@ -436,20 +437,20 @@ class Upload:
         """Send bytes [offset, offset + length) of an open file as part `number`; returns its etag. The caller keeps `fd`
         open and the bytes unchanged until this has returned or raised: a repeated attempt reads them again.
 
-        All parts but the last have at least `limits.least_part` bytes. `NoSuchUpload` when the upload is gone."""
+        All parts but the last have at least `limits.least_part` bytes. Raises `NoSuchUpload` if the upload is gone."""
         return await self.part_from(number, FileRange(fd, offset), length, ticket=ticket)
 
     async def part_from(
         self, number: int, source: Source, length: int, *, ticket: Ticket | None = None
     ) -> str:
-        """The same from any source."""
+        """As `part`, from any source."""
         writer = self._attempts.writer
         self._within_limits(number, length)
         etag = await self._attempts.send(
             lambda body: writer.put_part(self.key, self.id, number, body),
             source,
             length,
-            f"writing part {number} of {self._what}",
+            f"writing part {number} of {self._label}",
             "origin_put_part",
             self.key,
             ticket,
@@ -463,7 +464,7 @@ class Upload:
         self._within_limits(number, stop - start)
         found = await self._attempts.call(
             lambda: writer.copy_part(self.key, self.id, number, key, etag, start, stop),
-            f"copying part {number} of {self._what}",
+            f"copying part {number} of {self._label}",
             "origin_put_part",
             self.key,
             patience=PATIENCE,
@@ -472,11 +473,11 @@ class Upload:
         return found
 
     async def parts(self) -> dict[int, Part]:
-        """The parts that the origin has now; they become `known`. `NoSuchUpload` when the upload is gone."""
+        """The parts that the origin has now; they become `known`. Raises `NoSuchUpload` if the upload is gone."""
         writer = self._attempts.writer
         self.known = await self._attempts.call(
             lambda: writer.parts(self.key, self.id),
-            f"looking up parts of {self._what}",
+            f"looking up parts of {self._label}",
             "origin_upload",
             self.key,
         )
@@ -493,13 +494,13 @@ class Upload:
         """Make the object of `parts` (number → etag; default: all that are known), replacing the object at the key.
 
         Repeating this is harmless, even by another process after a crash: after a success it returns the object, until
-        another client replaces it. `settle` as for `Origin.put`. `NoSuchUpload` when the upload is gone and the object is
-        not ours; `Conflict` when the condition does not hold, and then the upload remains."""
+        another client replaces it. `settle` is as in `Origin.put`. Raises `NoSuchUpload` if the upload is gone and the
+        object has another token, and `Conflict` if the condition does not hold; then the upload remains."""
         origin, writer = self._origin, self._origin.writer
         if parts is None:
             parts = {number: part.etag for number, part in self.known.items()}
         if not parts:
-            raise OriginFailed(f"{self._what}: an upload without parts cannot be completed")
+            raise OriginFailed(f"{self._label}: an upload without parts cannot be completed")
         given = {number: parts[number] for number in sorted(parts)}
         preconditions = Preconditions(
             self._preconditions.content_type, if_match, if_absent, self._preconditions.token
@@ -511,21 +512,21 @@ class Upload:
         def attempt() -> Written:
             if self._perhaps_complete and preconditions.token:
                 with suppress(NotFound):
-                    info, shown = writer.look(self.key)
-                    if shown == preconditions.token:
+                    info, found_token = writer.look(self.key)
+                    if found_token == preconditions.token:
                         return Written(info.etag, info.mtime_ns)
             self._perhaps_complete = True
             try:
                 return writer.complete(self.key, self.id, given, sent)
             except CompletionInProgress:
-                writer.parts(self.key, self.id)  # NoSuchUpload: not in progress, but gone
+                writer.parts(self.key, self.id)  # raises NoSuchUpload if the upload is gone, not in progress
                 raise
 
         try:
             sent = await origin._to_send(self.key, preconditions, origin._probes.completes)
             written = await self._attempts.call(
                 attempt,
-                f"completing {self._what}",
+                f"completing {self._label}",
                 "origin_upload",
                 self.key,
                 patience=PATIENCE,
@@ -540,22 +541,22 @@ class Upload:
         return await origin._settled(self.key, size, written, untimed=not settle)
 
     async def abort(self) -> None:
-        """Discard the upload; a missing upload is no error. No `part` may be in flight: it could be written afterwards.
-        Azure has no such request and discards blocks a week after the last of them."""
+        """Discard the upload; a missing upload is no error. No `part` may be in flight, because it could be written
+        afterwards. Azure has no such request: it discards blocks a week after the last of them."""
         writer = self._attempts.writer
         await self._attempts.call(
-            lambda: writer.abort(self.key, self.id), f"aborting {self._what}", "origin_upload", self.key
+            lambda: writer.abort(self.key, self.id), f"aborting {self._label}", "origin_upload", self.key
         )
 
     @property
-    def _what(self) -> str:
+    def _label(self) -> str:
         return f"the upload of {self._attempts.name(self.key)}"
 
     def _within_limits(self, number: int, length: int) -> None:
         limits = self._attempts.writer.limits
         if not 1 <= number <= limits.most_parts:
-            raise Unsupported(f"{self._what}: part {number} is not within 1 and {limits.most_parts}")
+            raise Unsupported(f"{self._label}: part {number} is not within 1 and {limits.most_parts}")
         if length > limits.largest_part:
             raise Unsupported(
-                f"{self._what}: a part of {length} bytes is too long, {limits.largest_part} is most"
+                f"{self._label}: a part of {length} bytes is too long, {limits.largest_part} is most"
             )

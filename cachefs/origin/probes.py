@@ -1,8 +1,8 @@
-"""Find out whether a store honours a condition: a request whose condition cannot hold must be refused.
+"""Find out whether an origin honours a condition, with a request whose condition cannot hold: it must be refused.
 
 Each probe is made once for an `Origin`, when the first write needs its result; writes that come meanwhile wait for it. A
 probe writes to keys of its own, `.cachefs-probe-…` below the mounted prefix, and deletes them; a daemon that is killed
-within a probe may leave one. A store that refuses these keys counts as one that does not honour the condition.
+during a probe may leave one. An origin that does not permit these keys counts as one that does not honour the condition.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ log = logging.getLogger(__name__)
 IMPOSSIBLE = f'"{"0" * 32}"'
 """An etag that no object has: no bytes are known whose MD5 is zero."""
 
-WHAT = "finding out which conditions the origin honours"
+ACTION = "finding out which conditions the origin honours"
 
 
 class Probes:
-    """Completes the `Conditions` of an origin's writer. All methods raise the errors of their requests, and then record
-    nothing."""
+    """Fills in the `Conditions` of an origin's writer. All methods raise the errors of their requests, and record nothing
+    then."""
 
     def __init__(self, attempts: Attempts) -> None:
         self._attempts = attempts
@@ -39,7 +39,8 @@ class Probes:
         return await self._honours(Condition.COPY, lambda: self._copy(key))
 
     async def copies_parts(self, to: str, upload: str, key: str) -> bool:
-        """True if UploadPartCopy does. The probe writes part 1 of an upload without parts; the real part 1 replaces it."""
+        """True if UploadPartCopy compares it. The probe writes part 1 of an upload without parts; the real part replaces
+        it."""
         return await self._honours(Condition.COPY_PART, lambda: self._copy_part(to, upload, key))
 
     async def puts(self, preconditions: Preconditions) -> bool:
@@ -48,9 +49,9 @@ class Probes:
         return await self._honours(condition, self._put)
 
     async def completes(self, preconditions: Preconditions) -> bool:
-        """The same of completing an upload."""
+        """True if completing an upload with these preconditions is refused exactly where they do not hold."""
         if preconditions.if_match is not None and not await self.puts(preconditions):
-            return False  # the form of etags that `If-Match` takes is not known
+            return False  # only the probe of a PUT finds the form of etags that `If-Match` takes
         condition = Condition.COMPLETE_ABSENT if preconditions.if_absent else Condition.COMPLETE_MATCH
         return await self._honours(condition, self._complete)
 
@@ -71,7 +72,7 @@ class Probes:
         refused = await _refused(
             attempts.call(
                 lambda: attempts.writer.copy(key, name, IMPOSSIBLE),
-                WHAT,
+                ACTION,
                 "origin_copy",
                 name,
                 patience=PATIENCE,
@@ -86,7 +87,7 @@ class Probes:
         refused = await _refused(
             attempts.call(
                 lambda: attempts.writer.copy_part(to, upload, 1, key, IMPOSSIBLE, 0, 1),
-                WHAT,
+                ACTION,
                 "origin_put_part",
                 to,
             )
@@ -116,21 +117,23 @@ class Probes:
 
     async def _completion_refused(self, name: str, preconditions: Preconditions) -> bool:
         attempts, writer = self._attempts, self._attempts.writer
-        upload = await attempts.call(lambda: writer.begin(name, Preconditions()), WHAT, "origin_upload", name)
+        upload = await attempts.call(
+            lambda: writer.begin(name, Preconditions()), ACTION, "origin_upload", name
+        )
         refused = True
         try:
             etag = await attempts.send(
                 lambda body: writer.put_part(name, upload, 1, body),
                 InMemory(b"p"),
                 1,
-                WHAT,
+                ACTION,
                 "origin_put_part",
                 name,
             )
             refused = await _refused(
                 attempts.call(
                     lambda: writer.complete(name, upload, {1: etag}, preconditions),
-                    WHAT,
+                    ACTION,
                     "origin_upload",
                     name,
                     patience=PATIENCE,
@@ -138,24 +141,24 @@ class Probes:
             )
         finally:
             if refused:
-                await attempts.call(lambda: writer.abort(name, upload), WHAT, "origin_upload", name)
+                await attempts.call(lambda: writer.abort(name, upload), ACTION, "origin_upload", name)
         return refused
 
     async def _write(self, name: str, preconditions: Preconditions) -> str:
-        """The etag of an empty object."""
+        """Write an empty object. Returns its etag."""
         writer = self._attempts.writer
         written = await self._attempts.send(
-            lambda body: writer.put(name, body, preconditions), InMemory(b""), 0, WHAT, "origin_put", name
+            lambda body: writer.put(name, body, preconditions), InMemory(b""), 0, ACTION, "origin_put", name
         )
         return written.etag
 
     async def _delete(self, name: str) -> None:
         writer = self._attempts.writer
-        await self._attempts.call(lambda: writer.delete(name), WHAT, "origin_delete", name)
+        await self._attempts.call(lambda: writer.delete(name), ACTION, "origin_delete", name)
 
     @asynccontextmanager
     async def _object(self) -> AsyncIterator[tuple[str, str]]:
-        """(key, etag) of an empty object, for the time of a probe."""
+        """(key, etag) of an empty object, which is deleted after the block."""
         name = self._name()
         try:
             yield name, await self._write(name, Preconditions())

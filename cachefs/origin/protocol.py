@@ -1,12 +1,12 @@
-"""What the daemon needs of an object store, and what a vendor's client offers for it.
+"""The interface between the daemon and an object store: what a vendor's client offers, and its types.
 
 A client makes one blocking attempt per call. A small object is written by one request. A large one is a *multipart upload*:
 numbered parts, in any order and several at a time, that become the object when the upload is completed; until then the key
 shows its old version.
 
 The reply to a write can get lost. The repeated request may then be refused because the first one succeeded. So a write that
-must happen once carries an *idempotency token*, a random word in the object's metadata: an object that shows the token was
-written by this daemon.
+must happen once carries an *idempotency token*, a random word that is stored in the object's metadata: an object with this
+token was written by this daemon.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ FIRST_PART = 8 * MIB
 """Borrowed: the vendors' own tools begin with it."""
 
 SHARE = 1250
-"""A part is this share of the bytes before it. Derived: parts that grow so from 8 MiB make 9,100 of 5 TiB (S3 takes 10,000),
-and none exceeds S3's 5 GiB; the first 10 GiB go in parts of 8 MiB."""
+"""A part has one part in so many of the bytes before it. Derived: parts that grow so from 8 MiB make 9,100 of 5 TiB (S3
+takes 10,000), and none exceeds S3's 5 GiB; the first 10 GiB go in parts of 8 MiB."""
 
 UNLIMITED = 1 << 62
 
 NO_PARTS = "this origin knows no multipart uploads"
 
 STALL_S = 10.0
-"""Seconds that a store, or its token service, may stay silent within a reply. Derived: an outage is found within 5 s, and
+"""Seconds that an origin, or its token service, may stay silent within a reply. Derived: an outage is found within 5 s, and
 its probe takes 5 s at most (`attempts.SILENT_S`); by then a request that waits fails as unreachable, and not as slow."""
 
 PATIENCE = 12
@@ -55,11 +55,11 @@ an upload). Borrowed: S3 documents that completing an upload may take several mi
 
 @dataclass(slots=True, unsafe_hash=True)
 class ObjectInfo:
-    """One object as a LIST page or a HEAD shows it; never changed. Not frozen: making one takes a third of the time then,
-    and a listing makes one for each name.
+    """One object as a LIST page or a HEAD shows it. Never changed, but not frozen: frozen dataclasses take three times as
+    long to make, and a listing makes one for each name.
 
     `key` is the origin's full key, with the mount's prefix. `etag` is the value for If-Match, with quotes where the origin
-    quotes; a store without etags gets one made of mtime and size. `size` is in bytes, -1 where a listing does not tell it
+    quotes; an object without an etag has one made of mtime and size. `size` is in bytes, -1 if a listing does not tell it
     (plain HTTP index pages). `mtime_ns` is nanoseconds since the epoch.
     """
 
@@ -74,7 +74,7 @@ class ObjectInfo:
 
 
 def made_up(mtime_ns: int, size: int) -> str:
-    """The etag of an object in a store that has none."""
+    """The etag for an object of an origin that has no etags."""
     return f"mtime-{mtime_ns}-{size}"
 
 
@@ -83,8 +83,8 @@ class ListPage:
     """One page of a delimited listing, in the origin's order (for S3, GCS and Azure: by UTF-8 bytes of the key).
 
     `objects` are the keys directly below the prefix, directory markers included; `prefixes` are the common prefixes, each
-    ending in "/". `next_token` continues the listing; None on the last page. `ordered`: pages come in byte order, so the
-    last key of a page tells how far the listing is known.
+    ending in "/". `next_token` continues the listing; None on the last page. `ordered`: pages come in byte order, so all
+    keys up to the last one of a page are known.
     """
 
     objects: list[ObjectInfo]
@@ -94,17 +94,17 @@ class ListPage:
 
     @property
     def unread(self) -> bool:
-        """Whether `read` takes milliseconds, so that a worker thread should call it."""
+        """True if `read` will parse the reply, which takes milliseconds: a worker thread should call it."""
         return False
 
     def read(self) -> ListPage:
-        """The page with its keys. Raises `OriginFailed`."""
+        """The page with its keys parsed. Raises `OriginFailed`."""
         return self
 
 
 class UnreadPage(ListPage):
-    """An ordered page of which `next_token` is known, so that the next page can be requested at once. `parse` makes the page
-    of the reply, once its keys are asked for; its `OriginFailed` is raised then."""
+    """An ordered page of which only `next_token` is known, so that the next page can be requested at once. The first use of
+    its keys calls `parse`, which makes the page of the reply and may raise `OriginFailed`."""
 
     __slots__ = ("_page", "_parse")
     _page: ListPage | None
@@ -143,8 +143,8 @@ class UnreadPage(ListPage):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a store takes, in bytes. `most_parts` is 0 where there are no multipart uploads; `batch` is the number of keys
-    that one deletion may name, 0 where it is one. `directories`: directories are real and must be empty to be deleted.
+    """The limits of an origin, in bytes. `most_parts` is 0 if it has no multipart uploads; `batch` is the number of keys
+    that one deletion may name, 0 if it is one. `directories`: directories are real and must be empty to be deleted.
     `longest_key` is in bytes of UTF-8."""
 
     largest_put: int
@@ -194,7 +194,7 @@ class InMemory:
 
 
 class Body(Protocol):
-    """The bytes of one request, as a client sees them. `size` is in bytes."""
+    """The body of one request, as a client reads it. `size` is in bytes."""
 
     size: int
 
@@ -202,13 +202,13 @@ class Body(Protocol):
         """The bytes from the first on, counted and paced by the upload limit."""
 
     def look(self) -> Iterator[bytes]:
-        """The same bytes for a digest, neither counted nor paced."""
+        """The same bytes for a digest, without counting and pacing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preconditions:
-    """Conditions and metadata of a write: replace only the version `if_match`; write only where there is no object
-    (`if_absent`); content type; idempotency token ("": none)."""
+    """Conditions and metadata of a write: replace only the version `if_match`; write only if there is no object
+    (`if_absent`); content type; idempotency token ("" for none)."""
 
     content_type: str | None = None
     if_match: str | None = None
@@ -226,7 +226,7 @@ class Preconditions:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What the reply to a write told of the new version; "" and None for what it did not tell."""
+    """The new version, as far as the reply to a write describes it: "" and None for what it does not tell."""
 
     etag: str = ""
     mtime_ns: int | None = None
@@ -234,14 +234,14 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part as the origin has it. `etag` is the value that completing takes; `size` is in bytes."""
+    """A part that the origin has. `etag` is the value that `Writer.complete` takes; `size` is in bytes."""
 
     etag: str
     size: int
 
 
 class AskedToWait(Throttled):
-    """Throttled, and the reply told for how many `seconds` (Retry-After)."""
+    """Throttled by a reply that tells for how many `seconds` to wait (Retry-After)."""
 
     def __init__(self, text: str, seconds: float) -> None:
         super().__init__(text)
@@ -249,11 +249,11 @@ class AskedToWait(Throttled):
 
 
 class ConnectionEnded(Transient):
-    """A kept connection had ended when a request was sent on it, as they do: the next attempt need not wait."""
+    """A kept connection had ended before a request was sent on it, which is usual: the next attempt need not wait."""
 
 
 class CompletionInProgress(Transient):
-    """Another request is completing the upload. Ceph's RADOS Gateway says so of an upload that is gone, too."""
+    """Another request is completing the upload. Ceph's RADOS Gateway also answers so for an upload that is gone."""
 
 
 @contextmanager
@@ -280,39 +280,40 @@ def of_an_upload() -> Iterator[None]:
 
 
 class Sink(Protocol):
-    """Where the bytes of one range go. Called outside of the trio thread, in order, one call at a time for one read. One
-    that may wait, for a disk for instance, says so by an attribute `waits`: then other reads do not wait for it."""
+    """Takes the bytes of one range. Called outside of the trio thread, in order, one call at a time for one read. A sink
+    that may wait, for a disk for instance, has an attribute `waits` that is True: then other reads do not wait for it."""
 
     def write(self, data: memoryview | bytes) -> None:
-        """Take the next bytes of the range. May raise to stop the transfer."""
+        """Take the next bytes of the range. An exception stops the transfer."""
 
 
 class Taker(Protocol):
-    """Where the bytes of one attempt to read go: in order, one call at a time. `waits`: taking them may wait for a disk or a
-    limit, so that only worker threads may call it; else any thread may."""
+    """Takes the bytes of one attempt to read: in order, one call at a time. `waits`: taking them may wait for a disk or a
+    limit, so only worker threads may call it; else any thread may."""
 
     @property
     def waits(self) -> bool: ...
     def take(self, data: memoryview | bytes) -> bool:
-        """The next bytes; False when no more are wanted."""
+        """Take the next bytes. False if no more are wanted."""
 
     def coming(self) -> None:
         """Bytes have arrived that `take` will be given later. Any thread may call it."""
 
 
 class Fetching(Protocol):
-    """A client that reads without a thread for each request. Others have `BlockingReader.read`."""
+    """A client that reads without a thread for each request. Other clients are a `BlockingReader`."""
 
     async def fetch(self, key: str, etag: str, start: int, stop: int, whole: bool, taker: Taker) -> None:
         """Give bytes [start, stop) of the version `etag` to `taker` as they arrive. `whole`: the range is the whole object,
-        so no Range header is needed. `ObjectChanged` when the reply shows another version. A cancelled caller leaves at
-        once; `taker` may be called once more then."""
+        so no Range header is needed. Raises `ObjectChanged` if the reply is of another version. A cancelled caller returns
+        at once; `taker` may be called once more after that."""
 
     def begin(
         self, key: str, etag: str, size: int, taker: Taker, ended: Callable[[Exception | None], None]
     ) -> Callable[[], None] | None:
-        """The same for a whole object and without a task that waits: `ended` is called on the trio thread when it is over,
-        and `taker` not any more then. Returns what ends it early; None if it cannot begin at once: nothing was begun."""
+        """As `fetch`, for a whole object and without a task that waits. `ended` is called on the trio thread at the end,
+        and `taker` is not called after that. Returns a function that ends it early; None if it cannot begin at once, and
+        then nothing was begun."""
 
 
 class BlockingReader(Protocol):
@@ -321,53 +322,55 @@ class BlockingReader(Protocol):
     def read(
         self, key: str, etag: str, start: int, stop: int, whole: bool
     ) -> Generator[memoryview | bytes, None, None]:
-        """The same as chunks. Where a store has no conditional reads, the client compares the etag of the reply (or of a
-        HEAD)."""
+        """Bytes [start, stop) of the version `etag`, in chunks; `whole` as in `Fetching.fetch`. Raises `ObjectChanged` if
+        the object is another version. If a store has no conditional reads, the client compares the etag of the reply (or of
+        a HEAD)."""
 
 
 class Lister(Protocol):
-    """The listing of a store."""
+    """Lists an origin."""
 
     def list_page(self, prefix: str, token: str | None, limit: int) -> ListPage: ...
 
 
 class Writer(Protocol):
-    """The writing of a store: blocking, thread-safe, one attempt per call; raises only `cachefs.base.errors`.
+    """Writes to an origin: blocking, thread-safe, one attempt per call; raises only `cachefs.base.errors`.
 
-    `Conflict` when a precondition does not hold, `NoSuchUpload` when an upload is gone; other errors as for reading.
-    Methods that `limits` rule out raise `Unsupported`: vendors inherit them."""
+    Raises `Conflict` if a precondition does not hold, and `NoSuchUpload` if an upload is gone; other errors as for reading.
+    Methods that `limits` rule out raise `Unsupported`; vendors inherit these."""
 
     limits: Limits
     conditions: Conditions
 
     def put(self, key: str, body: Body, preconditions: Preconditions) -> Written: ...
     async def put_now(self, key: str, body: Body, preconditions: Preconditions) -> Written | None:
-        """The same on the trio thread, of a small body that lies in memory: no thread gets a turn. None: use `put`."""
+        """As `put`, on the trio thread, for a small body in memory: it needs no thread. None, and nothing was sent: use
+        `put`."""
         return None
 
     def copy(self, key: str, to: str, etag: str | None) -> Written:
-        """`etag`: only this version; `ObjectChanged` when it is another."""
+        """Copy an object. With `etag`, only that version: raises `ObjectChanged` if it is another."""
 
     def delete(self, key: str) -> None:
-        """The key has no object afterwards; a missing object is no error."""
+        """Delete an object; a missing object is no error."""
 
     async def delete_now(self, key: str) -> bool:
-        """The same on the trio thread: no thread gets a turn. False: nothing was sent, use `delete`."""
+        """As `delete`, on the trio thread: it needs no thread. False, and nothing was sent: use `delete`."""
         return False
 
     def delete_many(self, keys: Sequence[str]) -> dict[str, CachefsError]:
-        """Delete at most `limits.batch` objects. Returns the keys that remain, each with the reason."""
+        """Delete at most `limits.batch` objects. Returns the keys that remain, each with its error."""
         raise Unsupported("one deletion names one object")
 
     def look(self, key: str) -> tuple[ObjectInfo, str]:
-        """The current object and its idempotency token ("": none)."""
+        """(the current object, its idempotency token or "")."""
 
     def begin(self, key: str, preconditions: Preconditions) -> str:
-        """The id of a new upload."""
+        """Begin an upload. Returns its id."""
         raise Unsupported(NO_PARTS)
 
     def put_part(self, key: str, upload: str, number: int, body: Body) -> str:
-        """The etag of the part."""
+        """Send a part. Returns its etag."""
         raise Unsupported(NO_PARTS)
 
     def copy_part(
@@ -383,17 +386,17 @@ class Writer(Protocol):
     def complete(
         self, key: str, upload: str, parts: Mapping[int, str], preconditions: Preconditions
     ) -> Written:
-        """Make the object of `parts` (number → etag)."""
+        """Make the object at `key` of `parts` (number → etag)."""
         raise Unsupported(NO_PARTS)
 
     def abort(self, key: str, upload: str) -> None:
-        """The upload is gone afterwards; a missing upload is no error."""
+        """Discard an upload; a missing upload is no error."""
         raise Unsupported(NO_PARTS)
 
 
 class Client(Lister, Protocol):
     """One vendor's store: thread-safe, one attempt per call; raises only `cachefs.base.errors`. All calls block, except
-    `Fetching.fetch`: a client is either `Fetching` or a `BlockingReader`.
+    those of `Fetching`: a client is either `Fetching` or a `BlockingReader`.
 
     Callers expect `NotFound`, `PermissionDenied`, `ObjectChanged`, `Throttled`, `Transient`, `Unsupported`.
     """
@@ -402,7 +405,7 @@ class Client(Lister, Protocol):
 
     @property
     def writer(self) -> Writer | None:
-        """None where nothing can be written."""
+        """Writes to the store; None if nothing can be written."""
 
     def list_page(self, prefix: str, token: str | None, limit: int) -> ListPage:
         """One page of at most `limit` keys and common prefixes below `prefix` ("" or ending in "/"), delimiter "/"."""
@@ -410,24 +413,23 @@ class Client(Lister, Protocol):
     def head(self, key: str) -> ObjectInfo: ...
 
     def renew(self, since: float) -> bool:
-        """Forget cached credentials and read them again (files, environment, metadata service). True when the credentials
-        now differ from those in use at `since` (time.monotonic()), so that a refused request is worth repeating at once."""
+        """Forget cached credentials and read them again (files, environment, metadata service). True if the credentials now
+        differ from those in use at `since` (time.monotonic()), so that a refused request is worth repeating at once."""
 
     def close(self) -> None: ...
 
 
-# Which conditions of writes a store honours: a pure record, for the lifetime of a mount.
+# A record of which conditions of writes an origin honours, for the lifetime of a mount. Pure.
 #
 # Stores that speak S3 differ here. A store that ignores a condition answers as if the condition had held, so its success
 # proves nothing. Seen on Ceph's RADOS Gateway 16.2: both kinds of copy ignore `x-amz-copy-source-if-match`, completing an
 # upload ignores `If-Match` and `If-None-Match`, and a PUT takes an etag in `If-Match` only without its quotes.
 #
-# `Probes` finds out by requests that must fail, and `Origin` compares the objects itself
-# where a condition is not honoured.
+# `Probes` sends requests that must fail to find out; `Origin` compares the objects itself if a condition is not honoured.
 
 
 class Condition(StrEnum):
-    """A condition, and the request that carries it."""
+    """A condition on a write or copy, together with the request that carries it."""
 
     COPY = "copy-source-if-match on CopyObject"
     COPY_PART = "copy-source-if-match on UploadPartCopy"
@@ -439,7 +441,7 @@ class Condition(StrEnum):
 
 @dataclass(slots=True)
 class Conditions:
-    """What one origin does with each condition. `trusted`: the vendor documents that it honours all of them, so none is
+    """The conditions that one origin honours. `trusted`: the vendor documents that it honours all of them, so none is
     probed. `bare_etags`: its `If-Match` takes etags without quotes."""
 
     trusted: bool = False
@@ -447,7 +449,7 @@ class Conditions:
     _seen: dict[Condition, bool] = field(default_factory=dict)
 
     def honours(self, condition: Condition) -> bool | None:
-        """None while the condition has not been probed."""
+        """True if the origin honours the condition; None while it has not been probed."""
         return True if self.trusted else self._seen.get(condition)
 
     def saw(self, condition: Condition, honoured: bool) -> None:
@@ -464,11 +466,11 @@ class Conditions:
 
 
 HONOURED = Conditions(trusted=True)
-"""Of AWS, Google, Azure and a directory of this machine."""
+"""The conditions of AWS, Google, Azure and a directory of this machine."""
 
 
 def of_endpoint(endpoint_url: str | None) -> Conditions:
-    """Of an S3 endpoint: AWS documents all conditions, any other endpoint is probed."""
+    """The conditions of an S3 endpoint: AWS documents that it honours all, any other endpoint is probed."""
     host = (endpoint_url or "").partition("://")[2].partition("/")[0].partition(":")[0].lower()
     amazon = host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
     return HONOURED if endpoint_url is None or amazon else Conditions()

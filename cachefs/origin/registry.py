@@ -1,4 +1,4 @@
-"""Open an `Origin` from a URL: choose the client by scheme, and explain a URL that no client serves."""
+"""Open an `Origin` by its URL: choose the client by scheme, and say what is wrong with a URL that no client serves."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def open_origin(
     backoff: Backoff = DEFAULT,
     metrics: Metrics,
 ) -> Origin:
-    """The origin at `url`. Sends no request; `Origin.check` does. `verify` as the option: it says how many whole objects
+    """The origin at `url`. Sends no request; `Origin.check` does. `verify` is as the option: it says how many whole objects
     are compared with etags that are MD5s.
 
-    Raises `ConfigError`, with one line that tells what to change, for a URL or client that cannot be served."""
+    Raises `ConfigError` for a URL or client that cannot be served; its one line tells what to change."""
     if client not in CLIENTS:
         raise ConfigError(f"unknown client {client!r}; use one of {', '.join(CLIENTS)}")
     if endpoint_url and not re.match(r"https?://[^/]", endpoint_url):
@@ -119,7 +119,7 @@ def open_origin(
 
 
 def load_origin(url: str) -> None:
-    """Load what `open_origin` needs, where that takes long."""
+    """Import the modules that `open_origin` will need for this URL, where that takes long."""
     if split_url(url)[0] == "s3":
         importlib.import_module("botocore.session")
         importlib.import_module("cachefs.origin.s3")
@@ -141,7 +141,8 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def split_bucket(url: str, place: str) -> tuple[str, str]:
-    """(bucket, prefix), the prefix "" or ending in "/" and otherwise exactly as written."""
+    """(bucket, prefix) of the part of a URL after its scheme. The prefix is "" or ends in "/", and is otherwise as
+    written."""
     bucket, _, prefix = place.partition("/")
     if not bucket:
         raise ConfigError(f"{url!r} names no bucket; write s3://BUCKET or s3://BUCKET/PREFIX")

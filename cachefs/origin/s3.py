@@ -2,11 +2,11 @@
 
 Google's XML interface has the same listings and multipart uploads; `Dialect` names the differences. Google's writes are
 conditional on a number, the generation, and not on the etag: the generation of an etag is looked up first, and the origin
-compares it at the moment of writing.
+compares it when it writes.
 
 Credentials come from botocore's own chain: environment, profiles, web identity, container, instance metadata. botocore asks
-the metadata service only when nothing earlier in the chain answers, and refreshes what expires. Of botocore only the session
-is used; its S3 client would cost 15 MB and 44 ms of CPU a LIST page (measured; 3 ms here).
+the metadata service only if nothing earlier in the chain has credentials, and refreshes those that expire. Only botocore's
+session is used; its S3 client would cost 15 MB, and 44 ms of CPU a LIST page (measured; 3 ms here).
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ LIMITS = Limits(5 * GIB, 5 * GIB, 5 * MIB, 5 * GIB, 10_000, 5 * TIB, batch=1000)
 """As documented for AWS, where an object may be larger by now; other S3 stores kept to this. Keys have 1,024 bytes."""
 
 UNREAD_BYTES = 32 << 10
-"""A page of a listing from this size on is read after the next one was requested, by another turn of a worker thread. That
-turn takes 0.1 ms, and reading so many bytes 0.6 ms. Derived."""
+"""Bytes of a listing page from which on it is parsed only after the next page was requested, by another call in a worker
+thread. Derived: that call takes 0.1 ms, and parsing so many bytes 0.6 ms."""
 
 FORBIDDEN = {"AccessDenied": 403}
 """Status of an error code that stands inside a successful reply."""
@@ -93,7 +93,7 @@ WHERE = {
 NO_BODY = hashlib.sha256(b"").hexdigest()
 
 UNSEEN = object()
-"""No credentials were looked for yet, as opposed to none found."""
+"""Credentials were not looked for yet. None means that there are none."""
 
 
 class AwsCredentials:
@@ -112,7 +112,7 @@ class AwsCredentials:
             raise ConfigError(f"no AWS profile {profile!r}; the config files have: {known}")
 
     def session(self) -> Any:
-        """The botocore session, which knows the config files."""
+        """The botocore session, which has read the config files."""
         import botocore.session
 
         session = self._session
@@ -138,16 +138,16 @@ class AwsCredentials:
             return self._look()
 
     def at_hand(self) -> Any:
-        """The credentials, if telling them waits for neither files nor services; else None."""
+        """The credentials, if getting them waits for neither files nor services; else None."""
         found, last = self._found, self._last
-        # botocore's credentials that expire know whether they are to be refreshed.
+        # Credentials of botocore that expire can tell whether they must be refreshed.
         if found is None or last is UNSEEN or (hasattr(found, "refresh_needed") and found.refresh_needed()):
             return None
         return last
 
     def renew(self, since: float) -> bool:
-        """Read environment and files again, unless the credentials changed after `since` or another request has read them
-        since the caller's was refused. True when the credentials in use now differ from those at `since`."""
+        """Read environment and files again, unless the credentials have changed after `since`, or another request has read
+        them after this caller's was refused. True if the credentials in use now differ from those at `since`."""
         if self.anonymous:
             return False
         refused_at = time.monotonic()
@@ -173,7 +173,7 @@ class AwsCredentials:
             raise PermissionDenied(one_line(f"AWS credentials cannot be had: {exc}")) from exc
         finally:
             if frozen != self._last:
-                if self._last is not UNSEEN:  # the first credentials are no change
+                if self._last is not UNSEEN:  # finding the first credentials is no change
                     self._changed_at = time.monotonic()
                 self._last = frozen
         if frozen is None:
@@ -199,7 +199,7 @@ class AwsCredentials:
 
 
 class Bucket:
-    """A bucket: name, endpoint, region, signatures. Without an endpoint it is on AWS, whose replies may tell its region."""
+    """A bucket: name, endpoint, region, signatures. Without an endpoint it is on AWS, whose replies may name its region."""
 
     def __init__(
         self,
@@ -246,7 +246,8 @@ class Bucket:
         return f"https://s3.{self.region}.{domain}/{self.name}"
 
     def moved(self, reply: Reply) -> bool:
-        """Learn the region from a reply that names another one (301, 307 and 400 do, on AWS). True when it did."""
+        """Take the region that a reply names, if it is another one (301, 307 and 400 do that, on AWS). True if it was
+        taken."""
         region = reply.headers.get("x-amz-bucket-region")
         if not region or region == self.region or self.endpoint_url:
             return False
@@ -254,8 +255,8 @@ class Bucket:
         return True
 
     def sign(self, method: str, url: str, headers: Mapping[str, str], body: Body | bytes) -> Signed:
-        """As `Place.sign`. A file is read for a digest, which the origin compares, only without TLS: TLS protects the bytes
-        already."""
+        """As `Place.sign`. The body is read for a digest, which the origin compares, only without TLS: TLS protects the
+        bytes already."""
         return self._signed(self.credentials.current(), method, url, headers, body)
 
     def signer(self) -> Sign | None:
@@ -267,7 +268,7 @@ class Bucket:
     def _signed(
         self, credentials: Any, method: str, url: str, headers: Mapping[str, str], body: Body | bytes
     ) -> Signed:
-        # S3 takes the headers of encryption where an object begins, and refuses them for parts and completions.
+        # S3 takes the headers of encryption in requests that begin an object, and refuses them for parts and completions.
         query = url.partition("?")[2]
         begins = (method == "PUT" and "uploadId" not in query) or (
             method == "POST" and query.startswith("uploads")
@@ -296,9 +297,9 @@ def signed_v4(
     region: str,
     now: float | None = None,
 ) -> dict[str, str]:
-    """`headers` and those that authorise the request, by AWS Signature Version 4 for S3. `url` has its path percent-encoded
-    and its query in canonical form; `payload` is the SHA-256 of the body in hex. botocore's signer takes several times as
-    long: it parses the URL again and makes the key again for each request."""
+    """`headers` with those added that authorise the request, by AWS Signature Version 4 for S3. `url` has its path
+    percent-encoded and its query in canonical form; `payload` is the SHA-256 of the body in hex. botocore's signer takes
+    several times as long: it parses the URL again and derives the key again for each request."""
     scheme, _, rest = url.partition("://")
     address, parameters = rest.partition("?")[::2]
     host, _, path = address.partition("/")
@@ -311,9 +312,9 @@ def signed_v4(
     }
     if credentials.token:
         given["X-Amz-Security-Token"] = credentials.token
-    shown = sorted([(name.lower(), " ".join(value.split())) for name, value in given.items()])
-    names = ";".join([name for name, _ in shown])
-    lines = "".join([f"{name}:{value}\n" for name, value in shown])
+    canonical = sorted([(name.lower(), " ".join(value.split())) for name, value in given.items()])
+    names = ";".join([name for name, _ in canonical])
+    lines = "".join([f"{name}:{value}\n" for name, value in canonical])
     request = f"{method}\n/{path}\n{parameters}\n{lines}\n{names}\n{payload}"
     scope = f"{time_of_day[:8]}/{region}/s3/aws4_request"
     text = f"AWS4-HMAC-SHA256\n{time_of_day}\n{scope}\n{hashlib.sha256(request.encode()).hexdigest()}"
@@ -336,7 +337,8 @@ def _key_of_the_day(secret: str, day: str, region: str) -> hmac.HMAC:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """`vendor` begins the names of the vendor's own headers; `generations`: conditions are on generations."""
+    """The differences between S3 and Google. `vendor` is the prefix of the vendor's own headers; `generations`: conditions
+    are on generations, not on etags."""
 
     vendor: str
     generations: bool
@@ -382,7 +384,7 @@ class S3Objects(Writer):
 
     def put(self, key: str, body: Body, preconditions: Preconditions) -> Written:
         with conflicts(preconditions):
-            headers = {**self._kept(preconditions), **self._conditions(key, preconditions)}
+            headers = {**self._stored_headers(preconditions), **self._conditions(key, preconditions)}
             return written(self._http.ask(Request("PUT", key, headers=headers, body=body)))
 
     async def put_now(self, key: str, body: Body, preconditions: Preconditions) -> Written | None:
@@ -390,7 +392,7 @@ class S3Objects(Writer):
         if not isinstance(place, Bucket):
             return None
         with conflicts(preconditions):
-            headers = {**self._kept(preconditions), **self._conditions(key, preconditions)}
+            headers = {**self._stored_headers(preconditions), **self._conditions(key, preconditions)}
             request = Request("PUT", key, headers=headers, body=body)
             reply = await self._http.ask_now(request)
             return None if reply is None else written(reply)
@@ -425,7 +427,7 @@ class S3Objects(Writer):
             if code != "NoSuchKey":
                 left[key] = refusal(
                     FORBIDDEN.get(code, reply.status),
-                    what=self._http.name(key),
+                    name=self._http.name(key),
                     code=code,
                     message=node.findtext("Message", ""),
                     advice=self._http.place.credentials.advice,
@@ -439,7 +441,7 @@ class S3Objects(Writer):
     # Multipart uploads.
 
     def begin(self, key: str, preconditions: Preconditions) -> str:
-        reply = self._http.ask(Request("POST", key, {"uploads": ""}, self._kept(preconditions)))
+        reply = self._http.ask(Request("POST", key, {"uploads": ""}, self._stored_headers(preconditions)))
         name = self._http.document(reply, key).findtext("UploadId")
         if not name:
             raise OriginFailed(f"{self._http.name(key)}: the origin's new upload has no id")
@@ -498,8 +500,8 @@ class S3Objects(Writer):
 
     # Headers.
 
-    def _kept(self, preconditions: Preconditions) -> dict[str, str]:
-        """Headers that the origin keeps with the object."""
+    def _stored_headers(self, preconditions: Preconditions) -> dict[str, str]:
+        """Headers that the origin stores with the object."""
         token = {self._token_header: preconditions.token} if preconditions.token else {}
         return {"Content-Type": preconditions.content_type or ANY_TYPE, **token}
 
@@ -518,7 +520,7 @@ class S3Objects(Writer):
         return {"x-goog-if-generation-match": "0"} if preconditions.if_absent else {}
 
     def _source(self, key: str, etag: str | None) -> dict[str, str]:
-        """Headers that name the object to copy, and its version."""
+        """Headers that name the object to copy, and the version it must have."""
         name = f"{self._dialect.vendor}copy-source"
         condition = {} if etag is None else {f"{name}-if-match": etag}
         return {name: f"/{self._bucket}/{quote(key)}", **condition}
@@ -528,19 +530,19 @@ _TRUNCATED, _TOKEN = b"<IsTruncated>true<", re.compile(rb"<NextContinuationToken
 
 
 def next_token(body: bytes) -> str | None:
-    """The token of a truncated page, found without reading the page; None where it has to be read. No key can look like it:
-    a "<" of a key is escaped."""
+    """The token of a truncated page, found without parsing the page; None if the page must be parsed. No key can look like
+    the token's tag, because a "<" in a key is escaped."""
     found = _TOKEN.findall(body)
     return found[0].decode() if len(found) == 1 and _TRUNCATED in body and b"<![CDATA[" not in body else None
 
 
 def parse_page(body: bytes) -> ListPage:
-    """A ListBucketResult; `ValueError` when it is none."""
+    """The page in a ListBucketResult document. Raises `ValueError` if it is none."""
     try:
         page = fromstring(body)
     except ParseError as exc:
         raise ValueError(str(exc)) from exc
-    # The namespace, in braces. Taking it off each node would take a third of the time.
+    # The namespace, in braces. Removing it from each node would take a third of the time.
     space = page.tag[: page.tag.find("}") + 1]
     if page.find(f"{space}IsTruncated") is None:
         page, space = xml(body), ""
@@ -569,7 +571,7 @@ def _listed(node: Element, encoded: bool, key: str, size: str, modified: str, et
 
 
 def plain(key: str) -> bool:
-    """True if XML can carry the key."""
+    """True if XML can represent the key."""
     return not re.search("[\x00-\x1f\x7f\ud800-\udfff\ufffe\uffff]", key)
 
 

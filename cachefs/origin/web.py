@@ -1,8 +1,8 @@
 """A web server as an origin: index pages list, plain GETs read.
 
-Versions are etags, or mtime and size without them. Python's http.server, nginx, Apache and Caddy write index pages; the
-links of a page that lead one step down are its names. They tell names only: sizes and times come from a HEAD per name,
-when they are needed. Keys are paths on the host, without the leading slash, percent-decoded.
+A version is an etag, or made of mtime and size without one. Python's http.server, nginx, Apache and Caddy write index
+pages. The names are the links of a page that lead one step down. Index pages have only names: sizes and times come from a
+HEAD per name, when they are needed. Keys are paths on the host, without the leading slash, percent-decoded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Host:
 
 
 class IndexLister:
-    """Index pages of a host. A page is read whole and cut into pages by name."""
+    """Lists by the index pages of a host. An index page is read whole and cut into pages of names in order."""
 
     def __init__(self, host: Host, transport: Transport) -> None:
         self._host, self._transport = host, transport
@@ -44,7 +44,7 @@ class IndexLister:
         if reply.status == 403:  # nginx and Apache, for a directory without an index
             raise Unsupported(f"{url}: the server shows no index of it; names can be opened but not listed")
         if reply.status != 200:
-            raise refusal(reply.status, what=url, retry_after=reply.headers.get("retry-after"))
+            raise refusal(reply.status, name=url, retry_after=reply.headers.get("retry-after"))
         if "html" not in reply.headers.get("content-type", ""):
             raise Unsupported(f"{url}: no index page there; names can be opened but not listed")
         names = names_in(reply.body.decode("utf-8", "replace"), reply.url)
@@ -57,18 +57,18 @@ class IndexLister:
 
 
 def names_in(page: str, url: str) -> list[str]:
-    """Names one level below `url` that the page links to, directories with their slash, in order."""
+    """The names one level below `url` that the page links to, in order; those of directories end in a slash."""
     links = _Links()
     links.feed(page)
-    here = urlsplit(url)
+    base = urlsplit(url)
     found = set()
     for link in links.found:
-        there = urlsplit(urljoin(url, link))
-        below = there.path.removeprefix(here.path)
-        if there.netloc != here.netloc or there.query or below == there.path:
+        target = urlsplit(urljoin(url, link))
+        below = target.path.removeprefix(base.path)
+        if target.netloc != base.netloc or target.query or below == target.path:
             continue
         name = unquote(below, errors="surrogateescape")
-        # One step: a name, or a name and its slash. A percent-encoded slash cannot be part of a path.
+        # A name, or a name and its slash. A percent-encoded slash cannot be part of a path.
         if name.strip("/") and "/" not in name[:-1] and below.count("/") == name.count("/"):
             found.add(name)
     return sorted(found)

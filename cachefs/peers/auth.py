@@ -1,19 +1,21 @@
 """Authentication of nodes: a shared key, or certificates, or both.
 
-**Shared key.** Every request carries an HMAC-SHA256 over its method, target, Host, time and a nonce. A nonce is a random
-session of the sender with this receiver, followed by a counter, so the receiver remembers one number and a window of bits
-per sender, whatever the rate (the anti-replay window of IPsec, RFC 4303). A request is valid for `WINDOW_S` around the
-receiver's clock, and is accepted once. A restarted receiver has forgotten the counters: for `WINDOW_S`, an eavesdropper
-could replay an old request, and would get the answer that it has overheard before.
+**Shared key.** Every request carries an HMAC-SHA256 over its method, target, Host, time and a nonce. A nonce is the
+sender's random session with this receiver, followed by a counter. So the receiver remembers one number and a window of bits
+per sender, whatever the rate (the anti-replay window of IPsec, RFC 4303). A request is valid for `WINDOW_S` before and
+after its time by the receiver's clock, and is accepted once. A restarted receiver has forgotten the counters: for
+`WINDOW_S`, an eavesdropper could replay an old request, and would get a reply that it has overheard before.
 
-Replies carry a MAC: over the request's nonce, the status, the length and, except for blocks, the body. In a body of blocks
-each checksum is followed by a MAC over nonce, block and checksum. So the client knows, before any reader sees a block, that
-a node with the key sent it in answer to this request. That keeps out strangers, mixed-up replies and old ones. It does not
-keep out an attacker on the path that changes bytes *and* finds others with the same xxh3_64, which is not a cryptographic
-hash; and everything can be overheard. Where the network itself is not trusted, use certificates.
+Replies carry a MAC over the request's nonce, the status, the length and, except for blocks, the body. In a body of blocks,
+a MAC over nonce, block and checksum follows each checksum. So before a reader sees a block, the client knows that a node
+with the key sent the block in answer to this request. That keeps out strangers, and replies that are old or belong to
+another request. It does not keep out an attacker on the path that changes bytes *and* finds others with the same xxh3_64,
+which is not a cryptographic hash. And an attacker can overhear everything. Where the network itself is not trusted, use
+certificates.
 
-**Certificates.** TLS 1.2 or later, both sides show one. Every holder of a certificate from the CA is a peer: names are not
-compared, because nodes come and go under addresses that no certificate lists. So the CA must be the cluster's own.
+**Certificates.** TLS 1.2 or later; both sides show a certificate. Every holder of a certificate from the CA is a peer:
+names are not compared, because nodes come and go under addresses that no certificate lists. So the CA must be the cluster's
+own.
 """
 
 from __future__ import annotations
@@ -33,13 +35,14 @@ from cachefs.base.errors import CachefsError, ConfigError
 from cachefs.peers.wire import MAC_BYTES
 
 WINDOW_S = 30.0
-"""How far clocks may differ, transfer time included: nodes of a cluster keep time by NTP."""
+"""How far the clocks of two nodes may differ, transfer time included: nodes of a cluster keep time by NTP."""
 
 REORDERED_AT_MOST = 1024
-"""Requests of one sender that may overtake an earlier one. Derived: more than it may have in flight."""
+"""How far a request of one sender may fall behind later ones. Derived: more than a sender may have in flight."""
 
 MAX_SESSIONS = 8192
-"""Senders remembered. Derived: a thousand nodes that restart every ten seconds of the minute a session is kept."""
+"""Sessions that are remembered. Derived: a thousand nodes that restart every ten seconds of the minute a session is
+kept."""
 
 MIN_KEY_BYTES = 16
 MAX_KEY_BYTES = 4096
@@ -50,7 +53,7 @@ NONCE_BYTES = SESSION_BYTES + 8
 
 
 class Unauthorized(CachefsError):
-    """The request is not from a peer, or is too old, or a replay."""
+    """The request is not from a peer, is too old, or is a replay."""
 
 
 class Key:
@@ -65,9 +68,10 @@ class Key:
         return "Key(…)"
 
     def mac(self, label: bytes, *parts: bytes) -> bytes:
-        """HMAC-SHA256 over a label and parts, each with its length, so that no two lists of parts look the same."""
+        """HMAC-SHA256 over a label and parts. Each is preceded by its length, so that no two lists of parts look the
+        same."""
         text = b"".join([len(part).to_bytes(4, "big") + part for part in (label, *parts)])
-        mac = self._keyed.copy()  # measured: a third less than from the key
+        mac = self._keyed.copy()  # measured: takes a third less time than with the key
         mac.update(text)
         return mac.digest()
 
@@ -76,17 +80,17 @@ class Key:
 
 
 class Macs(NamedTuple):
-    """The MACs of the reply to one request. Both sides compute them; the client compares."""
+    """Makes the MACs of the reply to one request. Server and client both compute them; the client compares."""
 
     key: Key
     nonce: bytes
 
     def reply(self, status: int, length: int, body: bytes) -> str:
-        """For the header of a reply; `body` is empty for blocks, which have MACs of their own."""
+        """The MAC for the header of a reply, in hex. `body` is empty for blocks, which have MACs of their own."""
         return self.key.mac(b"reply", self.nonce, b"%d" % status, b"%d" % length, body).hex()
 
     def block(self, block: int, checksum: bytes) -> bytes:
-        """`MAC_BYTES` that follow a block's checksum."""
+        """The `MAC_BYTES` bytes that follow the checksum of a block."""
         return self.key.mac(b"block", self.nonce, b"%d" % block, checksum)[:MAC_BYTES]
 
 
@@ -103,15 +107,15 @@ def read_key(path: Path) -> Key:
 
 
 class Signed(NamedTuple):
-    """`authorization` is the header's value; the reply will carry `macs`."""
+    """A signature: `authorization` is the header's value, and the reply will carry `macs`."""
 
     authorization: str
     macs: Macs
 
 
 class Signer:
-    """Signs the requests of one process. There is a session for each server: requests to other servers must not move the
-    window of a server that receives its requests late."""
+    """Signs the requests of one process. It has a session for each server, because requests to other servers must not move
+    the window of a server that receives its requests late."""
 
     def __init__(self, key: Key, *, clock: Callable[[], float] = time.time) -> None:
         self.key = key
@@ -135,7 +139,7 @@ class Signer:
 
 @dataclass(slots=True)
 class _Session:
-    """Counters seen: the highest, and bit i of `seen` for the one i below it."""
+    """Counters that were received: the highest, and bit i of `seen` for the one i below it. Kept until `until`."""
 
     highest: int = 0
     seen: int = 0
@@ -166,7 +170,8 @@ class Verifier:
         self._sessions: dict[bytes, _Session] = {}
 
     def verify(self, method: str, target: str, host: str, authorization: str) -> Macs:
-        """The MACs of the reply. Raises `Unauthorized`. Only a request with a valid MAC takes memory."""
+        """Check a request. Returns the MACs of its reply. Raises `Unauthorized`. Only a request with a valid MAC takes
+        memory."""
         try:
             scheme, when, nonce_hex, mac_hex = authorization.split(" ")
             sent_at = int(when)
@@ -198,12 +203,12 @@ class Verifier:
 
 
 def server_tls(certificate: Path, key: Path, ca: Path) -> ssl.SSLContext:
-    """For listening: a peer must show a certificate of `ca`. Raises `ConfigError`."""
+    """TLS for listening: a peer must show a certificate of `ca`. Raises `ConfigError`."""
     return _tls(ssl.PROTOCOL_TLS_SERVER, certificate, key, ca)
 
 
 def client_tls(certificate: Path, key: Path, ca: Path) -> ssl.SSLContext:
-    """For requests: shows our certificate, and accepts any server's of `ca`. Raises `ConfigError`."""
+    """TLS for requests: shows our certificate, and accepts any server's of `ca`. Raises `ConfigError`."""
     return _tls(ssl.PROTOCOL_TLS_CLIENT, certificate, key, ca)
 
 
@@ -220,16 +225,16 @@ def _tls(side: int, certificate: Path, key: Path, ca: Path) -> ssl.SSLContext:
         named = f"key {key}"
         context.load_cert_chain(certificate, key, password="")  # never prompt for one
     except (OSError, ssl.SSLError) as exc:
-        said = exc.reason if isinstance(exc, ssl.SSLError) and exc.reason else exc.strerror or str(exc)
-        raise ConfigError(f"cannot use the peers' {named}: {said.lower().replace('_', ' ')}") from exc
+        reason = exc.reason if isinstance(exc, ssl.SSLError) and exc.reason else exc.strerror or str(exc)
+        raise ConfigError(f"cannot use the peers' {named}: {reason.lower().replace('_', ' ')}") from exc
     return context
 
 
 def why_untrusted(server: ssl.SSLContext, client: ssl.SSLContext) -> str:
-    """Why a node with the same files would refuse this one; empty if it would not. Found by a TLS handshake in memory: an
-    expired certificate, for example, can be loaded, and every peer refuses it."""
-    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = [client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True)]
+    """Why a node with the same files would refuse this node; empty if it would not. Makes a TLS handshake in memory,
+    because an expired certificate, for example, can be loaded although every peer refuses it."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)]
     for end in ends * 3:
         try:
             end.do_handshake()
@@ -243,7 +248,7 @@ def why_untrusted(server: ssl.SSLContext, client: ssl.SSLContext) -> str:
 
 
 def check_listen(host: str, key: Key | None, tls: ssl.SSLContext | None) -> None:
-    """Raises `ConfigError` for an address that other machines reach, without a key or certificates."""
+    """Check an address to listen on. Raises `ConfigError` if other machines reach it and there is no key or certificate."""
     if key is None and tls is None and not is_loopback(host):
         raise ConfigError(
             f"peers would listen on {host or 'every address'} for any client: "
@@ -252,8 +257,8 @@ def check_listen(host: str, key: Key | None, tls: ssl.SSLContext | None) -> None
 
 
 def check_server(host: str, key: Key | None, tls: ssl.SSLContext | None) -> None:
-    """Raises `ConfigError` for a server on another machine, without a key or certificates. A name is resolved only when a
-    connection is made, so `client` checks again."""
+    """Check a server to send requests to. Raises `ConfigError` if it is on another machine and there is no key or
+    certificate. A name is resolved only when a connection is made, so `client` checks again."""
     if key is None and tls is None and not is_loopback(host):
         raise ConfigError(
             f"any machine could answer in the place of {host}: give --peer-key-file or certificates, as the other nodes have"
@@ -261,7 +266,7 @@ def check_server(host: str, key: Key | None, tls: ssl.SSLContext | None) -> None
 
 
 def is_loopback(host: str) -> bool:
-    """True if the host surely is this machine."""
+    """True if the host is certainly this machine."""
     try:
         return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
     except ValueError:

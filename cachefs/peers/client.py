@@ -1,16 +1,16 @@
 """Requests to the other nodes.
 
-Connections are kept and reused, a bounded number to each peer. When a deadline is over or the task is cancelled, the client
-shuts the connection down although a thread may be receiving from it. The thread then ends at once, and the sink is not
-called any more when the task continues. Nothing is retried here, except on a connection that had died while it was idle: the
-caller decides what to do without the peer.
+Connections are kept and reused, a bounded number to each peer. When a deadline has passed or the task is cancelled, the
+client shuts the connection down, even if a thread is receiving from it. The thread then ends at once, and the sink is not
+called any more when the task continues. Nothing is retried here, except on a connection that had died while it was idle:
+the caller decides what to do without the peer.
 
 Socket operations are generators that yield what they wait for. A trio task drives them, so a request, the head of its reply
-and a body up to `LITTLE` cost no thread. For 100 KB that costs less than a worker thread (measured: twice as many requests a
-second). A worker thread receives a longer body, because at gigabytes a second the event loop would only copy (measured:
-twice as fast with eight at once). The thread waits in the kernel, in one call for some hundred KiB. A non-blocking socket
-would take several calls and polls, each of which competes for the interpreter's lock (measured, together with what
-`WAKE_BYTES` saves: a quarter of what an extent costs both sides).
+and a body of up to `LITTLE` bytes need no thread. For 100 KB that costs less than a worker thread (measured: twice as many
+requests a second). A worker thread receives a longer body, because at gigabytes a second the event loop would do nothing
+but copy (measured: twice as fast with eight at once). The thread waits in the kernel, in one call for some hundred KiB. A
+non-blocking socket would take several calls and polls, and each of them competes for the interpreter's lock (measured,
+together with what `WAKE_BYTES` saves: a quarter of the time that an extent costs both sides).
 """
 
 from __future__ import annotations
@@ -56,17 +56,19 @@ from cachefs.peers.wire import (
 )
 
 READ_BYTES = 16 << 10
-"""Received at once of a head. Bytes of the body that come with it are copied once more."""
+"""Most bytes received at once with a head. Bytes of the body that come with it are copied once more."""
 
 WAKE_BYTES = 256 << 10
-"""The kernel wakes a thread that receives a block for so many more bytes. Measured, of all that an extent costs both sides:
-this saves a sixth over being woken for any byte, as much as 512 KiB do; 64 KiB save a twelfth."""
+"""The kernel wakes a thread that receives a block only when so many more bytes are there. Measured, of the time that an
+extent costs both sides: this saves a sixth compared with a wake-up for any byte, as much as 512 KiB do; 64 KiB save a
+twelfth."""
 
 THREADS = 64
-"""Long bodies received at once, from all peers; each holds a buffer of one block."""
+"""Long bodies that are received at once, from all peers; each holds a buffer of one block."""
 
 LITTLE = 256 << 10
-"""Bytes of a body that the trio task receives itself. Derived: about 0.1 ms, as long as the hop to a thread takes."""
+"""Bytes of the longest body that the trio task receives itself. Derived: about 0.1 ms, as long as handing it to a
+thread."""
 
 SPARE_BUFFERS = 16
 """Buffers of each size that are kept between requests."""
@@ -77,24 +79,25 @@ ALIVE = 0
 
 _TIMEVAL = struct.Struct("@ll")
 _BYTES_RECEIVED = struct.Struct("@128xQ")
-"""The end of the used part of `struct tcp_info` (linux/tcp.h), tcpi_bytes_received."""
+"""Reads the field tcpi_bytes_received of `struct tcp_info` (linux/tcp.h)."""
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[int, None, T]
-"""Yields `READ` or `WRITE`: continue when the socket is ready for that. Only `Connection.ask` yields `ALIVE`."""
+"""A generator that yields `READ` or `WRITE`, and continues when the socket is ready for that. Only `Connection.ask` yields
+`ALIVE`."""
 
 
 class Connection:
     """A connection to one peer. All methods that read or write raise only `PeerFailed`."""
 
     def __init__(self, sock: socket.socket, address: Address, tls: ssl.SSLContext | None = None) -> None:
-        """Takes over a connected, non-blocking socket. Call `shake_hands` first."""
+        """Take over a connected, non-blocking socket. Call `shake_hands` first."""
         self._socket = sock
         self._tls = tls
         self.address = address
-        self._early = memoryview(b"")  # of the body, received with the head
+        self._early = memoryview(b"")  # bytes of the body that were received with the head
         self.used = False
-        """A whole reply was received on it."""
+        """True once a whole reply was received on it."""
         self._handed_over = False
         self._silence_s = 0.0
         self._unwanted = False
@@ -175,15 +178,15 @@ class Connection:
             at += count
 
     def fill(self, view: memoryview) -> None:
-        """`read_into` for a worker thread, between `hand_over` and `take_back`. Raises when no byte came for `silence_s`
-        (see `hand_over`), or for up to twice that."""
+        """As `read_into`, for a worker thread, between `hand_over` and `take_back`. Raises `PeerFailed` if no byte came for
+        `silence_s` (see `hand_over`); it may take up to twice that."""
         if self._tls is not None:
             for event in self.read_into(view):
                 self._wait(event)
             return
         at, woken_until = self._take_early(view), len(view) - WAKE_BYTES
         if at < woken_until:
-            # The kernel must never wait for more than is to come: `WAKE_BYTES` more follow these bytes.
+            # The kernel must never wait for more bytes than are still to come: `WAKE_BYTES` more follow these bytes.
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, WAKE_BYTES)
             at = self._receive(view, at, woken_until)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
@@ -234,11 +237,11 @@ class Connection:
         return count
 
     def quiet(self) -> bool:
-        """True if another request may follow: neither bytes nor an end of the stream came after the last body."""
+        """True if another request may be sent: neither bytes nor an end of the stream came after the last body."""
         if self._early or (isinstance(self._socket, ssl.SSLSocket) and self._socket.pending()):
             return False
         try:
-            socket.socket.recv(self._socket, 1, socket.MSG_PEEK)  # below TLS
+            socket.socket.recv(self._socket, 1, socket.MSG_PEEK)  # the socket below TLS
         except BlockingIOError:
             return True
         except OSError:
@@ -246,8 +249,8 @@ class Connection:
         return False
 
     def hand_over(self, silence_s: float) -> None:
-        """Give the connection to a worker thread, which calls `fill` and `take_back`. `silence_s` is the longest that `fill`
-        waits for a byte."""
+        """Give the connection to a worker thread, which calls `fill` and then `take_back`. `silence_s` is the longest time
+        that `fill` waits for a byte."""
         self._handed_over = True
         self._silence_s = silence_s
         if self._tls is None:  # with TLS, `_wait` does the waiting
@@ -256,32 +259,32 @@ class Connection:
             self._socket.setblocking(True)
 
     def take_back(self) -> None:
-        """Called by the worker thread at its end. It clears its flag before it reads the other one, so either it or `close`
-        closes the socket."""
+        """End the worker thread's use; the thread calls it last. It clears its flag before it reads the other one, so
+        either this call or `close` closes the socket."""
         self._socket.setblocking(False)
         self._handed_over = False
         if self._unwanted:
             self._socket.close()
 
     def close(self) -> None:
-        """Close the socket. While a worker thread has it, shut it down only, so that the thread ends at once, and
-        `take_back` closes it: a descriptor that is closed while a thread waits on it may be reused for another file."""
+        """Close the socket. While a worker thread has it, only shut it down: the thread then ends at once, and `take_back`
+        closes the socket. A descriptor that is closed while a thread waits on it may be reused for another file."""
         self._unwanted = True
         if self._handed_over:
-            with suppress(OSError):  # not with TLS's shutdown, which would change its state
+            with suppress(OSError):  # not by TLS's shutdown, which would change TLS's state
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
         else:
             self._socket.close()
 
     def _lost(self, exc: OSError, *, trusted: bool = True) -> PeerFailed:
         if isinstance(exc, ssl.SSLError) and not trusted and not isinstance(exc, ssl.SSLEOFError):
-            # This also happens while waiting for a head: in TLS 1.3 a server checks our certificate after the handshake.
+            # This also happens while the head is awaited: in TLS 1.3 a server checks our certificate after the handshake.
             return PeerFailed("refused", f"{self.address}: TLS: {exc.reason or exc}")
         return PeerFailed("reset", f"{self.address}: {exc.strerror or exc}")
 
 
 class Checked(NamedTuple):
-    """A received block, valid until the next one is received, and its checksum, which matched."""
+    """A received block and its checksum, which matched. The data is valid until the next block is received."""
 
     data: memoryview
     checksum: int
@@ -289,7 +292,7 @@ class Checked(NamedTuple):
 
 class Delivery:
     """A sink that can be closed while another thread writes to it. One writer (a worker thread, or the trio task) calls
-    `write`, the task calls `close`.
+    `write`, and the task calls `close`.
 
     The flags need no lock: each has one writer. `write` sets `_writing` *before* it reads `_closed`, and `close` sets
     `_closed` before it reads `_writing`, so one of the two sides sees the other."""
@@ -300,7 +303,7 @@ class Delivery:
         """What the sink raised."""
         self._sink = sink
         self._wrote_s = 0.0
-        self._since: float | None = None  # begin of the write that runs now
+        self._since: float | None = None  # when the present write began
         self._writing = False
         self._closed = False
 
@@ -323,12 +326,12 @@ class Delivery:
         return True
 
     def in_sink_s(self) -> float:
-        """Seconds spent in the sink so far. They do not count as the peer's time."""
+        """Seconds spent in the sink so far, which do not count as the peer's time."""
         since = self._since
         return self._wrote_s + (time.monotonic() - since if since is not None else 0.0)
 
     async def close(self) -> None:
-        """Wait for a write that runs now. The sink is not called after this."""
+        """Close the sink, and wait for a write that is running. The sink is not called after this."""
         self._closed = True
         while self._writing:
             with trio.CancelScope(shield=True):
@@ -336,7 +339,7 @@ class Delivery:
 
 
 class _Body(NamedTuple):
-    """The blocks of one reply: their connection, their request and its MACs, and where they go."""
+    """The body of a blocks reply: its connection, its request and its MACs, and the sink for the blocks."""
 
     connection: Connection
     request: BlockRequest
@@ -364,8 +367,8 @@ class Receiver:
         sink_waits: bool,
         pace: Pace,
     ) -> None:
-        """Deliver the body of a blocks reply. Once this has returned or raised, the sink is not and will not be called; what
-        the sink raised is raised."""
+        """Deliver the body of a blocks reply. Once this has returned or raised, the sink is not and will not be called.
+        What the sink raised is raised."""
         check_mac(connection, head, macs, b"")
         body = _Body(connection, request, macs, delivery)
         if head.length != request.body_length(macs is not None):
@@ -412,7 +415,7 @@ class Receiver:
         async def watch(scope: trio.CancelScope) -> None:
             nonlocal slow
             before, complete, complete_s = connection.received(), 0, 0.0
-            while claim:  # noqa: ASYNC110 - it waits for a thread, which sets no event
+            while claim:  # noqa: ASYNC110 - the thread that it waits for sets no event
                 await trio.sleep(LOOK_EVERY_S)
             begun = trio.current_time()
             while not slow:
@@ -424,7 +427,8 @@ class Receiver:
                 slow = pace.too_slow(size, received, elapsed_s, elapsed_s - complete_s)
             scope.cancel()
 
-        # The thread pops it when it begins. If the thread never began, the code below does.
+        # The thread pops `claim` when it begins. If it never began, the `finally` below pops it and takes the connection
+        # back.
         claim = [connection]
 
         def receive() -> None:
@@ -440,7 +444,7 @@ class Receiver:
                     connection.fill(received)
                     if not delivery.write(checked(connection, block, received, macs)):
                         return
-                self._buffers.append(buffer)  # not after a failure
+                self._buffers.append(buffer)  # after a failure the buffer is dropped
             finally:
                 connection.take_back()
 
@@ -452,7 +456,7 @@ class Receiver:
                 try:
                     await trio.to_thread.run_sync(receive, abandon_on_cancel=True, limiter=self._threads)
                 except Exception as exc:
-                    failure = exc  # without a group around it
+                    failure = exc  # raised below, without the nursery's exception group
                 nursery.cancel_scope.cancel()
         finally:
             try:
@@ -467,7 +471,7 @@ class Receiver:
 
 
 def _buffer(spare: deque[bytearray], size: int) -> bytearray:
-    """A spare buffer, or a new one. From any thread."""
+    """A spare buffer, or a new one. Any thread may call this."""
     try:
         buffer = spare.pop()
     except IndexError:
@@ -476,26 +480,26 @@ def _buffer(spare: deque[bytearray], size: int) -> bytearray:
 
 
 def _check_bytes(macs: Macs | None) -> int:
-    """How many bytes follow each block."""
+    """The number of bytes that follow each block: its checksum, and with a key its MAC."""
     return CHECKSUM.size + (MAC_BYTES if macs is not None else 0)
 
 
 def checked(connection: Connection, block: int, received: memoryview, macs: Macs | None) -> Checked:
-    """The block in `received`, which ends in its check. Raises `PeerFailed` if they do not match."""
+    """The block in `received`, which ends in the block's check. Raises `PeerFailed` if the check does not match."""
     length = len(received) - _check_bytes(macs)
-    data, said = received[:length], bytes(received[length:])
+    data, check = received[:length], bytes(received[length:])
     checksum = xxhash.xxh3_64_intdigest(data)
     packed = CHECKSUM.pack(checksum)
-    if said[: CHECKSUM.size] != packed:
+    if check[: CHECKSUM.size] != packed:
         raise PeerFailed("corrupt", f"{connection.address}: block {block} does not match its checksum")
-    if macs is not None and not hmac.compare_digest(macs.block(block, packed), said[CHECKSUM.size :]):
+    if macs is not None and not hmac.compare_digest(macs.block(block, packed), check[CHECKSUM.size :]):
         raise PeerFailed("corrupt", f"{connection.address}: block {block} is not signed with our key")
     return Checked(data, checksum)
 
 
 async def small_body(connection: Connection, head: Reply, macs: Macs | None, deadline_s: float) -> bytes:
-    """The body of a reply that is not blocks. Checks its MAC. A refusal may come without one: a server cannot sign the reply
-    to a request that it does not accept."""
+    """The body of a reply without blocks. Checks its MAC. A refusal may have none: a server cannot sign the reply to a
+    request that it does not accept."""
     if head.length > MAX_SMALL_BODY:
         raise PeerFailed("corrupt", f"{connection.address}: a reply of {head.length} bytes")
     body = bytearray(head.length)
@@ -506,7 +510,7 @@ async def small_body(connection: Connection, head: Reply, macs: Macs | None, dea
 
 
 def check_mac(connection: Connection, head: Reply, macs: Macs | None, body: bytes) -> None:
-    """Raises `PeerFailed` unless the head carries the MAC of this reply."""
+    """Raise `PeerFailed` unless the head has the right MAC for this reply."""
     if macs is None:
         return
     mac = macs.reply(head.status, head.length, body)
@@ -515,7 +519,7 @@ def check_mac(connection: Connection, head: Reply, macs: Macs | None, body: byte
 
 
 async def drive(connection: Connection, steps: Steps[T], deadline_s: float) -> T:
-    """Run the generator to its end, within the deadline. Raises `PeerFailed`."""
+    """Run a generator to its end, within the deadline. Returns its result. Raises `PeerFailed`."""
     with trio.move_on_after(deadline_s):
         while True:
             try:
@@ -535,7 +539,7 @@ async def ready(connection: Connection, step: int) -> None:
 
 
 RESOLVERS = 4
-"""Threads of one `Resolver`, all of which may hang. They are not taken from the daemon's other threads."""
+"""Threads of one `Resolver`, all of which may hang. They do not count among the daemon's other threads."""
 
 
 class Resolver:
@@ -547,7 +551,7 @@ class Resolver:
         self.threads = trio.CapacityLimiter(RESOLVERS)
 
     async def __call__(self, name: str, port: int) -> list[str]:
-        """The IP addresses of a name, the preferred one first. Raises OSError, also for a name that cannot be one. The
+        """The IP addresses of a name, the preferred one first. Raises OSError, also if the name cannot be a host's. The
         caller sets a deadline."""
         resolve = partial(self._getaddrinfo, name, port, type=socket.SOCK_STREAM)
         try:
@@ -560,32 +564,32 @@ class Resolver:
 Receive: TypeAlias = Callable[[Connection, Reply, Macs | None], Awaitable[T]]
 
 CONNECT_S = 0.25
-"""For a connection. Within a cluster it takes a millisecond. The kernel sends a lost SYN again after a second, which is too
-late for a reader."""
+"""Seconds that connecting may take. Within a cluster it takes a millisecond. The kernel sends a lost SYN again after a
+second, which is too late for a reader."""
 
 TOTAL_S = 60.0
-"""For a whole request, in addition to the time that its bytes may take: a slow origin may need so long for the first
-byte."""
+"""Seconds for a whole request, in addition to the time that its bytes may take: a slow origin may need so long for the
+first byte."""
 
 SILENCE_S = 3.0
 """The longest silence after the first sign of life. Derived: three times `wire.WORKING_EVERY_S`."""
 
 CONNECTIONS_PER_PEER = 16
-"""Requests to one peer at once: with one extent each, they fill a 100 Gbit/s link."""
+"""Requests to one peer at once. With one extent each, they fill a 100 Gbit/s link."""
 
 IDLE_S = 30.0
-"""How long a connection is kept unused. Derived: half of what a server allows (`Limits.idle_s`)."""
+"""How long an unused connection is kept. Derived: half of what a server allows (`Limits.idle_s`)."""
 
 ANY_PACE = Pace()
-"""For a caller that does not know its origin."""
+"""The pace for a caller that does not know its origin's rate."""
 
 MAX_IDLE = 256
-"""Connections kept unused, to all peers: a thousand peers would use up the descriptors."""
+"""Unused connections that are kept, to all peers: those to a thousand peers would use up the descriptors."""
 
 
 class Deadlines(NamedTuple):
-    """Deadlines of one request, in seconds since it began: for the first sign of life; for the head of the reply, if signs
-    of life go on; and for everything."""
+    """Deadlines of one request, in seconds since it began: for the first sign of life; for the head of the reply, while
+    signs of life continue; and for everything."""
 
     first_s: float
     working_s: float
@@ -593,7 +597,7 @@ class Deadlines(NamedTuple):
 
 
 class _Stale(Exception):
-    """A kept connection was closed before a byte of the reply."""
+    """A kept connection was closed before a byte of the reply came."""
 
 
 class _Peer:
@@ -601,8 +605,8 @@ class _Peer:
 
     def __init__(self) -> None:
         self.room = trio.Semaphore(CONNECTIONS_PER_PEER)
-        self.ips: list[str] = []  # its IP addresses; none before the lookup, and after a failure
-        self.idle: deque[tuple[float, Connection]] = deque()  # by time of last use
+        self.ips: list[str] = []  # its IP addresses; empty before the lookup, and after a failure
+        self.idle: deque[tuple[float, Connection]] = deque()  # (time of last use, connection), oldest first
 
     async def enter(self) -> None:
         """Wait until another request may begin. If one may begin now, there is no checkpoint."""
@@ -615,7 +619,7 @@ class _Peer:
         return bool(self.idle) or self.room.value < CONNECTIONS_PER_PEER
 
     def take(self, now: float) -> Connection | None:
-        """The usable connection that was used last."""
+        """The most recently used connection that is still usable; None if there is none."""
         while self.idle:
             since, connection = self.idle.pop()
             if now - since < IDLE_S and connection.quiet():
@@ -629,7 +633,7 @@ class _Peer:
 
 
 class Client:
-    """Connections to any number of peers. All methods raise only `PeerFailed`, and whatever a sink raised."""
+    """Connections to any number of peers. All methods raise only `PeerFailed`, and what a sink raised."""
 
     def __init__(
         self,
@@ -661,10 +665,10 @@ class Client:
         sink_waits: bool = True,
         pace: Pace = ANY_PACE,
     ) -> float:
-        """Deliver all bytes of `request` to `sink.write_block`, in order, a whole and checked block at a time. Returns the
-        seconds from the request to the first sign of life, which must come within `deadline_s`. The reply may take
-        `working_s`, if the peer keeps sending signs of life; after it, silence may last `SILENCE_S`, and the bytes may come
-        as slowly as `pace` allows.
+        """Deliver all bytes of `request` to `sink.write_block`, in order, in whole and checked blocks. Returns the seconds
+        from the request to the first sign of life, which must come within `deadline_s`. The reply may take `working_s`, if
+        the peer keeps sending signs of life. After its head, silence may last `SILENCE_S`, and the bytes may come as slowly
+        as `pace` allows.
 
         Once this has returned or raised, the sink is not and will not be called. What the sink raises is raised unchanged.
         With `sink_waits=False` the sink never waits for a disk, and small bodies are written on the trio thread."""
@@ -724,7 +728,7 @@ class Client:
         return peer.ips[0] if peer is not None and peer.ips else address.host
 
     def forget(self, address: Address) -> None:
-        """A member left: close its connections, and drop its counters."""
+        """Close the connections of a member that left, and drop its counters."""
         peer = self._peers.pop(address, None)
         if peer is not None:
             peer.drop_idle()
@@ -746,7 +750,7 @@ class Client:
         parse: Callable[[bytes], T],
         deadlines: Deadlines,
     ) -> tuple[float, T]:
-        """As `_ask`; the result is what `parse` makes of the body. `parse` may raise `Malformed`."""
+        """As `_ask`, for a small body: the result is what `parse` makes of it. `parse` may raise `Malformed`."""
 
         async def receive(connection: Connection, head: Reply, macs: Macs | None) -> T:
             return parse(await small_body(connection, head, macs, deadlines.first_s))
@@ -761,7 +765,7 @@ class Client:
         receive: Receive[T],
         deadlines: Deadlines,
     ) -> tuple[float, T]:
-        """(seconds to the first sign of life, result of `receive`) of a reply with status 200."""
+        """Send a request. Returns (seconds to the first sign of life, result of `receive`) for a reply with status 200."""
         stats = self._stats.of(str(address))
         if request is not None:
             stats.requests += 1
@@ -777,7 +781,7 @@ class Client:
                         try:
                             return await self._exchange(kept, peer, target, receive, deadlines)
                         except _Stale:
-                            peer.drop_idle()  # the other idle ones have probably died with it
+                            peer.drop_idle()  # the other idle connections have probably died, too
                     fresh = await self._connect(address, peer, deadlines.first_s)
                     return await self._exchange(fresh, peer, target, receive, deadlines)
                 finally:
@@ -785,12 +789,12 @@ class Client:
             failed = PeerFailed("timeout", f"{address} did not deliver within {deadlines.total_s:g} s")
         except PeerFailed as exc:
             failed = exc
-        except Malformed as exc:  # the reply, or a name that is too long for a request
+        except Malformed as exc:  # a malformed reply, or a name that is too long for a request
             failed = PeerFailed("refused", f"{address}: {exc}")
         finally:
             if not peer.in_use() and self._peers.get(address) is peer:
                 del self._peers[address]
-        if request is not None:  # not for a handshake: the node may not have started yet
+        if request is not None:  # a failed handshake does not count: the node may not have started yet
             stats.failures[failed.kind] += 1
             self._metrics.peer_failures += 1
         raise failed
@@ -826,8 +830,10 @@ class Client:
                 return head_s, result
             text = (await small_body(connection, head, macs, deadlines.first_s)).decode("utf-8", "replace")
             whole = True
-            said = "".join(char for char in text if char.isprintable())
-            raise PeerFailed(KIND_OF.get(head.status, "refused"), f"{address}: {said[:200] or head.status}")
+            message = "".join(char for char in text if char.isprintable())
+            raise PeerFailed(
+                KIND_OF.get(head.status, "refused"), f"{address}: {message[:200] or head.status}"
+            )
         finally:
             if whole and head is not None and not head.last:
                 connection.used = True
@@ -842,10 +848,10 @@ class Client:
                 sock = await self._reach(address, peer)
         except (OSError, trio.TooSlowError) as exc:
             peer.ips = []  # the name may have another address now
-            said = (
+            reason = (
                 "no answer" if isinstance(exc, trio.TooSlowError) else getattr(exc, "strerror", None) or exc
             )
-            raise PeerFailed("connect", f"{address}: {said}") from exc
+            raise PeerFailed("connect", f"{address}: {reason}") from exc
         plain = socket.socket(fileno=sock.detach())
         plain.setblocking(False)
         connection = Connection(plain, address, self._tls)
@@ -863,7 +869,7 @@ class Client:
             return await self._resolve(*address)
 
     async def _reach(self, address: Address, peer: _Peer) -> trio.socket.SocketType:
-        """A connection to the first of the peer's IP addresses that accepts one. Later requests use that address alone."""
+        """Connect to the first of the peer's IP addresses that accepts. Later requests use that address alone."""
         failure = OSError("it has no address")
         for ip in peer.ips:
             if self._signer is None and self._tls is None and not is_loopback(ip):
@@ -890,7 +896,7 @@ class Client:
             connection.close()
             return
         peer.idle.append((trio.current_time(), connection))
-        self._idle_at_most += 1  # counted only when it may be too many
+        self._idle_at_most += 1  # an upper bound, which is counted anew only when it exceeds `MAX_IDLE`
         if self._idle_at_most <= MAX_IDLE:
             return
         self._idle_at_most = sum(len(other.idle) for other in self._peers.values())
@@ -901,7 +907,7 @@ class Client:
 
 
 async def _head(connection: Connection, steps: Steps[Reply], deadlines: Deadlines) -> tuple[Reply, float]:
-    """(head of the reply, seconds to the first sign of life). Each sign of life renews the deadline, up to `working_s`."""
+    """(head of the reply, seconds to the first sign of life). Each sign of life renews the deadline, until `working_s`."""
     deadline_s, working_s, _ = deadlines
     begun = trio.current_time()
     first_s: float | None = None
@@ -918,5 +924,5 @@ async def _head(connection: Connection, steps: Steps[Reply], deadlines: Deadline
             now = trio.current_time()
             first_s = now - begun if first_s is None else first_s
             scope.deadline = min(now + max(SILENCE_S, deadline_s), begun + max(working_s, deadline_s))
-            await trio.lowlevel.checkpoint()  # a peer could send any number of them
+            await trio.lowlevel.checkpoint()  # many signs of life must not hold up other tasks
     raise connection.silent()

@@ -1,15 +1,15 @@
-"""Which members to ask for an extent, and what their answers say about them.
+"""Which members to ask for an extent, and what a member's answers say about its health.
 
 The members of an extent, in the ring's order, are its owner, then (with replicas) those that keep a copy of what they read,
-then its successors. A node that misses a block goes through that order. Where it meets itself it fetches from the origin: it
-is the owner, or all members before it are dead. It skips members that may not be tried now. It asks at most `ASKED` members,
-then the origin.
+then its successors. A node that misses a block asks them in that order. It skips members that may not be tried now, and
+asks at most `ASKED` members before the origin. If the next member is the node itself, it fetches from the origin: it is the
+owner, or all members before it are dead or were asked.
 
-The request carries the member's place in this order (its rank). A node fetches for a client only what it owns in its own
-view, or what it is the successor of in the client's view. So when an owner dies, the origin serves its extents once more,
-and not once for each reader. Where the views of two nodes differ, the worst result is one more request.
+A request carries the server's place in this order (its rank). A node fetches for a client only what it owns by its own
+members, or what it is the successor for by the client's rank. So when an owner dies, the origin serves its extents once
+more, and not once for each reader. If two nodes know different members, the worst result is one more request to the origin.
 
-A node sends no request to a third node in order to answer one, so a request takes one hop and cannot go in circles.
+A node sends no request to a third node to answer one. So a request takes one hop and cannot go in circles.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ASKED = 2
-"""Members asked for one range before the origin. When two fail, the fault is not one node's."""
+"""Members that are asked for one range before the origin. If two fail, the fault is not that of one node."""
 
 HASTE = ASKED + 1
-"""A peer that sends signs of life may take one part in so many of a reader's time. The rest must suffice for the origin,
-because the peer may be cut off from the origin when this node is not."""
+"""A peer that sends signs of life may take this fraction (one part in so many) of a reader's time. The rest must suffice
+for the origin, because the peer may be cut off from the origin when this node is not."""
 
 SUCCESSORS = 2
-"""Members behind the replicas that stand in for dead ones. Derived from `ASKED`: the owner and its successor may both be
+"""Members after the replicas, which stand in for dead ones. Derived from `ASKED`: the owner and its successor may both be
 gone."""
 
 PROBES_AT_ONCE = 64
@@ -51,7 +51,7 @@ ANSWERS: Collection[Kind] = ("not_here", "busy", "changed")
 """Failures of a request to a healthy peer."""
 
 TELLING: Collection[Kind] = ("refused", "corrupt")
-"""Failures that the user must mend: another key or clock, or broken memory. They are logged as warnings."""
+"""Failures that the user must mend (another key or clock, broken memory): they are logged as warnings."""
 
 
 class Asked(NamedTuple):
@@ -62,8 +62,8 @@ class Asked(NamedTuple):
 
 
 class Cluster:
-    """This node among the members. `replicas` members keep an extent; `serves` is False for a node without a share;
-    `deadline_s` is how long a reader waits in all. On the trio thread only."""
+    """This node's view of the members, and its requests to them. `replicas` members keep an extent; `serves` is False for a
+    node without a share; `deadline_s` is how long a reader waits in all. On the trio thread only."""
 
     def __init__(
         self,
@@ -97,15 +97,15 @@ class Cluster:
     # -- ownership -------------------------------------------------------------------------------
 
     def candidates(self, digest: bytes, extent: int) -> Iterator[Asked]:
-        """The members to ask, one after the other; after them the origin. The caller must ask each member that it takes: for
-        one that failed, this is its one trial."""
+        """The members to ask, one after the other; after them the origin. The caller must ask each member that it takes:
+        `Health.may_try` permits one trial of a member that failed, and this uses it."""
         asked = 0
-        # Of one moment: both may be replaced meanwhile.
+        # Read once, together: both may be replaced while the caller asks.
         members, own = self.membership.members, self.membership.own
         for rank, name in enumerate(self._owners(digest, extent)):
             if name in own or asked == ASKED:
                 return
-            if self._of(name).may_try(self._now()):
+            if self._health_of(name).may_try(self._now()):
                 asked += 1
                 yield Asked(members[name], rank)
 
@@ -115,33 +115,33 @@ class Cluster:
         return self.membership.members[names[0]] if names and names[0] not in self.membership.own else None
 
     def keeps(self, digest: bytes, extent: int) -> bool:
-        """True if this node protects its blocks of the extent: as one of its owners, or as the successor of dead ones. A
-        node that serves no blocks protects all."""
+        """True if this node protects its blocks of the extent, because it is one of the owners or stands in for dead ones.
+        A node that serves no blocks protects all."""
         owners = self._owners(digest, extent)
-        return not self.serves or not owners or self._stands(owners, self.replicas)
+        return not self.serves or not owners or self._is_among_first(owners, self.replicas)
 
     def may_fetch(self, digest: bytes, extent: int, rank: int) -> bool:
-        """True if this node should fetch the extent for a client in whose view it has that rank: it has that rank in this
-        node's view too, or would without the members that are dead (which the client may not know)."""
-        return self._stands(self._owners(digest, extent), max(self.replicas, rank + 1))
+        """True if this node should fetch the extent for a client that gives it this rank: it has at most this rank by its
+        own members too, or would without those that it knows to be dead (which the client may not know)."""
+        return self._is_among_first(self._owners(digest, extent), max(self.replicas, rank + 1))
 
-    def _stands(self, owners: Collection[str], count: int) -> bool:
-        """True if this node is among the first `count` that are not dead."""
+    def _is_among_first(self, owners: Collection[str], count: int) -> bool:
+        """True if this node is among the first `count` owners that are not dead."""
         alive = 0
         for name in owners:
             if name in self.membership.own:
                 return True
-            alive += self._of(name).state != "dead"
+            alive += self._health_of(name).state != "dead"
             if alive == count:
                 return False
         return False
 
     def keepers(self, digest: bytes, extent: int) -> Iterator[Asked]:
-        """The replicas of the extent in the ring's order, and behind them its successors: this node, and of the others those
-        that may be tried. As with `candidates`, the caller must ask each that it takes."""
+        """The replicas of the extent in the ring's order, then its successors: this node, and those of the others that may
+        be tried. As with `candidates`, the caller must ask each that it takes."""
         members, own = self.membership.members, self.membership.own
         for rank, name in enumerate(self._owners(digest, extent)):
-            if name in own or self._of(name).may_try(self._now()):
+            if name in own or self._health_of(name).may_try(self._now()):
                 yield Asked(members[name], rank)
 
     def _owners(self, digest: bytes, extent: int) -> tuple[str, ...]:
@@ -161,10 +161,10 @@ class Cluster:
         origin_rate: float = 0.0,
         others: int = 0,
     ) -> None:
-        """Bytes [start, stop) of a version, whole blocks of one extent, into `sink`. `origin_rate` and `others` are as in
-        `Pace`. Raises `PeerFailed`, and what the sink raises."""
+        """Read bytes [start, stop) of a version, whole blocks of one extent, into `sink`. `origin_rate` and `others` are as
+        in `Pace`. Raises `PeerFailed`, and what the sink raises."""
         request = self._request(version, start, stop, asked.rank)
-        deadline_s = self._of(asked.member.name).read_deadline()
+        deadline_s = self._health_of(asked.member.name).read_deadline()
         await self._judged(
             asked.member,
             lambda address: self._client.read(
@@ -180,14 +180,14 @@ class Cluster:
 
     def lied(self, member: Member) -> None:
         """Send this member no more requests until it or this node restarts. Its successors stand in."""
-        self._of(member.name).lying = True
+        self._health_of(member.name).lying = True
 
     def failed_since(self, asked: Asked, moment: float) -> bool:
-        """True if a request to it has failed at or after that moment (of trio's clock)."""
-        return self._of(asked.member.name).failed_since(moment)
+        """True if a request to this member has failed at or after `moment` (of trio's clock)."""
+        return self._health_of(asked.member.name).failed_since(moment)
 
     async def prefetch(self, asked: Asked, version: ObjectId, start: int, stop: int) -> None:
-        """Have it fetch and cache bytes [start, stop) of one extent. Raises `PeerFailed`."""
+        """Have the member fetch and cache bytes [start, stop) of one extent. Raises `PeerFailed`."""
         request = self._request(version, start, stop, asked.rank)
         await self._judged(
             asked.member,
@@ -195,13 +195,13 @@ class Cluster:
         )
 
     async def have(self, member: Member, version: ObjectId, start: int, stop: int) -> list[bool]:
-        """For each block of [start, stop) (in bytes), True if the member has it. Raises `PeerFailed`."""
+        """For each block of the bytes [start, stop), True if the member has it. Raises `PeerFailed`."""
         request = self._request(version, start, stop, 0)
         return await self._reach(member, lambda address: self._client.have(address, request))
 
     async def probe(self) -> list[str]:
-        """Request a handshake of all other members. Those that do not answer are dead when this returns, and their
-        successors stand in. Returns the addresses of these, and the listed addresses that have never answered."""
+        """Request a handshake of all other members. Those that do not answer count as dead when this returns, and their
+        successors stand in. Returns their addresses, and the listed addresses that have never answered."""
         unknown = (UNKNOWN.state, REFUSED)
         silent = [
             str(where) for where, found in self.membership.incompatible.items() if found.state in unknown
@@ -209,7 +209,7 @@ class Cluster:
         at_once = trio.CapacityLimiter(PROBES_AT_ONCE)
 
         async def ask(member: Member) -> None:
-            health = self._of(member.name)
+            health = self._health_of(member.name)
             async with at_once:
                 for _ in range(DEAD_AFTER):
                     sent_at = self._now()
@@ -227,8 +227,9 @@ class Cluster:
         return sorted(silent)
 
     async def _judged(self, member: Member, ask: Callable[[Address], Awaitable[float]]) -> None:
-        """Run `ask`, which returns the seconds to the first sign of life, and record the outcome. Raises what it raises."""
-        health, sent_at = self._of(member.name), self._now()
+        """Call `ask`, which returns the seconds to the first sign of life, and record how it ended in the member's health.
+        Raises what it raises."""
+        health, sent_at = self._health_of(member.name), self._now()
         try:
             first_s = await self._reach(member, ask)
         except PeerFailed as exc:
@@ -269,16 +270,16 @@ class Cluster:
         now, before = self._now(), health.state
         took_long = now - sent_at > LONGEST_DEADLINE_S
         if exc.kind == "timeout" or (took_long and exc.kind in ANSWERS):
-            health.slow(sent_at, now)  # also an answer that takes so long: the peer may have lost the origin
+            health.slow(sent_at, now)  # also an answer so late: the peer may have lost the origin
         elif exc.kind in ANSWERS:
             health.succeeded(now - sent_at)
-        elif not (exc.kind == "reset" and exc.delivered):  # a peer whose origin pauses breaks its reply off
+        elif not (exc.kind == "reset" and exc.delivered):  # a peer whose origin pauses breaks off its reply
             health.failed(sent_at, now)
         if health.state == "dead" != before:
             level = logging.WARNING if exc.kind in TELLING else logging.INFO
             log.log(level, "peer %s is left alone for a while: %s", member, exc)
 
-    def _of(self, name: str) -> Health:
+    def _health_of(self, name: str) -> Health:
         found = self._health.get(name)
         if found is None:
             found = Health(self._rng)
@@ -287,7 +288,7 @@ class Cluster:
         return found
 
     def changed(self) -> None:
-        """The members have changed: forget what is known of those that left or restarted."""
+        """Forget what is known of members that left or restarted. Called when the members have changed."""
         members = self.membership.members
         for name, known in self._known.items():
             now = members.get(name)
@@ -302,8 +303,8 @@ class Cluster:
     # -- status ---------------------------------------------------------------------------
 
     def status(self) -> list[dict[str, Any]]:
-        """The members, by address; `share` is of the ring. `bytes_out` is counted by host, so several daemons of one machine
-        have one count."""
+        """One row for each member, sorted by address. `share` is that of the ring. `bytes_out` is counted by host, so
+        several daemons of one machine have the same count."""
         members = self.membership.members
         total = sum(member.weight for member in members.values()) or 1.0
         table = self.stats.as_dict()
@@ -321,7 +322,7 @@ class Cluster:
                     "addresses": [str(address) for address in member.addresses],
                     "here": name in self.membership.own,
                     "share": member.weight / total,
-                    "state": self._of(name).state,
+                    "state": self._health_of(name).state,
                     "bytes_in": sum(row["bytes_in"] for row in asked),
                     "bytes_out": table.get(self._client.host_of(member.address), {}).get("bytes_out", 0),
                     "requests": sum(row["requests"] for row in asked),

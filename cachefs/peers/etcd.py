@@ -1,15 +1,17 @@
 """Members that register in etcd, and a client of etcd's v3 gateway (JSON over HTTP/1.1).
 
-A node's key is `prefix/group/host:port` and holds its handshake. Where two keys carry one node id (the node is back under
-another address, and its old lease still runs), the key written last counts. The key hangs on a lease of 10 s: the key of a
-node that died is deleted ten seconds later, a node that stops revokes its lease. At every poll a node renews its lease and
-asks for the number of keys and the newest revision among them. It reads the keys only when these have changed.
+A node's key is `prefix/group/host:port`, and its value is the node's handshake. If two keys have one node id (the node is
+back under another address, and its old lease still runs), the key written last counts. The key is attached to a lease of 10
+s: etcd deletes the key of a node that died after ten seconds, and a node that stops revokes its lease. At every poll a node
+renews its lease and requests the number of keys and the newest revision among them. It reads the keys only when these have
+changed.
 
-While etcd does not answer, members stay as they are, and their health decides whether they get requests. A node notices a
-lost lease at its renewal, and a deleted or overwritten key at the next poll. Then it registers again.
+While etcd does not answer, the members stay as they are, and their health decides whether they get requests. A node notices
+a lost lease when it renews it, and a deleted or overwritten key at the next poll. Then it registers again.
 
-Four calls are needed, and the gateway answers them without gRPC, protobuf or a client library (the maintained ones for
-Python bring asyncio or threads). In its JSON, bytes are base64, 64-bit numbers are strings, and zeros are left out.
+Four of etcd's calls are needed, and its gateway answers them without gRPC, protobuf or a client library (the maintained
+ones for Python bring asyncio or threads). In its JSON, bytes are base64, 64-bit numbers are strings, and zeros are left
+out.
 """
 
 from __future__ import annotations
@@ -34,21 +36,21 @@ from cachefs.peers.wire import Address, Handshake
 log = logging.getLogger(__name__)
 
 LEASE_S = 10
-"""How long a dead node stays a member; its peers notice sooner. etcd's own minimum is about twice its election timeout, 2 s.
-Derived: five renewals fit into it."""
+"""Seconds that a dead node stays a member; its peers notice its death sooner. etcd's own minimum is about twice its
+election timeout, 2 s. Derived: five renewals fit into it."""
 
 ATTEMPT_S = 2.0
-"""For one endpoint to answer. Derived: three of them may hang, and a lease is still renewed in time."""
+"""Seconds that one endpoint may take to answer. Derived: three of them may hang, and a lease is still renewed in time."""
 
 MAX_MESSAGE_BYTES = 16 << 20
-"""One reply. Derived: 10,000 members take 6 MiB."""
+"""Bytes of one reply. Derived: 10,000 members take 6 MiB."""
 
 RECEIVE_BYTES = 64 << 10
 
 UNAUTHENTICATED = 16
 NOT_FOUND = 5
 _OTHER_ENDPOINT_MAY_ANSWER = {4, 14}
-"""gRPC codes that another endpoint may not answer with: deadline exceeded, unavailable (which includes "no leader")."""
+"""gRPC codes after which another endpoint is asked: deadline exceeded, unavailable (which includes "no leader")."""
 
 Message = Mapping[str, Any]
 
@@ -67,12 +69,13 @@ class EtcdRefused(CachefsError):
 
 
 BROKEN = (OSError, trio.BrokenResourceError, trio.TooSlowError, h11.ProtocolError, ValueError)
-"""What a connection raises (`ssl.SSLError` is an OSError; ValueError: a name that IDNA cannot encode)."""
+"""Exceptions of a connection (`ssl.SSLError` is an OSError; ValueError: a name that IDNA cannot encode)."""
 
 
 def advertised(listen: Address, toward: Address) -> Address:
-    """The address at which other nodes reach a node that listens at `listen`. For a wildcard it is the source address of
-    packets to `toward`; none is sent. Blocks for the resolver. Raises OSError when there is no route."""
+    """The address at which other nodes reach a node that listens at `listen`. For a wildcard it is the source address that
+    the kernel chooses for packets to `toward`; no packet is sent. Blocks for the resolver. Raises OSError if there is no
+    route."""
     if listen.host not in ("", "0.0.0.0", "::"):
         return listen
     for family, *_, sockaddr in socket.getaddrinfo(*toward, type=socket.SOCK_DGRAM):
@@ -83,8 +86,8 @@ def advertised(listen: Address, toward: Address) -> Address:
 
 
 class Registry:
-    """A source (`membership.Source`), and this node's key. `listen` is where this node listens; with None, or a handshake of
-    weight 0, the node serves no blocks and is not registered."""
+    """A source of members (`membership.Source`) that also writes this node's key. `listen` is where this node listens. If
+    it is None, or the handshake has weight 0, the node serves no blocks and is not registered."""
 
     def __init__(self, gateway: Gateway, prefix: str, handshake: Handshake, listen: Address | None) -> None:
         self.trouble = ""
@@ -93,9 +96,9 @@ class Registry:
         self._handshake = handshake
         self._listen = listen if handshake.weight > 0 else None
         self._entries: dict[Address, Handshake] | None = None
-        """In the order in which they were written; None before the first reading."""
+        """The nodes' handshakes in the order in which they were written; None before the first reading."""
         self._state: State = (0, 0)
-        """Of the keys when they were read."""
+        """The state of the keys when they were read."""
         self._failures = 0
         self._address: Address | None = None
         self._lease = ""
@@ -124,7 +127,7 @@ class Registry:
         return [Sighting(address, handshake) for address, handshake in self._entries.items()]
 
     def handshake_requested(self, host: str) -> bool:
-        return False  # a new node registers
+        return False  # a new node registers, and the next poll finds it
 
     async def leave(self) -> None:
         if not self._lease:
@@ -136,7 +139,7 @@ class Registry:
                 log.debug("the lease in etcd is left to expire: %s", exc)
 
     async def _stay_registered(self, listen: Address) -> bool:
-        """Renew the lease, and write the key where it is missing. True if it was written."""
+        """Renew the lease, and write the key if it is missing. True if it was written."""
         if self._address is None:
             toward = self._gateway.preferred.address
             self._address = await trio.to_thread.run_sync(advertised, listen, toward, abandon_on_cancel=True)
@@ -159,8 +162,8 @@ class Registry:
         return True
 
     async def _renew(self) -> bool:
-        said = await self._gateway.call("/v3/lease/keepalive", {"ID": self._lease})
-        return _number(_part(said, "result"), "TTL") > 0
+        reply = await self._gateway.call("/v3/lease/keepalive", {"ID": self._lease})
+        return _number(_part(reply, "result"), "TTL") > 0
 
     def _sees_itself(self, address: Address) -> bool:
         """True if this node's key is there and holds its handshake."""
@@ -172,8 +175,8 @@ class Registry:
         return entry == self._handshake
 
     async def _read(self) -> None:
-        """Update the entries, if the keys have changed."""
-        # The slash plus one is the first key behind all of the directory.
+        """Read the entries again if the keys have changed."""
+        # The range ends at the directory with "0", the character after the slash, in place of the slash.
         everything = {
             "key": _coded(self._directory.encode()),
             "range_end": _coded(self._directory[:-1].encode() + b"0"),
@@ -203,8 +206,8 @@ def _state(page: Message) -> State:
 
 
 class Gateway:
-    """A client of one etcd cluster. An endpoint that does not answer within `ATTEMPT_S` is asked last from then on. `tls` is
-    for https endpoints (default: the system's certificate authorities); with a user, requests carry a token."""
+    """A client of one etcd cluster. An endpoint that does not answer within `ATTEMPT_S` comes last from then on. `tls` is
+    for https endpoints (default: the system's certificate authorities). With a user, requests carry a token."""
 
     def __init__(
         self,
@@ -230,7 +233,7 @@ class Gateway:
         return self._endpoints[0]
 
     async def call(self, path: str, body: Message) -> Message:
-        """The reply, or the first message of several. Raises `EtcdUnavailable` or `EtcdRefused`."""
+        """Send a request. Returns the reply, or its first message of several. Raises `EtcdUnavailable` or `EtcdRefused`."""
         if self._user and not self._token:
             await self._authenticate()
         try:
@@ -243,8 +246,10 @@ class Gateway:
 
     async def _authenticate(self) -> None:
         self._token = ""
-        said = await self._call_any("/v3/auth/authenticate", {"name": self._user, "password": self._password})
-        self._token = str(said.get("token", ""))
+        reply = await self._call_any(
+            "/v3/auth/authenticate", {"name": self._user, "password": self._password}
+        )
+        self._token = str(reply.get("token", ""))
 
     async def _call_any(self, path: str, body: Message) -> Message:
         reasons = []
@@ -281,7 +286,7 @@ class Gateway:
             ("Host", str(endpoint.address)),
             ("Content-Type", "application/json"),
             ("Content-Length", str(len(body))),
-            # A member that has lost its leader refuses at once instead of waiting for the next.
+            # With this header, a member that has lost its leader refuses at once instead of waiting for the next leader.
             ("Grpc-Metadata-hasleader", "true"),
         ]
         if self._token:
@@ -315,7 +320,7 @@ def _message(line: bytes | bytearray, status: int) -> Message:
     if not isinstance(message, dict):
         raise h11.RemoteProtocolError(f"HTTP {status} without a JSON object")
     if "error" in message or status != 200:
-        # The three shapes of etcd 3.4 (unary, stream) and 3.6 (no "error" in a unary one).
+        # Errors have three shapes: of etcd 3.4 (unary, stream), and of 3.6 (no "error" in a unary one).
         error = message.get("error")
         details = error if isinstance(error, dict) else message
         refused = EtcdRefused(str(details.get("message") or error or f"HTTP {status}"))
@@ -328,7 +333,7 @@ def _message(line: bytes | bytearray, status: int) -> Message:
 def _reason(exc: BaseException) -> str:
     if isinstance(exc, trio.TooSlowError):
         return f"no answer in {ATTEMPT_S:g} s"
-    return str(exc) or str(exc.__cause__ or type(exc).__name__)  # trio's own errors have theirs as a cause
+    return str(exc) or str(exc.__cause__ or type(exc).__name__)  # trio's own errors have a cause that tells
 
 
 def _coded(raw: bytes) -> str:
@@ -336,7 +341,7 @@ def _coded(raw: bytes) -> str:
 
 
 def _decoded(pair: Message, name: str) -> bytes:
-    """Empty for what is not base64."""
+    """The decoded bytes of a field; empty if it is not base64."""
     try:
         return b64decode(str(pair.get(name, "")))
     except ValueError:
@@ -354,7 +359,7 @@ def _parts(message: Message, name: str) -> list[Message]:
 
 
 def _number(message: Message, name: str) -> int:
-    """64-bit numbers are strings; zero is left out."""
+    """A number of a message: 64-bit numbers are strings, and a missing one is zero."""
     try:
         return int(message.get(name, 0))
     except (TypeError, ValueError):

@@ -1,15 +1,15 @@
-"""The health of each peer as this node sees it: may it get requests, how long to wait for it, and its counters.
+"""The health of each peer as this node sees it: whether it may get requests, how long to wait for it, and its counters.
 
-A failure makes a peer *suspect*, several in a row make it *dead*. It then gets no requests for a pause, which doubles with
-each further failure; after the pause one request tries the peer. Any success makes it healthy at once. A suspect peer will
-probably answer the next request. A dead one will not: its successors fetch what it owns. No member is removed here: the ring
-is made of members, and a reader skips an owner that may not be tried.
+A failure makes a peer *suspect*, several in a row make it *dead*. It then gets no requests during a pause, which doubles
+with each further failure; after the pause one request tries the peer. Any success makes it healthy at once. A suspect peer
+will probably answer the next request. A dead one will not, so its successors fetch what it owns. No member is removed here:
+the ring contains all members, and a reader skips an owner that may not be tried.
 
-Deadlines come from the peer's own answers. The time to the first byte is kept in a histogram of logarithmic buckets, whose
+Deadlines are derived from the peer's own answers. A histogram with logarithmic buckets has the times to the first byte; its
 counts are halved now and then. So a peer that always answered quickly is given up early, and one behind a slow link is not.
 
 A peer should be faster than the origin. A peer that sends a byte a second is never silent, so `Pace` compares a transfer
-with the origin's rate: slower by `TIMES` is too slow, unless the range would be complete within `FLOOR_S`.
+with the origin's rate: a transfer that takes `TIMES` as long is too slow, unless it would be complete within `FLOOR_S`.
 
 Pure: the clock (any steady one, in seconds) and the random numbers are passed in.
 """
@@ -29,11 +29,12 @@ from cachefs.peers.wire import Kind
 State = Literal["healthy", "suspect", "dead"]
 
 DEAD_AFTER = 3
-"""Failures in a row. Derived: with the pauses below, the second trial comes within two seconds."""
+"""Failures in a row after which a peer is dead. Derived: with the pauses below, the second trial comes within two
+seconds."""
 
 SLOW_IN_A_ROW = 2
-"""Requests, each sent after the previous one failed, without an answer in time that count as a failure. Derived: a single
-pause of an event loop or a disk is no failure."""
+"""So many requests in a row that got no answer in time count as a failure. Each must be sent after the previous one failed.
+Derived: a single pause of an event loop or a disk is no failure."""
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
@@ -46,11 +47,12 @@ origin. The lower bound covers a busy event loop. Measured: with 50 ms, four dae
 once in 300 requests, and each time the origin served the block twice."""
 
 MARGIN = 2.0
-"""The deadline is so many times the 99th percentile: one request in a hundred takes longer than that, and must not be given
-up."""
+"""The deadline is so many times the 99th percentile: one request in a hundred takes longer than that percentile, and must
+not be given up."""
 
 FEWEST = 20
-"""Answers before the histogram sets the deadline. Derived: below that its 95th percentile is the maximum."""
+"""Answers that are needed before the histogram sets the deadline. Derived: with fewer, its 95th percentile is the
+maximum."""
 
 TIMES = 4.0
 """A peer may take so many times as long as the origin. The rates of both vary by a factor of two around their means, and a
@@ -61,19 +63,19 @@ FLOOR_S = 5.0
 to give up two slow peers within the usual `--timeout`."""
 
 ASSUMED_RATE = 4 << 20
-"""Bytes a second of an origin that was not read yet; low, so that a slow link is not taken for a slow peer."""
+"""Assumed bytes a second of an origin that was not read yet; low, so that a slow link is not taken for a slow peer."""
 
 LOOK_EVERY_S = 0.25
 """How often the pace of a transfer is checked. Derived: a twentieth of `FLOOR_S`."""
 
 MAX_PEERS = 2048
-"""Rows of counters; the one used least recently is dropped for a further peer. Bounds memory, not members: twice the nodes
-that a ring is tested with, since addresses come and go with their nodes."""
+"""Rows of counters; a further peer replaces the row used least recently. Bounds memory, not members: twice the nodes that a
+ring is tested with, since addresses come and go with their nodes."""
 
 
 class Latencies:
-    """How long recent answers took, in seconds: buckets growing by a quarter, from 0.1 ms to 4 s. At `HALVED_AT` answers all
-    counts are halved, so the last few hundred count most."""
+    """A histogram of how long recent answers took, in seconds. Its buckets grow by a quarter, from 0.1 ms to 4 s. At
+    `HALVED_AT` answers all counts are halved, so the last few hundred count most."""
 
     SMALLEST_S = 1e-4
     GROWTH = 1.25
@@ -94,7 +96,7 @@ class Latencies:
             self.total = sum(self._counts)
 
     def quantile(self, share: float) -> float:
-        """The upper edge, in seconds, of the bucket that holds this quantile: at most a quarter too long. 0 without any
+        """The upper edge, in seconds, of the bucket with this quantile: at most a quarter too long. 0 if there is no
         answer."""
         if not self.total:
             return 0.0
@@ -111,7 +113,7 @@ class Health:
         self.failures = 0
         """In a row."""
         self.lying = False
-        """It has sent other bytes than the origin has. This is final."""
+        """It has sent bytes that differ from the origin's. This is final."""
         self._slow = 0
         self._slow_at = -math.inf
         self._rng = rng
@@ -128,7 +130,7 @@ class Health:
 
     def may_try(self, now: float) -> bool:
         """True if the caller may send a request. For a peer that failed, True permits one trial: other callers get False
-        until it was answered, or for as long as it may take."""
+        until the trial is answered, or for as long as an answer may take."""
         if self.lying:
             return False
         if not self.failures:
@@ -143,13 +145,13 @@ class Health:
         return self._failed_at >= moment
 
     def succeeded(self, seconds: float) -> None:
-        """An answer's first byte came after `seconds`: the peer is healthy."""
+        """Record that an answer's first byte came after `seconds`: the peer is healthy."""
         self.latencies.add(seconds)
         self.failures = self._slow = 0
 
     def failed(self, sent_at: float, now: float) -> None:
-        """No connection, a broken one, or a wrong answer. Requests that were in flight at the last failure count with it: a
-        hundred readers of one dead peer are one failure."""
+        """Record that there was no connection, a broken one, or a wrong answer. Requests that were in flight at the last
+        failure do not count again: a hundred readers of one dead peer are one failure."""
         if sent_at < self._failed_at:
             return
         self.failures += 1
@@ -159,8 +161,8 @@ class Health:
         self._next_trial = now + ceiling * self._rng.uniform(0.5, 1.0)
 
     def slow(self, sent_at: float, now: float) -> None:
-        """No byte came within the deadline. This counts as an answer that took so long, so the deadline grows for a peer
-        that has become slower."""
+        """Record that no byte came within the deadline. This counts as an answer that took so long, so the deadline grows
+        for a peer that has become slower."""
         self.latencies.add(now - sent_at)
         if sent_at >= self._slow_at:
             self._slow += 1
@@ -177,9 +179,9 @@ class Health:
 
 @dataclass(frozen=True)
 class Pace:
-    """What one transfer is compared with. `origin_rate` is the recent rate of one transfer from the origin, in bytes a
-    second (0: not known). `others` is how many transfers from other peers share this node's link. The next block may take
-    `patience_s`: a reader can wait so long for it, and still read from the origin in time."""
+    """The rate that one transfer is compared with. `origin_rate` is the recent rate of one transfer from the origin, in
+    bytes a second (0: not known). `others` is how many transfers from other peers share this node's link. The next block
+    may take `patience_s`: a reader that waits so long can still read from the origin in time."""
 
     origin_rate: float = 0.0
     others: int = 0
@@ -192,8 +194,8 @@ class Pace:
         return max(FLOOR_S, TIMES * (1 + self.others) * size / self.origin_rate)
 
     def too_slow(self, size: int, received: int, elapsed_s: float, since_last_s: float) -> bool:
-        """True if a transfer of `size` bytes should be given up. At most `received` of them came in `elapsed_s`; a block was
-        complete `since_last_s` ago."""
+        """True if a transfer of `size` bytes should be given up. At most `received` of them came in `elapsed_s`. The last
+        block was complete `since_last_s` ago."""
         if since_last_s > self.patience_s:
             return True
         if elapsed_s < FLOOR_S or received >= size:
@@ -229,8 +231,8 @@ class PeerStats:
 
 
 class PeerTable:
-    """Peer → its counters. Peers that we send requests to are keyed by address, clients by host, since their ports vary. On
-    the trio thread only."""
+    """The counters of each peer. Peers that we send requests to are keyed by address; clients by host, since their ports
+    vary. On the trio thread only."""
 
     def __init__(self) -> None:
         self._rows: dict[str, PeerStats] = {}

@@ -1,7 +1,7 @@
 """Members from a list of addresses: the one on the command line, or the addresses of a DNS name.
 
-A list has addresses, and the ring needs node ids. So `Listed.present` asks each address for its handshake: unknown addresses
-at every poll, known ones once a minute, because a daemon may return with another weight or other sources. The node's own
+A list has addresses, but the ring needs node ids. So `Listed.present` asks each address for its handshake: an unknown one
+at every poll, a known one once a minute, because a daemon may return with another weight or other sources. The node's own
 address is recognised without a request. A node that answered once stays a member while it is silent: its `health` decides
 whether it gets requests for blocks.
 """
@@ -26,7 +26,7 @@ from cachefs.peers.wire import Address, Handshake, PeerFailed
 log = logging.getLogger(__name__)
 
 HANDSHAKE_TTL_S = 60.0
-"""How long a handshake is cached. Derived: a thousand nodes then receive 17 handshakes a second each."""
+"""How long a handshake is cached. Derived: each of a thousand nodes then answers 17 requests a second."""
 
 ASKED_AT_ONCE = 256
 """Handshakes in flight. Derived: with `client.CONNECT_S`, a poll of a thousand silent addresses takes a second."""
@@ -35,25 +35,25 @@ IDENTIFY_S = 1.0
 """Deadline of one handshake. Derived: with `POLL_S`, a join is seen within 3 s although another address hangs."""
 
 LOOK_DEADLINE_S = 10.0
-"""For a resolver: twice its usual timeout of 5 s, so that a second name server can answer."""
+"""Seconds for a resolver: twice its usual timeout of 5 s, so that a second name server can answer."""
 
 MISSES = 8
-"""An address has left after so many successive answers without it, which are 15 s of polls. Some servers return a part of
-many addresses, others leave out a pod that is not ready for a moment."""
+"""An address has left after so many successive answers without it, which are 15 s of polls. Some servers return only a part
+of many addresses, and others leave out a pod that is not ready for a moment."""
 
 Identify = Callable[[Address], Awaitable[Handshake]]
-"""The handshake of the node that listens at an address. Raises OSError or `CachefsError`."""
+"""Requests the handshake of the node that listens at an address. Raises OSError or `CachefsError`."""
 
 Resolve = Callable[[str, int], Awaitable[Collection[str]]]
-"""(name, port) → IP addresses. Raises OSError, also for a name that cannot be one. The caller sets a deadline."""
+"""(name, port) → IP addresses. Raises OSError, also if the name cannot be a host's. The caller sets a deadline."""
 
 Look = Callable[[], Awaitable[Collection[Address]]]
-"""The addresses that are listed now."""
+"""Returns the addresses that are listed now."""
 
 
 def is_local(address: str) -> bool:
-    """True if packets to this IP address stay on this machine. Sends nothing: it connects a datagram socket and reads the
-    source address that the kernel chose. (A test by `bind` would be misled by `ip_nonlocal_bind`.)"""
+    """True if packets to this IP address stay on this machine. Sends nothing: it connects a datagram socket and compares
+    the source address that the kernel chose. (`ip_nonlocal_bind` would mislead a test by `bind`.)"""
     try:
         if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
             return True
@@ -72,21 +72,21 @@ async def is_own(address: Address, listen: Address, resolve: Resolve) -> bool:
         return True
     try:
         everywhere = ipaddress.ip_address(listen.host).is_unspecified
-    except ValueError:  # it listens on a name
+    except ValueError:  # `listen.host` is a name
         return False
     resolved = await resolve(address.host, address.port)
     return any(found == listen.host or (everywhere and is_local(found)) for found in resolved)
 
 
 class Lookups:
-    """Recent answers for one name. Pure."""
+    """Recent answers of the resolver for one name. Pure."""
 
     def __init__(self) -> None:
         self._missed: dict[str, int] = {}
 
     def answered(self, addresses: Collection[str]) -> list[str]:
-        """The addresses of this answer, and those that were missing from fewer than `MISSES` answers in a row. An empty
-        answer counts as a failed lookup and changes nothing."""
+        """Record an answer. Returns its addresses, and those that were missing from fewer than `MISSES` answers in a row.
+        An empty answer counts as a failed lookup and changes nothing."""
         if addresses:
             for known in list(self._missed):
                 self._missed[known] += 1
@@ -116,13 +116,13 @@ class Dns:
             trouble = f"cannot look up the peers' name {self._name}: {reason}"
             log.log(logging.DEBUG if self.trouble else logging.WARNING, "%s", trouble)
         self.trouble = trouble
-        # Nodes are configured alike: one that listens on one family finds the others on the same.
+        # Nodes are configured alike: if this one listens on one family, the others do, too.
         found = [a for a in found if self._family in (None, 6 if ":" in a else 4)] or found
         return [Address(address, self._port) for address in self._lookups.answered(found)]
 
 
 def _family(listen: Address | None) -> int | None:
-    """The IP version that a node listens on; None for both, or when a name does not tell."""
+    """The IP version that a node listens on; None for both versions, or if it listens on a name."""
     try:
         return None if listen is None or listen.host == "::" else ipaddress.ip_address(listen.host).version
     except ValueError:
@@ -131,8 +131,8 @@ def _family(listen: Address | None) -> int | None:
 
 @dataclass(slots=True)
 class _Listed:
-    """One address: its last handshake, and since when it has been the same; why the node there refused us, else ""; and when
-    it last answered. Times are trio's."""
+    """One listed address: its last handshake, and since when that has been the same; why the node there refused us, else
+    ""; when it last answered. Times are trio's."""
 
     handshake: Handshake | None = None
     refusal: str = ""
@@ -169,16 +169,17 @@ class Listed:
         return [Sighting(address, found.handshake, found.refusal) for address, found in in_order]
 
     def handshake_requested(self, host: str) -> bool:
-        """Ask the node at this host at the next poll, unless it was asked during the last two: two nodes would otherwise ask
-        each other for ever. True if it may be a node that has not answered yet: the list may have that one by name."""
-        there = [found for address, found in self._listed.items() if address.host == host]
-        for found in there:
+        """Request the handshake of the node at this host at the next poll, unless it answered within the last two: two
+        nodes would otherwise ask each other for ever. True if the node may be one that has not answered yet, perhaps one
+        that is listed by its name."""
+        at_host = [found for address, found in self._listed.items() if address.host == host]
+        for found in at_host:
             if trio.current_time() - found.asked_at >= 2 * POLL_S:
                 found.asked_at = -math.inf
-        return any(found.handshake is None for found in there or self._listed.values())
+        return any(found.handshake is None for found in at_host or self._listed.values())
 
     async def leave(self) -> None:
-        """Nothing: peers see that this node no longer answers."""
+        """Do nothing: peers notice that this node no longer answers."""
 
     def _due(self, now: float) -> list[Address]:
         lives: defaultdict[str, set[str]] = defaultdict(set)
@@ -190,7 +191,7 @@ class Listed:
             for address, found in self._listed.items()
             if found.handshake is None
             or now - found.asked_at >= HANDSHAKE_TTL_S
-            # Two daemons have one id: one of them is gone, or will take another id.
+            # Two daemons have one id: one of them has ended, or will take another id.
             or len(lives[found.handshake.node]) > 1
         ]
 
@@ -198,7 +199,7 @@ class Listed:
         try:
             async with self._at_once:
                 with trio.fail_after(IDENTIFY_S):
-                    said = await self._ask(address)
+                    handshake = await self._ask(address)
         except (OSError, CachefsError, trio.TooSlowError) as exc:
             log.debug("peer %s did not answer a handshake: %s", address, exc)
             listed.asked_at = -math.inf
@@ -207,8 +208,8 @@ class Listed:
             return
         listed.refusal = ""
         listed.asked_at = trio.current_time()
-        if listed.handshake != said:
-            listed.handshake, listed.since = said, listed.asked_at
+        if listed.handshake != handshake:
+            listed.handshake, listed.since = handshake, listed.asked_at
 
     async def _ask(self, address: Address) -> Handshake:
         if self._listen is not None and await is_own(address, self._listen, self._resolve):

@@ -1,14 +1,15 @@
 """Which nodes are members of this node's ring.
 
 Every `POLL_S`, `Membership` asks its *source* (a list, a DNS name, etcd) for the addresses that are present now, with the
-handshake of the node at each as far as it is known, and compares them with the present members. A member has this node's
-cache group, sources and block size, and a share of the ring. Nodes may see different members for a while, and nothing waits
-until they agree. Meanwhile an extent has two owners, or a node is asked for an extent that it does not own; in the worst
-case the origin serves it once more.
+handshake of the node at each, as far as it is known, and compares these nodes with the present members. A member has this
+node's cache group, sources and block size, and a share of the ring. Nodes may know different members for a while, and
+nothing waits until they agree. Meanwhile an extent has two owners, or a node is asked for an extent that it does not own.
+In the worst case the origin serves it once more.
 
 A member's *name* in the ring is its id (`node.node_id`), which belongs to the files in its cache directory; several
 addresses of one id are one member. An address without a known id has no place in the ring, and the other members keep its
-share: a place derived from the address would differ from the later one, and two parts of the data would move instead of one.
+share. A place derived from the address would differ from the later one, and two parts of the data would move instead of
+one.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from xxhash import xxh3_64_intdigest, xxh64_intdigest
 from cachefs.peers.wire import MAX_HANDSHAKE_TEXT, Address, Handshake
 
 REMEMBERED = 4096
-"""Extents whose owners are remembered, 64 GiB of them: a reader asks for the owners once for each block."""
+"""Extents whose owners are remembered, together 64 GiB: a reader asks for the owners once for each block."""
 
 _WHOLE = 2.0**64
 
@@ -48,12 +49,12 @@ class Ring:
     and the longest part that one GET fetches. With a smaller unit two owners would send the origin requests for pieces
     of one range; with a larger one big files would spread over few nodes.
 
-    With weights it is a race: with `u` the hash as a number in (0, 1], member m arrives at -ln(u) / w, which is the
-    exponential distribution of rate w, and the first of several such is m with probability w / total. Without the
-    division that is the usual score -w / ln(h). Among members of one weight the largest hash wins the race, so the
-    logarithm is taken once per distinct weight. Cost, measured: 50 µs at 1,000 members and 6 µs at 100, nearly all in
-    the members' hashes; a node asks once per extent or small file that it does not hold. A table of slots would answer
-    faster, but be rebuilt at each join and leave, or balance worse.
+    With weights it is a race: with `u` the hash as a number in (0, 1], member m arrives at -ln(u) / w. That is the
+    exponential distribution of rate w, and the first of several such arrivals is m's with probability w / total. (Without
+    the division this is the usual score -w / ln(h).) Among members of one weight the largest hash wins the race, so the
+    logarithm is taken once per distinct weight. Cost, measured: 50 µs at 1,000 members and 6 µs at 100, nearly all in the
+    members' hashes; a node asks once per extent or small file that it does not hold. A table of slots would answer faster,
+    but would have to be rebuilt at each join and leave, or balance worse.
 
     `members` maps names to weights: 1 is usual, and 0 or less owns nothing. A member must have one name on all nodes.
     Immutable."""
@@ -64,20 +65,20 @@ class Ring:
         for name, weight in self.members.items():
             names, seeds = classes[weight]
             names.append(name)
-            # Another function than below: a seed is then never the hash of an extent.
+            # Another hash function than in `_race`, so that a seed is never the hash of an extent.
             seeds.append(xxh64_intdigest(name.encode("utf-8", "surrogatepass")))
         self._race = lru_cache(REMEMBERED)(partial(_race, classes))
 
     def owners(self, digest: bytes, extent: int, count: int = 1) -> tuple[str, ...]:
         """The `count` best members for this extent of the object version with this digest, best first; fewer if there are
-        not so many. Without the first member, the second is first."""
+        not so many. If the first one leaves, the second becomes the first."""
         return self._race(digest, extent, count)
 
 
 def _race(
     classes: Mapping[float, tuple[list[str], list[int]]], digest: bytes, extent: int, count: int
 ) -> tuple[str, ...]:
-    """`classes` has the names of the members of one weight, and their seeds, by weight."""
+    """The `count` best members, best first. `classes`: weight → (names of the members with that weight, their seeds)."""
     key = digest + extent.to_bytes(8, "little")
     arrivals: list[tuple[float, str]] = []
     for weight, (names, seeds) in classes.items():
@@ -91,17 +92,17 @@ def _race(
 log = logging.getLogger(__name__)
 
 POLL_S = 2.0
-"""From the beginning of one poll to that of the next, at most. A random part of up to a fifth is left out, so that the polls
-of nodes spread. Given: joins and leaves that a source knows of are seen within 3 s."""
+"""Seconds from the beginning of one poll to that of the next, at most: it is shorter by a random part of up to a fifth, so
+that the polls of nodes spread. Given: joins and leaves that a source knows of are seen within 3 s."""
 
 SOON_S = 0.02
-"""Wait before an early poll: many nodes may start together, and one poll then serves the handshakes of all."""
+"""Seconds to wait before an early poll: many nodes may start together, and one poll then serves the handshakes of all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A node that owns a share of the extents, this one included. `name` is the same on every node; `addresses` are those of
-    its present `life`, at least one."""
+    """A node that owns a share of the extents; this node is one, too. `name` is the same on every node; `addresses` are
+    those of its present `life`, at least one."""
 
     name: str
     addresses: tuple[Address, ...]
@@ -113,13 +114,13 @@ class Member:
         return self.addresses[0]
 
     def __str__(self) -> str:
-        """For people: the address."""
+        """The address, for messages."""
         return str(self.address)
 
 
 class Sighting(NamedTuple):
-    """An address in the list, and the handshake of the node there, if it is known. Where one of the two nodes does not trust
-    the other, there is no handshake, and `refusal` says why."""
+    """A listed address, and the handshake of the node there, if it is known. If one of the two nodes does not trust the
+    other, there is no handshake, and `refusal` says why."""
 
     address: Address
     handshake: Handshake | None
@@ -127,8 +128,8 @@ class Sighting(NamedTuple):
 
 
 class Incompatible(NamedTuple):
-    """Why the node at a listed address is no member: `state` for a table, `why` for a sentence after the address. `wrong` is
-    True for what must be a mistake in the configuration."""
+    """Why the node at a listed address is no member: `state` for a table, `why` for a sentence that begins with the
+    address. `wrong` is True if it must be a mistake in the configuration."""
 
     state: str
     why: str
@@ -141,33 +142,33 @@ COPIED = Incompatible("our id", "has this node's id, as after a copy of its cach
 
 
 class Source(Protocol):
-    """Where addresses of members come from."""
+    """Finds the addresses of members."""
 
     @property
     def trouble(self) -> str:
         """Why the last poll failed, for people; else empty."""
 
     async def present(self) -> Iterable[Sighting] | None:
-        """All addresses that are listed now; while the list cannot be read, those of the last reading; None before the first
-        one. Of two sightings of one node, the later in the order is the newer. Raises nothing of its own."""
+        """All addresses that are listed now. If the list cannot be read, those of the last reading; None before the first
+        reading. Of two sightings of one node, the later in the order is the newer. Raises nothing of its own."""
 
     def handshake_requested(self, host: str) -> bool:
-        """A node at this IP address has requested our handshake: it runs, and may be new. True if `present` may know more
-        now."""
+        """A node at this IP address has requested our handshake, so it runs and may be new. True if the next `present` may
+        return more."""
 
     async def leave(self) -> None:
-        """This node stops. Takes a second at most, also when cancelled."""
+        """Leave the list, because this node stops. Takes a second at most, also when cancelled."""
 
 
 def fingerprint(sources: Collection[str], block_size: int) -> str:
-    """A digest, 32 hexadecimal digits, of what two nodes must have in common to share extents: the names of their origins
-    (`ObjectId.source`), in any order, and the block size."""
+    """A digest, as 32 hexadecimal digits, of what two nodes must have in common to share extents: the block size, and the
+    names of their origins (`ObjectId.source`) in any order."""
     text = json.dumps([sorted(sources), block_size])
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def sources_for_people(sources: Collection[str]) -> str:
-    """The names of origins as a handshake carries them for people: shortened."""
+    """The names of origins as a handshake has them for messages: shortened to `MAX_HANDSHAKE_TEXT`."""
     text = ", ".join(sorted(sources)).encode("utf-8", "replace").decode()
     return text if len(text) <= MAX_HANDSHAKE_TEXT else text[: MAX_HANDSHAKE_TEXT - 1] + "…"
 
@@ -182,12 +183,12 @@ class Membership:
     ) -> None:
         self.members: Mapping[str, Member] = {}
         self.ring = Ring({})
-        """Of exactly `members`."""
+        """The ring of exactly `members`."""
         self.own: frozenset[str] = frozenset()
         """This node's name, if it is a member."""
         self.own_addresses: frozenset[Address] = frozenset()
         self.incompatible: Mapping[Address, Incompatible] = {}
-        """Listed addresses without a member."""
+        """Listed addresses whose nodes are no members, and why."""
         self.on_change = on_change
         self.source = source
         self._handshake = handshake
@@ -215,13 +216,14 @@ class Membership:
             self._wake.set()
 
     def take_id(self, source: Source, handshake: Handshake) -> None:
-        """Use another id from now on. Called while `run` does not run. The other members stay until the next report."""
+        """Use another id from now on. Called while `run` does not run. The members stay as they are until the next
+        report."""
         self.source, self._handshake = source, handshake
 
     def _report(self, sightings: Iterable[Sighting]) -> None:
         me = self._handshake
-        last: dict[str, Handshake] = {}
-        where: dict[tuple[str, str], list[Address]] = {}
+        newest: dict[str, Handshake] = {}
+        addresses_of: dict[tuple[str, str], list[Address]] = {}
         incompatible: dict[Address, Incompatible] = {}
         for address, handshake, refusal in sightings:
             if handshake is None:
@@ -229,17 +231,17 @@ class Membership:
                     Incompatible(REFUSED, f"is not trusted ({refusal})", wrong=True) if refusal else UNKNOWN
                 )
                 continue
-            why = self._mismatch(handshake)
-            if why is None and handshake.node == me.node and handshake.life != me.life:
-                why = COPIED
-            if why is not None:
-                incompatible[address] = why
+            mismatch = self._mismatch(handshake)
+            if mismatch is None and handshake.node == me.node and handshake.life != me.life:
+                mismatch = COPIED
+            if mismatch is not None:
+                incompatible[address] = mismatch
                 continue
-            last[handshake.node] = handshake
-            where.setdefault((handshake.node, handshake.life), []).append(address)
+            newest[handshake.node] = handshake
+            addresses_of.setdefault((handshake.node, handshake.life), []).append(address)
         members = {
-            name: Member(name, tuple(sorted(where[name, known.life])), known.weight, known.life)
-            for name, known in last.items()
+            name: Member(name, tuple(sorted(addresses_of[name, known.life])), known.weight, known.life)
+            for name, known in newest.items()
         }
         own = frozenset({me.node} & members.keys())
         if (members, own, incompatible) == (self.members, self.own, self.incompatible):

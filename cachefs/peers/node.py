@@ -1,12 +1,12 @@
 """This node among its peers: its id, its server, its membership and its client.
 
-It is opened before the mount, so that a port in use is reported in one line. It serves once there is something to serve. It
-leaves before the mount goes: it unregisters, refuses new requests, and finishes the replies in progress.
+A node is opened before the mount, so that a port in use is reported in one line. It serves as soon as there is something to
+serve. It leaves before the mount goes: it unregisters, refuses new requests, and finishes the replies in progress.
 
-The node's id is a random word in the cache directory. The ring is made of ids, and a node's cached files are found by its
-place in the ring. So the id is created with the cache, survives restarts and changes of address, and goes when the cache is
-removed. When a cache directory was copied, two nodes have one id, and each sees the other's handshake. The one whose daemon
-drew the higher `life` then takes a fresh id, and with it another share.
+The node's id is a random word in the cache directory. The ring is made of ids, and a node's place in the ring decides which
+files it caches. So the id is created with the cache, survives restarts and changes of address, and goes when the cache is
+removed. After a cache directory was copied, two nodes have one id, and each sees the other's handshake. The one whose
+daemon drew the higher `life` then takes a new id, and with it another share.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from cachefs.peers.wire import VERSION, Address, Handshake, PeerFailed, Shares
 log = logging.getLogger(__name__)
 
 MEMBERSHIP_DEADLINE_S = 2.0
-"""How long a mount waits until this node knows which member it is: before that, it would send requests to itself. With a
-list it knows at once, with etcd after the first replies."""
+"""Seconds that a mount waits until this node knows which member it is: before that, it would send requests to itself. It
+knows that at once from a list, and after the first replies from etcd."""
 
 DRAIN_S = 1.0
-"""For replies in progress at a stop. A client whose reply is broken off asks the next member."""
+"""Seconds for the replies in progress when this node stops. A client whose reply is broken off asks the next member."""
 
 
 class PeerNode:
-    """Made by `open`. On the trio thread only."""
+    """This node's id, server, membership and client. Made by `open`. On the trio thread only."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class PeerNode:
         self._id_contested = trio.Event()
         rng = self._rng = random.Random()
         self._handshake = Handshake(
-            # A node that serves no blocks has no share to come back to.
+            # A node that serves no blocks has no share to return to, so its id need not last.
             node=node_id(state_dir) if listen is not None else uuid.uuid4().hex,
             version=VERSION,
             group=config.cache_group,
@@ -115,8 +115,8 @@ class PeerNode:
     async def open(
         cls, config: Config, sources: Collection[str], metrics: Metrics, state_dir: Path
     ) -> PeerNode | None:
-        """Listen, without answering yet; None without `--peers`. `sources` are the names of the mounted origins, `state_dir`
-        is the cache directory. Raises `ConfigError`, and `MountError` when it cannot listen."""
+        """Listen, without answering yet. None without `--peers`. `sources` are the names of the mounted origins,
+        `state_dir` is the cache directory. Raises `ConfigError`, and `MountError` if it cannot listen."""
         chosen = settings(config)
         if chosen is None:
             return None
@@ -129,7 +129,7 @@ class PeerNode:
         node = cls(config, chosen, listen, sources, metrics, state_dir)
         if listen is not None:
             try:
-                # Without a host: every address of both families, where "::" would be those of IPv6 alone.
+                # None means every address of both families; "::" would mean those of IPv6 alone.
                 host = None if listen.host == "::" else listen.host
                 node._listeners = await trio.open_tcp_listeners(listen.port, host=host)
             except OSError as exc:
@@ -140,7 +140,7 @@ class PeerNode:
         return node
 
     async def start(self, shares: Shares, nursery: trio.Nursery) -> None:
-        """Serve, and follow the membership. Return when this node is a member, or after `MEMBERSHIP_DEADLINE_S`."""
+        """Serve, and follow the membership. Returns when this node is a member, or after `MEMBERSHIP_DEADLINE_S`."""
         chosen = self._chosen
         self._server = Server(
             shares,
@@ -163,7 +163,7 @@ class PeerNode:
             )
 
     async def _serve(self, server: Server) -> None:
-        self._server_scope.shield = True  # until `leave`
+        self._server_scope.shield = True  # a cancelled daemon still answers until `leave`
         with self._server_scope:
             if self._listeners:
                 await server.serve(self._listeners)
@@ -179,7 +179,7 @@ class PeerNode:
                 self._membership.take_id(self._source(), self._handshake)
 
     async def _id_lost(self) -> None:
-        """Return when another node has our id, and the right to keep it. Checks with a handshake of its own, because etcd
+        """Return when another node has our id and may keep it (its `life` is lower). Requests a handshake to be sure: etcd
         may still have an earlier key of this node."""
         while True:
             await self._id_contested.wait()
@@ -188,12 +188,12 @@ class PeerNode:
                 address for address, why in self._membership.incompatible.items() if why == COPIED
             ]:
                 try:
-                    said = await self._client.handshake(address)
+                    theirs = await self._client.handshake(address)
                 except PeerFailed:
                     continue
-                if said.node != self._handshake.node or said.life == self._handshake.life:
+                if theirs.node != self._handshake.node or theirs.life == self._handshake.life:
                     continue
-                keeps = self._handshake.life < said.life
+                keeps = self._handshake.life < theirs.life
                 log.warning(
                     "peer %s has this node's id, as after a copy of its cache directory: %s takes another, and its share",
                     address,
@@ -213,11 +213,11 @@ class PeerNode:
 
     @property
     def warnings(self) -> list[str]:
-        """For the status: what is wrong with this node's certificate, and with the source of members."""
+        """For the status: what is wrong with this node's certificate and with the source of members."""
         return [line for line in (self._chosen.warning, self._membership.source.trouble) if line]
 
     async def leave(self) -> None:
-        """Before the mount goes. Replies in progress have `DRAIN_S`."""
+        """Stop serving and unregister, before the mount goes. Replies in progress have `DRAIN_S`."""
         self._membership_scope.cancel()
         if self._server is not None:
             with trio.move_on_after(DRAIN_S):
@@ -246,7 +246,7 @@ class PeerNode:
 
 
 async def _own_address(peers: StaticPeers) -> Address:
-    """The address of the list that is this machine's."""
+    """The one address of the list that belongs to this machine. Raises `ConfigError` if not exactly one does."""
     resolver, found = Resolver(), []
     for address in peers.addresses:
         with trio.move_on_after(LOOK_DEADLINE_S):
@@ -257,9 +257,9 @@ async def _own_address(peers: StaticPeers) -> Address:
                 log.debug("cannot resolve %s: %s", address, exc)
     if len(found) == 1:
         return found[0]
-    said = "several of" if found else "none of"
+    how_many = "several of" if found else "none of"
     raise ConfigError(
-        f"{said} --peers are this machine: say with --peer-listen where it listens, or add --no-sharing"
+        f"{how_many} --peers are this machine: say with --peer-listen where it listens, or add --no-sharing"
     )
 
 
@@ -267,7 +267,7 @@ ID_FILE = "node"
 
 
 def node_id(directory: Path) -> str:
-    """The id in the cache directory; a new one if there is none that can be read."""
+    """The id in the cache directory; a new one if there is none or it cannot be read."""
     try:
         return uuid.UUID((directory / ID_FILE).read_text().strip()).hex
     except (OSError, ValueError):
@@ -275,7 +275,7 @@ def node_id(directory: Path) -> str:
 
 
 def fresh_id(directory: Path) -> str:
-    """Another id, written to the cache directory before it is used. If that fails, the id is this daemon's only."""
+    """A new id, written to the cache directory before it is used. If writing fails, the id lasts as long as this daemon."""
     made = uuid.uuid4().hex
     try:
         durable.write(directory / ID_FILE, f"{made}\n")
@@ -299,8 +299,8 @@ def open_source(
     user: str = "",
     password: str = "",
 ) -> Source:
-    """The source of members that `--peers` names; sends nothing yet. `listen` is where this node listens, None if it serves
-    no blocks; `identify` requests a handshake (not needed with etcd). `tls`, `user` and `password` are for etcd."""
+    """The source of members that `--peers` names. Sends nothing yet. `listen` is where this node listens, None if it serves
+    no blocks. `identify` requests a handshake (not needed with etcd). `tls`, `user` and `password` are for etcd."""
     if isinstance(peers, EtcdPeers):
         gateway = Gateway(peers.endpoints, rng, tls=tls, user=user, password=password)
         return Registry(gateway, peers.prefix, handshake, listen)

@@ -1,15 +1,15 @@
 """The server of blocks for the other nodes.
 
 Each connection has a task, which answers one request at a time. `Shares` decides which bytes are served, and from where.
-This module bounds what any client can use: connections and requests are bounded in all and for each host, a head has a size
-and a deadline, requests have no bodies, and a reply that the client does not take is broken off. With a key, nothing is
-looked up before the request's MAC was checked.
+This module bounds what any client can use: it limits connections and requests in all and for each host, a request's head
+has a maximal size and a deadline, requests have no bodies, and a reply that the client does not take is broken off. With a
+key, nothing is looked up before the request's MAC was checked.
 
 Without TLS a file's bytes never come into this process: `sendfile` moves them from the page cache to the socket. A worker
-thread sends a long run, because it may have to wait for a disk, and because at gigabytes a second the event loop would do
-nothing else. While a client takes nothing, the trio task waits for it, so such clients occupy no thread. TLS must read the
-bytes. A small block in memory is read, too, so that head, block and check go in one call (measured: a tenth less processor
-time for 100 KB).
+thread sends a long run of bytes, because it may have to wait for a disk, and because at gigabytes a second the event loop
+would do nothing else. While a client takes nothing, the trio task waits for the client, so such clients occupy no thread.
+With TLS the bytes must be read to be encrypted. A small block in memory is read, too, so that one call sends head, block
+and check (measured: a tenth less processor time for 100 KB).
 """
 
 from __future__ import annotations
@@ -62,63 +62,64 @@ from cachefs.peers.wire import (
 log = logging.getLogger(__name__)
 
 SLICE = 1 << 20
-"""Bytes of one `sendfile`. Derived: about 0.2 ms of copying."""
+"""Bytes of one `sendfile` call. Derived: about 0.2 ms of copying."""
 
 LITTLE = 128 << 10
-"""A block in memory of up to so many bytes is read, and sent together with what follows. Derived: copying takes 10 µs, as
-long as the calls that it saves."""
+"""A block in memory of up to so many bytes is read, and sent together with the bytes after it. Derived: copying takes 10
+µs, as long as the calls that it saves."""
 
 PATIENCE_S = 0.02
-"""How long a thread waits for a client to take more: several round trips within a cluster."""
+"""How long a thread waits for a client to take more bytes: several round trips within a cluster."""
 
 SEND_S = 0.1
 """How long a thread sends before the task checks the deadlines again: a fraction of `Limits.stall_s`."""
 
 TLS_SLICE = 256 << 10
-"""Read and encrypted at a time: about 0.2 ms."""
+"""Bytes that are read and encrypted at once: about 0.2 ms."""
 
 READ_BYTES = 16 << 10
 
 
 class Gone(Exception):
-    """The connection is lost, or the reply cannot be completed: the connection is closed."""
+    """The connection is lost, or its reply cannot be completed: it must be closed. With an argument, that is logged."""
 
 
 class Threads(NamedTuple):
-    """Separate threads for bytes in memory and for bytes on a disk, which may hang."""
+    """Limits for two kinds of threads: those that send bytes in memory, and those that send bytes on a disk, which may
+    hang."""
 
     memory: trio.CapacityLimiter
     disk: trio.CapacityLimiter
 
 
 class Wire(ABC):
-    """One accepted connection. Takes over its non-blocking socket. Every method raises `Gone` when the connection is
-    lost."""
+    """One accepted connection. Takes over its non-blocking socket. Every method raises `Gone` if the connection is lost."""
 
     def __init__(self, sock: socket.socket, threads: Threads) -> None:
         self.file_bytes = 0
-        """Bytes of pieces sent so far."""
+        """Bytes of pieces that were sent so far."""
         self._socket = sock
         self._threads = threads
 
     @abstractmethod
     async def begin(self) -> None:
-        """Set up TLS, if it is used. Called first."""
+        """Set up TLS, if it is used. Called before the other methods."""
 
     @abstractmethod
     async def receive(self) -> bytes:
-        """Some bytes; b"" when the client has closed its side."""
+        """Receive some bytes; b"" if the client has closed its side."""
 
     @abstractmethod
     async def send(self, data: bytes, *, more: bool) -> None:
-        """Send all of `data`. With `more`, a run follows at once, and both may be sent together."""
+        """Send all of `data`. With `more`, `send_run` follows at once, and both may be sent together."""
 
     @abstractmethod
     async def send_run(self, run: Sequence[Piece | bytes], progressed: Callable[[], None]) -> None:
-        """Send all of these pieces and bytes. Calls `progressed` whenever it must wait and the client has taken some."""
+        """Send all of these pieces and bytes. Calls `progressed` whenever it must wait and the client has taken some
+        bytes."""
 
     async def hung_up(self) -> None:
-        """Return when the client closes the connection; never if it sends something instead."""
+        """Return when the client closes the connection; never return if it sends something instead."""
         await trio.lowlevel.wait_readable(self._socket)
         try:
             early = self._socket.recv(1, socket.MSG_PEEK)
@@ -126,11 +127,11 @@ class Wire(ABC):
             return await self.hung_up()
         except OSError:
             return
-        if early:  # of the next request: reading it will show whether the client is still there
+        if early:  # bytes of the next request: reading it will show whether the client is still there
             await trio.sleep_forever()
 
     def close(self) -> None:
-        self._socket.close()  # without TLS's close_notify: a reply has a length
+        self._socket.close()  # without TLS's close_notify, which is not needed: a reply has a length
 
 
 class _Range:
@@ -165,7 +166,7 @@ class PlainWire(Wire):
     async def send(self, data: bytes, *, more: bool) -> None:
         self._out.append(data)
         if not more:
-            await self._flush(_nothing, None)
+            await self._flush(_ignore_progress, None)
 
     async def send_run(self, run: Sequence[Piece | bytes], progressed: Callable[[], None]) -> None:
         thread: trio.CapacityLimiter | None = None
@@ -254,7 +255,7 @@ class PlainWire(Wire):
 
 
 @contextmanager
-def _lost_is_gone() -> Iterator[None]:
+def _raising_gone() -> Iterator[None]:
     try:
         yield
     except (OSError, trio.BrokenResourceError) as exc:  # an `ssl.SSLError` is an OSError
@@ -270,15 +271,15 @@ class TlsWire(Wire):
         self._stream = trio.SSLStream(transport, context, server_side=True, https_compatible=True)
 
     async def begin(self) -> None:
-        with _lost_is_gone():
+        with _raising_gone():
             await self._stream.do_handshake()
 
     async def receive(self) -> bytes:
-        with _lost_is_gone():
+        with _raising_gone():
             return bytes(await self._stream.receive_some(READ_BYTES))
 
     async def send(self, data: bytes, *, more: bool) -> None:
-        with _lost_is_gone():
+        with _raising_gone():
             await self._stream.send_all(data)
 
     async def send_run(self, run: Sequence[Piece | bytes], progressed: Callable[[], None]) -> None:
@@ -292,7 +293,7 @@ class TlsWire(Wire):
         fd, offset, left, in_ram, _ = piece
         while left:
             count, disk = min(left, TLS_SLICE), self._threads.disk
-            with _lost_is_gone():
+            with _raising_gone():
                 if in_ram:
                     data = os.pread(fd, count, offset)
                 else:
@@ -306,8 +307,8 @@ class TlsWire(Wire):
             progressed()
 
 
-def _nothing() -> None:
-    """Of a reply that has one deadline."""
+def _ignore_progress() -> None:
+    """The `progressed` of a reply whose deadline does not move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,21 +321,21 @@ class Limits:
     in_flight: int = 256
     in_flight_per_host: int = 64
     head_s: float = 5.0
-    """From a head's first byte to its last, and for a TLS handshake."""
+    """From the first byte of a request's head to the last; also for a TLS handshake."""
     first_s: float = 5.0
-    """For the first request with a good signature to begin."""
+    """For the first request with a valid signature to begin."""
     idle_s: float = 60.0
-    """For a connection between requests; our clients close theirs sooner (`client.IDLE_S`)."""
+    """For an unused connection between requests; our clients close theirs sooner (`client.IDLE_S`)."""
     stall_s: float = 10.0
-    """The longest pause of a client in taking a reply."""
+    """The longest time in which a client takes no byte of a reply."""
     reply_s: float = 120.0
     """For a whole reply: a client that takes it byte by byte must not pin an extent for ever."""
     threads: int = 8
-    """For bytes in memory, and as many for bytes on a disk."""
+    """Threads for bytes in memory, and as many for bytes on a disk."""
 
 
 class _Refusal(Exception):
-    """A status other than 200."""
+    """A reply with a status other than 200."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -343,7 +344,7 @@ class _Refusal(Exception):
 
 class Server:
     """Serves on listening sockets. `handshake` is called for each handshake request. `names` are the Host values of this
-    node: a request that is signed for another one is refused. While they are empty, they are not known yet, and any is
+    node: a request that is signed for another one is refused. Empty means that they are not known yet, and any Host is
     accepted. `on_handshake` is called with the host of each client that requests a handshake."""
 
     def __init__(
@@ -412,9 +413,9 @@ class Server:
             PlainWire(sock, self._threads) if self._tls is None else TlsWire(sock, self._threads, self._tls)
         )
         try:
-            with trio.move_on_after(self._limits.head_s) as shaking:
+            with trio.move_on_after(self._limits.head_s) as handshake_scope:
                 await wire.begin()
-            if not shaking.cancelled_caught:
+            if not handshake_scope.cancelled_caught:
                 await _Conversation(self, wire, host).run()
         except Gone as exc:
             if exc.args:
@@ -426,7 +427,7 @@ class Server:
 
 
 class _Admitted:
-    """A count of connections or requests, bounded in all and for each host."""
+    """A number of connections or requests, with a limit in all and for each host."""
 
     def __init__(self, most: int, most_of_host: int) -> None:
         self.total = 0
@@ -435,7 +436,7 @@ class _Admitted:
         self._of_host: dict[str, int] = {}
 
     def enter(self, host: str) -> bool:
-        """Count one more, until `leave`; False if there is no room."""
+        """Count one more, until `leave`. False if a limit is reached."""
         already = self._of_host.get(host, 0)
         if already >= self._most_of_host or self.total >= self._most:
             return False
@@ -458,9 +459,9 @@ class _Conversation:
         self._server = server
         self._wire = wire
         self._host = host
-        self._early = b""  # of the next request, received with the last
-        self._known = False  # a request was authentic
-        self._last = False  # no request follows this one
+        self._early = b""  # bytes of the next request that were received with the last one
+        self._authenticated = False  # True once a request was authentic
+        self._is_last = False  # True if no request follows the present one
         self._scope = trio.CancelScope()
         self._streaming = False
         self._macs: Macs | None = None
@@ -468,7 +469,7 @@ class _Conversation:
     async def run(self) -> None:
         """Serve until either side ends the conversation. Raises `Gone`."""
         with self._scope:
-            while not self._last:
+            while not self._is_last:
                 self._macs = None
                 try:
                     request = await self._next_request()
@@ -488,11 +489,11 @@ class _Conversation:
         self._scope.deadline = trio.current_time() + seconds
 
     async def _next_request(self) -> Request | None:
-        """None when the client closes the connection. Raises `_Refusal`, `Gone`."""
+        """Receive a request. None if the client closes the connection. Raises `_Refusal`, `Gone`."""
         limits, data = self._server._limits, self._early
-        self._last = True  # until a whole request was read
+        self._is_last = True  # until a whole request was read
         try:
-            self._within(limits.idle_s if self._known else limits.first_s)
+            self._within(limits.idle_s if self._authenticated else limits.first_s)
             data = data or await self._wire.receive()
             request = parse_request(data)
             if request is None:
@@ -507,13 +508,13 @@ class _Conversation:
             return None
         if request.body:
             raise _Refusal(400, "requests have no body here")
-        self._early, self._last = data[request.stop :], request.last
+        self._early, self._is_last = data[request.stop :], request.last
         return request
 
     async def _answer(self, request: Request) -> None:
         server = self._server
         if request.method != "GET":
-            self._last = True  # a HEAD expects no body
+            self._is_last = True  # a HEAD expects no body
             raise _Refusal(405, "only GET")
         try:
             path, query = parse_target(request.target)
@@ -547,7 +548,7 @@ class _Conversation:
         verifier, names = self._server._verifier, self._server.names
         host = request.headers.get("host", "")
         if verifier is None:
-            self._known = True
+            self._authenticated = True
             return
         try:
             self._macs = verifier.verify(
@@ -555,7 +556,7 @@ class _Conversation:
             )
         except Unauthorized as exc:
             raise _Refusal(401, str(exc)) from None
-        self._known = True
+        self._authenticated = True
         if names and host not in names and request.target != HANDSHAKE:
             raise _Refusal(421, "meant for another node")
 
@@ -587,8 +588,8 @@ class _Conversation:
             left -= piece.length
 
     async def _stream(self, wanted: BlockRequest, served: Served) -> None:
-        """Send head and body. An exception of `served` becomes a status before the first piece; later it breaks the reply
-        off."""
+        """Send head and body. An exception of `served` becomes a status before the first piece; after it, the reply is
+        broken off."""
         wire, limits = self._wire, self._server._limits
         stats, metrics = self._server._stats.of(self._host), self._server._metrics
         length = wanted.body_length(self._macs is not None)
@@ -623,7 +624,7 @@ class _Conversation:
                 await wire.send_run(run, progressed)
                 if block == wanted.stop_block:
                     break
-                self._scope.deadline = until  # the client is not waited for now
+                self._scope.deadline = until  # the reply waits for bytes now, not for the client
                 try:
                     piece = await self._arrived(served, working=False)
                 except (NotShared, ObjectChanged, Busy) as exc:
@@ -638,8 +639,8 @@ class _Conversation:
         metrics.peer_served += 1
 
     async def _arrived(self, served: Served, *, working: bool) -> Piece:
-        """Wait for the next piece. Raises `Gone` when the client closes the connection. Before the head (`working`) the
-        client gets signs of life. Within the body, a pause of `WORKING_EVERY_S` breaks the reply off."""
+        """Wait for the next piece. Raises `Gone` if the client closes the connection. Before the head (`working`) the
+        client gets signs of life. Within the body, a pause of `WORKING_EVERY_S` breaks off the reply."""
 
         async def watch() -> None:
             await self._wire.hung_up()
@@ -677,6 +678,6 @@ class _Conversation:
         headers = {"Content-Length": str(length)}
         if self._macs is not None:
             headers[MAC] = self._macs.reply(status, length, body)
-        if self._last:
+        if self._is_last:
             headers["Connection"] = "close"
         return spell_reply(status, headers)

@@ -33,7 +33,7 @@ from cachefs.peers.wire import MAX_RANK, Address
 READABLE_BY_ALL = 0o004
 
 NEED_PEERS = [name for name, row in ROWS.items() if row.group == "Peers" and name != "peers"]
-"""Options that mean nothing without `--peers`."""
+"""Options that have no effect without `--peers`."""
 
 DEFAULT_PREFIX = "/cachefs"
 
@@ -74,7 +74,8 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class EtcdPeers:
-    """A cluster, and the prefix of the keys under which nodes register: it begins with a slash and does not end in one."""
+    """An etcd cluster, and the prefix of the keys under which nodes register: it begins with a slash and does not end in
+    one."""
 
     endpoints: tuple[Endpoint, ...]
     prefix: str = DEFAULT_PREFIX
@@ -88,8 +89,8 @@ Peers = StaticPeers | DnsPeers | EtcdPeers
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`listen` is None for a node that serves no blocks, and for one whose address is found in the static list (see
-    `node`)."""
+    """The checked options. `listen` is None for a node that serves no blocks, and for one whose address must be found in
+    the static list (see `node`)."""
 
     peers: Peers
     listen: Address | None
@@ -101,13 +102,13 @@ class Settings:
 
 
 def settings(config: Config) -> Settings | None:
-    """None without `--peers`. Raises `ConfigError`."""
+    """Check the options about peers. None without `--peers`. Raises `ConfigError`."""
     if config.peers is None:
         defaults = {option.name: option.default for option in fields(Config)}
         for name in NEED_PEERS:
             if getattr(config, name) != defaults[name]:
-                said = "no-sharing" if name == "sharing" else name.replace("_", "-")
-                raise ConfigError(f"--{said} needs --peers: where the other nodes are to be found")
+                option_name = "no-sharing" if name == "sharing" else name.replace("_", "-")
+                raise ConfigError(f"--{option_name} needs --peers: where the other nodes are to be found")
         return None
     try:
         peers = parse_peers(config.peers)
@@ -146,7 +147,7 @@ def _listen(config: Config, peers: Peers) -> Address | None:
         except ValueError as exc:
             raise ConfigError(f"--peer-listen: {config.peer_listen!r} is {exc}") from None
     if isinstance(peers, DnsPeers):
-        return Address("::", peers.port)  # of both families, as the name may be
+        return Address("::", peers.port)  # both families, because the name may have addresses of both
     if isinstance(peers, StaticPeers):
         return None
     raise ConfigError("--peers etcd: needs --peer-listen HOST:PORT, or --no-sharing")
@@ -179,7 +180,7 @@ def _etcd_tls(ca: Path) -> ssl.SSLContext:
 
 
 def parse_address(text: str) -> Address:
-    """``host:port`` or ``[v6]:port``, lower case. Raises `ValueError` whose text completes "'…' is"."""
+    """The address ``host:port`` or ``[v6]:port``, in lower case. Raises `ValueError` whose text completes "'…' is"."""
     host, colon, port = text.strip().rpartition(":")
     if host.startswith("[") and host.endswith("]") and ":" in host:
         host = host[1:-1]
@@ -193,13 +194,13 @@ def parse_address(text: str) -> Address:
 
 
 def parse_peers(text: str) -> Peers:
-    """Raises `ValueError` whose text completes "'…' is"."""
+    """Parse `--peers`. Raises `ValueError` whose text completes "'…' is"."""
     kind, _, rest = text.strip().partition(":")
     if not rest:
         raise ValueError(f"not a place to find peers: {EXAMPLES}")
     match kind:
         case "static":
-            # Each once, sorted: their order has no meaning.
+            # Sorted, and each address once: their order has no meaning.
             return StaticPeers(tuple(sorted({parse_address(part) for part in rest.split(",")})))
         case "dns":
             return DnsPeers(*parse_address(rest))

@@ -1,24 +1,24 @@
 """The protocol between nodes: HTTP/1.1, four requests, and replies whose every block can be checked.
 
-    GET /v1/blocks?…     blocks [start, stop) of one object version, all within one extent
-    GET /v1/prefetch?…      fetch and cache them; the reply is empty, and comes when they are cached
-    GET /v1/have?…       which of them this node has cached, as a bitmap
-    GET /v1/handshake        this node's handshake
+    GET /v1/blocks?…      blocks [start, stop) of one object version, all within one extent
+    GET /v1/prefetch?…    fetch and cache them; the reply is empty, and comes when they are cached
+    GET /v1/have?…        which of them this node has cached, as a bitmap
+    GET /v1/handshake     this node's handshake
 
 The query has all that a node needs to fetch the object version itself. No part of it is used as a path. The fields have one
-order and none is optional, so each request is written in one way, and can be signed as it is.
+order and none is optional, so each request can be written in one way only, and its signature covers it as it is written.
 
 The body of a blocks reply is, for each block, its bytes and then its *check*: the xxh3_64 of the bytes (8 bytes,
-big-endian), followed by a MAC of 16 bytes when the nodes share a key (`auth`). The check follows the bytes because the owner
-sends a block while it still arrives from the origin. Content-Length follows from the request alone, so a reply that was
-broken off is shorter. Either side cancels by closing the connection.
+big-endian), followed by a MAC of 16 bytes if the nodes share a key (`auth`). The check follows the bytes because the owner
+sends a block while it is still arriving from the origin. The request alone determines Content-Length, so a client notices a
+reply that was broken off: it is shorter. Either side cancels by closing the connection.
 
-A node that must fetch the first block sends `102 Processing` at once and then every second, so a client's deadline detects a
-dead peer and not a slow origin. Within a body no such sign is possible: a server that would have to pause for longer breaks
-the reply off, and the client requests the rest again. A 102 carries no MAC: all it can do is renew a deadline, up to a
-total.
+A node that must fetch the first block sends `102 Processing` at once and then every second, so a client's deadline detects
+a dead peer and not a slow origin. Within a body no such sign is possible: a server that would have to pause for longer
+breaks off the reply, and the client requests the rest again. A 102 carries no MAC, because it can do no more than renew a
+deadline, up to the deadline of the whole request.
 
-This module also has the protocols of the rooms around the exchange: `Shares` gives bytes, `Sink` takes them.
+This module also has the interfaces to the rooms around the exchange: `Shares` gives bytes, `Sink` takes them.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ WORKING = spell_reply(102, {})
 """The sign of life before a reply."""
 
 WORKING_EVERY_S = 1.0
-"""Between two signs of life, and the longest pause within a body. Derived: half of the longest that a client waits."""
+"""Seconds between two signs of life, and the longest pause within a body. Derived: half of the longest that a client
+waits."""
 
 MAX_RANK = 15
-"""Replicas and successors of one extent together."""
+"""The highest rank: replicas and successors of one extent together."""
 
 MAC = "Cachefs-MAC"
 """The header with the MAC of a reply."""
@@ -56,7 +57,7 @@ MAX_TARGET_BYTES = 14 << 10
 """Leaves room for the other header lines within `http1.MAX_HEAD_BYTES`."""
 
 MAX_SMALL_BODY = 16 << 10
-"""Of every reply that is not blocks. The longest is the bitmap of `MAX_HAVE_BLOCKS`, 8 KiB."""
+"""Bytes of every reply without blocks. The longest is the bitmap of `MAX_HAVE_BLOCKS`, 8 KiB."""
 
 MAX_HAVE_BLOCKS = 1 << 16
 """64 GiB of an object in one request, at the default block size."""
@@ -92,7 +93,7 @@ class Address(NamedTuple):
     port: int
 
     def __str__(self) -> str:
-        """As in a Host header."""
+        """`host:port`, as in a Host header."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
@@ -100,7 +101,8 @@ _PLAIN = re.compile(r'[A-Za-z0-9_.~/:"-]*')
 
 
 def _quoted(name: str) -> str:
-    """Percent-encoded. Most names need none; quotation marks, in nearly all etags, are left as they are."""
+    """The name, percent-encoded. Most names need no encoding; quotation marks, which nearly all etags have, are left as
+    they are."""
     return name if _PLAIN.fullmatch(name) else quote(name, safe='/:"', errors="surrogatepass")
 
 
@@ -108,8 +110,8 @@ def _quoted(name: str) -> str:
 class BlockRequest:
     """Blocks [start_block, stop_block) of one object version, of `block_size` bytes each but for the object's last.
 
-    `rank` is the place of the server in the extent's order of members, as the client sees it: 0 is the owner; above 0, the
-    members before it do not answer."""
+    `rank` is the server's place in the extent's order of members, as the client knows it. 0 is the owner; above 0, the
+    members before the server do not answer."""
 
     object: ObjectId
     start_block: int
@@ -141,7 +143,7 @@ class BlockRequest:
         return self.stop - self.start + check * (self.stop_block - self.start_block)
 
     def target(self, path: str) -> str:
-        """The request target, ASCII. Raises `Malformed` for a name that is too long for any peer."""
+        """The request target, ASCII. Raises `Malformed` if the name is too long for any peer."""
         version = self.object
         target = (
             f"{path}?source={_quoted(version.source)}&key={_quoted(version.key)}&etag={_quoted(version.etag)}"
@@ -168,12 +170,12 @@ def parse_target(target: str) -> tuple[str, str]:
 
 
 def parse_query(query: str, block_size: int) -> BlockRequest:
-    """The request in a query. Raises `Malformed`, also for a range that the object does not have or a block size other than
+    """The request that a query describes. Raises `Malformed`, also if the object has no such range or the block size is not
     `block_size`."""
-    said = _QUERY.fullmatch(query)
-    if said is None:
+    match = _QUERY.fullmatch(query)
+    if match is None:
         raise Malformed("the query is not a source, a key, an etag and five numbers")
-    source, key, etag = said.group(1, 2, 3)
+    source, key, etag = match.group(1, 2, 3)
     if "%" in query:
         try:
             source, key, etag = (
@@ -184,7 +186,7 @@ def parse_query(query: str, block_size: int) -> BlockRequest:
     # With a zero byte in a name, two versions could have one digest (`ObjectId`).
     if "\0" in source or "\0" in etag:
         raise Malformed("a name is impossible")
-    size, block, start, stop, rank = map(int, said.group(4, 5, 6, 7, 8))
+    size, block, start, stop, rank = map(int, match.group(4, 5, 6, 7, 8))
     if block != block_size:
         raise Malformed(f"blocks have {block_size} bytes here")
     if not 0 <= start < stop <= block_count(size, block):
@@ -195,8 +197,8 @@ def parse_query(query: str, block_size: int) -> BlockRequest:
 
 
 def pack_bitmap(held: list[bool]) -> bytes:
-    """Bit i, least significant first, is the i-th block of the request."""
-    bits = sum(1 << index for index, here in enumerate(held) if here)
+    """The bitmap of a list: bit i, least significant first, is for the i-th block of the request."""
+    bits = sum(1 << index for index, is_held in enumerate(held) if is_held)
     return bits.to_bytes((len(held) + 7) // 8, "little")
 
 
@@ -210,8 +212,8 @@ def parse_bitmap(body: bytes, count: int) -> list[bool]:
 
 @dataclass(frozen=True, slots=True)
 class Handshake:
-    """A node's introduction: its id (`node`), which outlives restarts and changes of address, the protocol's version, its
-    cache group, the fingerprint of its sources, and its share of the ring (0: it serves no blocks).
+    """What a node tells of itself: its id (`node`), which outlives restarts and changes of address, the protocol's version,
+    its cache group, the fingerprint of its sources, and its share of the ring (0: it serves no blocks).
 
     Each daemon draws a random `life`. `block_size` and `shows` (its sources, for people) explain why two nodes do not
     share."""
@@ -230,7 +232,8 @@ class Handshake:
 
     @classmethod
     def parse(cls, body: bytes) -> Handshake:
-        """Raises `Malformed`. Unknown fields are ignored; the last three may be missing, as in an earlier version."""
+        """Parse a handshake. Raises `Malformed`. Unknown fields are ignored; the last three may be missing, as in an
+        earlier version."""
         try:
             parsed = json.loads(body)
             found = cls(**{field.name: parsed[field.name] for field in fields(cls) if field.name in parsed})
@@ -243,13 +246,13 @@ class Handshake:
             or type(found.weight) not in (int, float)
         ):
             raise Malformed("not a handshake")
-        if not 0 <= found.weight <= 1e6:  # also refuses NaN
+        if not 0 <= found.weight <= 1e6:  # a NaN is refused, too
             raise Malformed("an impossible weight")
         return replace(found, weight=float(found.weight))
 
 
 VERSION = 3
-"""Of this protocol, and of the rules by which two nodes find the same owner (`Handshake.version`)."""
+"""The version of this protocol, and of the rules by which two nodes find the same owner (`Handshake.version`)."""
 
 
 class NotShared(CachefsError):
@@ -261,7 +264,7 @@ class Busy(CachefsError):
 
 
 class PeerFailed(CachefsError):
-    """A request to a peer failed. `delivered` bytes of it went to the sink before, as whole and checked blocks: the caller
+    """A request to a peer failed. Before that, `delivered` bytes went to the sink, in whole and checked blocks: the caller
     fetches the rest elsewhere."""
 
     def __init__(self, kind: Kind, text: str) -> None:
@@ -271,7 +274,7 @@ class PeerFailed(CachefsError):
 
 
 class Piece(NamedTuple):
-    """Bytes of one block, as a range of an open file.
+    """Bytes of one block: a range of an open file.
 
     `checksum` is the block's xxh3_64 if the block ends with this piece, else None. With `in_ram`, reading the file never
     waits for a disk."""
@@ -287,11 +290,12 @@ class Served(Protocol):
     """A reply in progress. Pieces from `take` stay valid until `close`."""
 
     def take(self) -> Piece | None:
-        """The next piece, in order; None if it has not arrived yet. No piece spans two blocks. Not called after the last."""
+        """The next piece, in order; None if it has not arrived yet. No piece spans two blocks. Not called after the last
+        piece."""
 
     async def wait(self) -> None:
-        """Return when `take` may have a piece. May be cancelled, and called again. Raises what `Shares.open` raises: before
-        the first piece the server replies with a status, later it breaks the reply off."""
+        """Return when `take` may have a piece. Can be cancelled and called again. Raises what `Shares.open` raises: before
+        the first piece the server then replies with a status, after it the server breaks off the reply."""
 
     def close(self) -> None:
         """Called exactly once, when the reply has ended or was given up."""
@@ -301,8 +305,8 @@ class Shares(Protocol):
     """Decides which blocks this node serves to others. The server checks only the form of a request."""
 
     async def open(self, request: BlockRequest, peer: str, *, background: bool = False) -> Served:
-        """Raises `NotShared`, `cachefs.base.errors.ObjectChanged` or `Busy`. `peer` is the client's IP address. With
-        `background` the bytes are to be cached, and no client waits for them."""
+        """Open the blocks of a request. Raises `NotShared`, `cachefs.base.errors.ObjectChanged` or `Busy`. `peer` is the
+        client's IP address. With `background` the bytes are only to be cached, and no client waits for them."""
 
     async def have(self, request: BlockRequest, peer: str) -> list[bool]:
         """For each block of the request, True if this node has it cached now. Raises `NotShared`."""

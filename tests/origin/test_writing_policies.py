@@ -106,7 +106,7 @@ def test_blocks_know_their_upload(upload: str, number: int) -> None:
     ],
 )
 def test_refusals_of_writes(status: int, code: str, kind: type[Exception]) -> None:
-    assert type(refusal(status, what="x", code=code)) is kind
+    assert type(refusal(status, name="x", code=code)) is kind
 
 
 # What `Origin` adds.

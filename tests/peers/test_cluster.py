@@ -316,7 +316,7 @@ async def test_what_a_dead_node_kept_is_kept_by_its_successor_until_it_is_back(c
                 kept(node, object_id) and node is not successor(cluster, object_id) for node in others
             )
         for node in others:
-            node.cluster._of(dead.handshake.node).succeeded(0.01)
+            node.cluster._health_of(dead.handshake.node).succeeded(0.01)
             assert not any(node.owns(object_id) for object_id in ids)
 
 
