@@ -141,8 +141,8 @@ class Upstream:
         self, object_id: ObjectId, start: int, stop: int, block_size: int, fetch_here: FetchHere
     ) -> int:
         """Have the nodes that keep the extents of [start, stop) fetch them: for each extent as many nodes as there are
-        replicas, in the ring's order, without those that fail. `fetch_here` is awaited for extents that this node keeps, and for
-        those that no node fetches. Returns the bytes that only other nodes fetched. Raises what `fetch_here` raises."""
+        replicas, in the ring's order, without those that fail. `fetch_here` is awaited for extents that this node keeps, and
+        for those that no node fetches. Returns the bytes that only other nodes fetched. Raises what `fetch_here` raises."""
         extent_bytes = BLOCKS_PER_EXTENT * block_size
         first = start // extent_bytes * extent_bytes
         cuts = [max(start, first), *range(first + extent_bytes, stop, extent_bytes), stop]

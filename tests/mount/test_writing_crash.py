@@ -1,6 +1,7 @@
 """kill -9 while files are written: what was acknowledged is found, and nobody ever sees half a file.
 
-First at random moments under a load (`writing_load.py`); `CACHEFS_KILLS=200` makes it that many for each way of writing.
+First at random moments under a load (`writing_load.py`). The long series, with so many kills for each way of writing:
+`CACHEFS_KILLS=200 pytest --timeout=0 -o faulthandler_timeout=0 tests/mount/test_writing_crash.py::TestAtAnyMoment`.
 Then at each step of a write and of a rename by itself: the store hangs in one request, and the daemon is killed there. These
 are the rows of "After a crash" in docs/explanation/semantics.md.
 """
