@@ -255,8 +255,8 @@ class Bucket:
         return True
 
     def sign(self, method: str, url: str, headers: Mapping[str, str], body: Body | bytes) -> Signed:
-        """As `Place.sign`. The body is read for a digest, which the origin compares, only without TLS: TLS protects the
-        bytes already."""
+        """As `Place.sign`. A body from a source is read for a digest, which the origin compares, only without TLS: TLS
+        protects the bytes already."""
         return self._signed(self.credentials.current(), method, url, headers, body)
 
     def signer(self) -> Sign | None:
