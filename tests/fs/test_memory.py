@@ -42,7 +42,7 @@ def resident_mb() -> float:
 def test_what_is_remembered_of_names_has_bounds() -> None:
     """The oldest go. Of what was only looked up, all go at once."""
     tree, files = object.__new__(Tree), object.__new__(OpenFiles)
-    tree.changes, tree._changed, files.walked, files.gone = 0, {}, {}, {}
+    tree.changes, tree._changed, files.walked, files.removed_directories = 0, {}, {}, {}
     directory, shown, walked = cast(Any, SimpleNamespace(ino=1)), cast(Any, SimpleNamespace), cast(Any, ())
     answers: dict[int, float] = {}
     for number in range(CHANGES_REMEMBERED + 1):
@@ -57,7 +57,7 @@ def test_what_is_remembered_of_names_has_bounds() -> None:
     files.keep_walked(WALKED, walked)
     assert list(files.walked) == [WALKED]
     assert (len(tree._changed), min(tree._changed.values())) == (CHANGES_REMEMBERED, 2)
-    assert (len(files.gone), min(files.gone)) == (KEPT_DIRECTORIES, 1)
+    assert (len(files.removed_directories), min(files.removed_directories)) == (KEPT_DIRECTORIES, 1)
     assert (len(answers), min(answers)) == (REMEMBERED, 1)
     for size, count in ((500, WALKED), (110, REMEMBERED), (500, KEPT_DIRECTORIES), (150, CHANGES_REMEMBERED)):
         assert size * count < 8 << 20
