@@ -459,7 +459,7 @@ class DirtyFile:
 
     async def source(self, size: int) -> Source:
         """Its first `size` bytes, to be sent. The caller is a user of its file until they are."""
-        if self.record.content_of == self.content.generation:
+        if self.record.content_of == self.content.generation and not self.file.in_memory:
             content = self._owner.journaled(self)
             if content is not None and len(content) == size:
                 if self.file.read_now(0, size) != content:

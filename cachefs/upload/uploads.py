@@ -273,7 +273,7 @@ class Uploads:
         if dirty_file.content.adopted:
             # At once: its file is the cache's, so it cannot be opened here any more.
             self._settled(dirty_file)
-        elif dirty_file.file.held is None or dirty_file.kernel.way is not Way.HERE:
+        elif not dirty_file.file.in_memory or dirty_file.kernel.way is not Way.HERE:
             contained(self._queue.nursery, f"settling {dirty_file.key}", self._settle, dirty_file)
         else:
             self._together.add(dirty_file)
@@ -762,7 +762,7 @@ class Uploads:
             return False
         if dirty_file.content.state is not State.CLEAN or dirty_file.sender.upload is not None:
             return False
-        return bool(dirty_file.file.held) and not dirty_file.file.spoiled
+        return dirty_file.file.in_memory and dirty_file.size > 0 and not dirty_file.file.spoiled
 
     async def _settle(self, dirty_file: DirtyFile, *, adopt: bool = True) -> None:
         """It is not in use and the origin has it: the cache adopts the file, unless it has refused it."""
