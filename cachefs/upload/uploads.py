@@ -154,7 +154,7 @@ class Uploads:
             self._records,
             metrics,
             lambda dirty_file, info: self.on_committed(dirty_file, info),
-            self._settle,
+            self._settle_sent,
             delay_s=upload_delay_s,
             conditional=on_conflict == "fail",
         )
@@ -763,6 +763,13 @@ class Uploads:
         if dirty_file.content.state is not State.CLEAN or dirty_file.sender.upload is not None:
             return False
         return dirty_file.file.in_memory and dirty_file.size > 0 and not dirty_file.file.spoiled
+
+    async def _settle_sent(self, dirty_file: DirtyFile) -> None:
+        """Settle one whose upload has ended by itself: with others, if it may wait for them."""
+        if self._goes_with_others(dirty_file):
+            self._together.add(dirty_file)
+        else:
+            await self._settle(dirty_file)
 
     async def _settle(self, dirty_file: DirtyFile, *, adopt: bool = True) -> None:
         """It is not in use and the origin has it: the cache adopts the file, unless it has refused it."""

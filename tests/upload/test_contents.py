@@ -21,6 +21,7 @@ from cachefs.base.shared_memory import SharedMemory
 from cachefs.upload import DirtyFile, journal, orphans, staging
 from cachefs.upload.journal import CONTENTS, Journal
 from cachefs.upload.staging import HELD
+from cachefs.upload.uploads import TOGETHER
 from tests.upload.scripted import SOURCE, Room, Turns, add, desk, in_trio
 
 LOST = pytest.mark.parametrize("lost", ["empty", "zeros", "missing"])
@@ -378,6 +379,24 @@ async def test_an_acknowledgement_costs_one_turn_of_a_thread(
         await d.close(dirty_file)
         await d.rename(dirty_file, "l")
         assert await d.files() == [] and turns.count == 2, "the row with its new name"
+
+
+@in_trio
+async def test_files_in_memory_are_sent_from_there_and_go_to_the_cache_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk(tmp_path, writeback=True, upload_delay_s=1) as d:
+        files = [await d.save(str(n), b"%d" % n * 1000) for n in range(TOGETHER)]
+        read = list[str]()
+        monkeypatch.setattr(d.uploads.journal, "content", read.append)
+        await trio.sleep(2)
+        await d.quiet()
+        assert {key: d.store.content(key) for key in d.store.objects} == {
+            one.key: one.key.encode() * 1000 for one in files
+        }
+        assert len(d.cache.adopted) == TOGETHER and d.cache.given == [TOGETHER]
+        assert read == [] and await d.files() == [] and d.uploads._dirty_files == {}
+        assert d.uploads._disk.memory_left == staging.HELD_ALTOGETHER
 
 
 @in_trio
