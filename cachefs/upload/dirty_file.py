@@ -463,7 +463,7 @@ class DirtyFile:
 
     async def source(self, size: int) -> Source:
         """The first `size` bytes, for an upload. The caller must be a user of its file until they are sent."""
-        if self.record.content_of == self.content.generation:
+        if self.record.content_of == self.content.generation and not self.file.in_memory:
             content = self._owner.journaled(self)
             if content is not None and len(content) == size:
                 if self.file.read_now(0, size) != content:

@@ -9,8 +9,8 @@ they did not reach the origin: it comes back after a crash, with all that its st
 system.
 
 A small file that is acknowledged has its *content* in the journal, in the same transaction as its row: its staging file need
-not be synced then, which spares the disk half of its waits. After a power cut the staging file is written again from there
-(`Journal`); as long as the machine runs, the staging file counts.
+not be synced then, and is not even made where the file lies in memory. The next start writes it from there (`Journal`) where
+there is none, and after a power cut in any case; as long as the machine runs, a staging file that is there counts.
 
 `look` compares rows and files at a start, and each dirty file either comes back or is cleared away:
 
@@ -18,7 +18,7 @@ not be synced then, which spares the disk half of its waits. After a power cut t
 |---|---|---|
 | acknowledged | there | pending again, its upload resumed |
 | acknowledged, of a file that another one was renamed over | either | the upload is aborted, the file goes |
-| acknowledged | missing | said, as an error: it was removed from outside |
+| acknowledged | missing, and no content | said, as an error: it was removed from outside |
 | acknowledged, of an origin that is not mounted | there | both stay for the mount that has it |
 | not acknowledged | either | the upload is aborted, the file is treated as one without a row |
 | none | there | the file goes if its mark says that it was never acknowledged, else it is kept aside (`orphans.py`) |
@@ -56,8 +56,8 @@ GATHER_S = 0.02
 """How long rows are gathered that no caller waits for. Guessed: as long as it takes to save a few small files one after
 another, and no longer than a removal may wait that finds its file's upload at its end."""
 
-FORMAT, EARLIER = "journal-2", ("journal-1",)
-"""What is written, and what is read, too: there were no contents then."""
+FORMAT, EARLIER = "journal-3", ("journal-1", "journal-2")
+"""What is written, and what is read, too: there were no contents, and no content without a staging file."""
 
 DIRTY_FILES, ORPHANS, NOTES, CONTENTS = "drafts", "orphans", "notes", "contents"
 """Dirty files by id; multipart uploads that are to be aborted, by id; what the rooms above note for themselves; the bytes of
@@ -198,12 +198,10 @@ class Journal:
             if row is None or not row["acknowledged"]:
                 continue
             path = staging / row["file"]
-            # A file that was removed while the machine ran was removed on purpose.
-            if still_runs and (sync_bytes(path) or not path.exists()):
+            if still_runs and sync_bytes(path):
                 continue
             rewrite(path, content)
-            orphans.describe(path, row)
-            orphans.acknowledge(path)
+            orphans.mark(path, row)
         sync_names(staging)
         self._database.write([(CONTENTS, name, None) for name, _ in found])
         self._sizes.clear()
@@ -382,6 +380,7 @@ class Records:
         dirty_file.look()
         generation, content = dirty_file.content.generation, None
         changed = dirty_file.content.synced < generation or dirty_file.kernel.in_passthrough
+        changed |= dirty_file.file.in_memory and not dirty_file.acknowledged
         if changed:
             try:
                 if self.journal.takes(dirty_file.id, dirty_file.size):
@@ -403,9 +402,19 @@ class Records:
             # What the origin has got meanwhile must not come back after a crash.
             if dirty_file.dirty and not dirty_file.discarded and (other or not dirty_file.acknowledged):
                 dirty_file.content.row = max(dirty_file.content.row, Row.NOTED)
-                await self._put(
-                    dirty_file, {**dirty_file.row(), "acknowledged": True}, within_s, content=content
-                )
+                file = dirty_file.file
+                if content is not None:
+                    stays = dirty_file.content.generation == generation
+                    await file.promise(partial(_mark, dirty_file), stays=stays)
+                try:
+                    row = {**dirty_file.row(), "acknowledged": True}
+                    await self._put(dirty_file, row, within_s, content=content)
+                except BaseException:
+                    if not dirty_file.acknowledged:
+                        file.unmark()
+                    raise
+                if content is not None:
+                    file.promised(content)
                 dirty_file.content.row = Row.ACKNOWLEDGED
                 dirty_file.record.content_of = -1 if content is None else generation
         if changed:
@@ -448,6 +457,7 @@ class Records:
             if was is Row.NONE:
                 return
             file, first, then = dirty_file.file, None, None
+            file.unmark()
             if was is Row.ACKNOWLEDGED and unlinks and file.can_unlink:
                 first, then = partial(orphans.disown, file.path), file.unlink
             elif was is Row.ACKNOWLEDGED:
@@ -465,6 +475,7 @@ class Records:
         async with over.record.turn:
             if over.acknowledged:
                 over.content.row = Row.NOTED
+                over.file.unmark()
                 forget = partial(orphans.forget, over.file.path)
                 try:
                     await self.journal.write(DIRTY_FILES, over.id, over.row(), content=None, first=forget)
@@ -516,6 +527,11 @@ class Records:
             return
         self.orphans.pop(name, None)
         log.info("aborted the unfinished upload of %s", origin.name(row["key"]))
+
+
+def _mark(dirty_file: DirtyFile, path: Path) -> None:
+    """What a staging file says that is made after its file was acknowledged. Blocking."""
+    orphans.mark(path, dirty_file.row())
 
 
 # -- what an earlier run has left --------------------------------------------------------

@@ -62,6 +62,12 @@ def acknowledge(path: Path) -> None:
         _remove(path, ACKNOWLEDGED)  # or the file would say that it was never acknowledged
 
 
+def mark(path: Path, row: Mapping[str, Any]) -> None:
+    """Both, of one whose row is in the journal."""
+    describe(path, row)
+    acknowledge(path)
+
+
 def forget(path: Path) -> None:
     """The origin has it, or its name is gone: it need not be kept."""
     disown(path)

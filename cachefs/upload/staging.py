@@ -3,10 +3,10 @@
 Bytes are moved in worker threads, because the kernel has a writer wait that is faster than the disk. A file is open as
 long as it is in use; thousands may wait for their upload with none open.
 
-A small one may lie in memory as long as no caller was promised that it is on the disk: written, sent and closed, it has cost
-no thread a turn. So may the end of a larger one that is written in small pieces: they cost a thread one turn together. What
-lies in memory is *spilled* on the disk when it grows, when it is to survive this process, and when it is sent in parts or
-given to the cache."""
+A small one may lie in memory: written, sent and closed, it has cost no thread a turn. So may the end of a larger one that is
+written in small pieces: they cost a thread one turn together. What lies in memory is *spilled* on the disk when it grows,
+when it is to survive this process, and when it is sent in parts. A small one that the journal has a copy of survives without
+that: it stays in memory as it is, and is spilled before it is changed (`promise`)."""
 
 from __future__ import annotations
 
@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
 
+Mark = Callable[[Path], object]
+"""Says what is known of a staging file in its attributes (`orphans.py`). Blocking."""
+
 THREADS = 16
 """Reads and writes of staging files at a time; more only lengthen the disk's queue. Guessed."""
 
@@ -54,8 +57,9 @@ assert HELD == TAIL_BYTES
 SMALL = HELD // 4
 """The largest write that a file's end waits in memory for. Derived: at least four of them share a turn of a thread."""
 
-HELD_ALTOGETHER = 32 << 20
-"""By all files that are open or on their way. A bound of memory: a hundred of the largest."""
+HELD_ALTOGETHER = 96 << 20
+"""By all files. A bound of memory: as much as the journal takes of those that wait for their upload
+(`journal.CONTENTS_BYTES`), and a hundred of the largest that are open or on their way."""
 
 LONG_AGO_NS = 10**9
 """The time of a file that was not written since it went into passthrough. Clocks of file systems tick in milliseconds, or
@@ -121,17 +125,18 @@ class StagingDisk:
         """Whether a small file takes too long to be made: the disk does not answer."""
         return min(list(self._new.values()), default=math.inf) < time.monotonic() - HANGS_AFTER_S
 
-    async def make(self, path: Path, data: bytes, *, shared: bool = False) -> int:
-        """A new file that holds `data`: a descriptor; if it is `shared`, for reading only, as `_share` leaves it."""
+    async def make(self, path: Path, data: bytes, *, shared: bool = False, mark: Mark | None = None) -> int:
+        """A new file that holds `data`: a descriptor; if it is `shared`, for reading only, as `_share` leaves it. For `mark`
+        see `_written_file`."""
 
         def timed() -> int:
             call = object()
             self._new[call] = time.monotonic()
             try:
-                return _written_file(path, data, shared=shared)
+                return _written_file(path, data, shared=shared, mark=mark)
             except FileNotFoundError:
                 self._make_again()
-                return _written_file(path, data, shared=shared)
+                return _written_file(path, data, shared=shared, mark=mark)
             finally:
                 del self._new[call]
 
@@ -186,8 +191,10 @@ class StagingFile:
         self._users = 0
         self._made = not new  # there is a file
         self._start = 0  # where the file on the disk ends, if there is more in memory
-        # What is from there on in memory, until it is spilled.
-        self._held = disk.tail(name, 0) if new else None
+        # What is from there on in memory, until it is spilled; it may change as long as there is no mark. The journal has it
+        # if these are bytes.
+        self._held: bytearray | Tail | bytes | None = disk.tail(name, 0) if new else None
+        self._mark: Mark | None = None
         self._spilling = trio.Lock()
         self._removed = False
         self.spoiled = False
@@ -244,9 +251,14 @@ class StagingFile:
         return self._fd
 
     @property
+    def in_memory(self) -> bool:
+        """True if all of it lies in memory."""
+        return self._held is not None and not self._start
+
+    @property
     def held(self) -> bytes | None:
         """All of it, if it lies in memory."""
-        return None if self._held is None or self._start else bytes(self._held)
+        return bytes(self._held) if self._held is not None and not self._start else None
 
     @property
     def removed(self) -> bool:
@@ -278,9 +290,10 @@ class StagingFile:
                     with self._written_to() as fd:
                         await self._disk.run(lambda: self._spill_to(fd, data))
                 else:
-                    self._fd = await self._disk.make(self.path, data, shared=shared)
+                    self._fd = await self._disk.make(self.path, data, shared=shared, mark=self._mark)
                     self._writes = not shared
             self._let_go()
+            self._mark = None
             if not self._made:
                 self._made = True
                 if self._removed and not self._disk.outlives:  # meanwhile, or before
@@ -319,7 +332,10 @@ class StagingFile:
         """What is in memory, of a file that is to have `size` bytes, now accounted for; None: it has to be spilled, or
         was."""
         held, size = self._held, size - self._start
-        if held is None or not 0 <= size <= HELD or self._spilling.locked():
+        # A kill leaves all that is written after a promise, as on a local file system: it goes to the disk.
+        if held is None or isinstance(held, bytes) or self._mark is not None:
+            return None
+        if not 0 <= size <= HELD or self._spilling.locked():
             return None
         more = size - len(held)
         if more > self._disk.memory_left:
@@ -509,12 +525,33 @@ class StagingFile:
             self._synced = changes
 
     async def content(self, size: int) -> bytes | None:
-        """Its first `size` bytes, which are also in a file: a kill does not lose them. None if they are not at hand."""
+        """Its first `size` bytes: all of it in memory, or also in a file. None if they are not at hand."""
         self.check()
         with self.used(), self._translated():
             data = self.read_now(0, size)
-            await self.spill()
+            if not self.in_memory:
+                await self.spill()
             return None if data is None or self._cut_at is not None else bytes(data)
+
+    async def promise(self, mark: Mark, *, stays: bool) -> None:
+        """Its content is about to be acknowledged. If it `stays` in memory, it is not changed there any more; otherwise it
+        is in a file when this has returned. `mark` says of a file that is made later what is said of one that is there."""
+        if not stays or self._spilling.locked():
+            with self.used():
+                await self.spill()
+        if self.in_memory:
+            self._mark = mark
+
+    def promised(self, content: bytes) -> None:
+        """The journal has all of it."""
+        if self._mark is not None and self._held is not None:
+            if isinstance(self._held, Tail):
+                self._held.release()  # the next daemon has it from the journal
+            self._held = content
+
+    def unmark(self) -> None:
+        """It is not acknowledged."""
+        self._mark = None
 
     async def restore(self, data: bytes) -> None:
         """It begins with these bytes, whatever the disk has made of them. What was appended meanwhile stays."""
@@ -618,15 +655,22 @@ def sync_bytes(path: Path) -> bool:
 
 
 def rewrite(path: Path, data: bytes) -> None:
-    """The file holds these bytes alone, and they are on the disk. Blocking. Raises `NoRoom`, `CacheUnusable`."""
+    """The file holds these bytes alone, and they are on the disk. One that is new appears whole. Blocking. Raises `NoRoom`,
+    `CacheUnusable`."""
+    # One that is there is written where it lies: a process that has outlived its daemon may go on writing it.
+    place = path if path.exists() else _unfinished(path)
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        fd = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
+            if place != path:
+                begin(place)
             os.ftruncate(fd, len(data))
             _write(fd, 0, data)
             os.fdatasync(fd)
         finally:
             os.close(fd)
+        if place != path:
+            place.rename(path)
     except OSError as exc:
         raise translated(exc, path.parent) from exc
 
@@ -702,19 +746,29 @@ def _share(fd: int) -> None:
     os.utime(fd, ns=(LONG_AGO_NS, LONG_AGO_NS))
 
 
-def _written_file(path: Path, data: bytes, *, shared: bool = False) -> int:
-    """A new file that holds `data`, open; on an error there is none."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    begin(path)
+def _unfinished(path: Path) -> Path:
+    """The name of a file that is being made and shall appear whole. The next start removes what a kill leaves of it."""
+    return path.with_name(f"{path.name}.0")
+
+
+def _written_file(path: Path, data: bytes, *, shared: bool = False, mark: Mark | None = None) -> int:
+    """A new file that holds `data`, open; on an error there is none. With a `mark`, `data` was acknowledged: the file
+    appears whole, because a file that is there counts more than the journal's copy."""
+    place = path if mark is None else _unfinished(path)
+    fd = os.open(place, os.O_RDWR | os.O_CREAT | (os.O_EXCL if mark is None else os.O_TRUNC), 0o600)
+    begin(place)
     try:
         _write(fd, 0, data)
         if shared:
             _share(fd)
+        if mark is not None:
+            place.rename(path)
+            mark(path)
     except OSError:
         with suppress(OSError):
             os.close(fd)
         with suppress(OSError):
-            path.unlink()
+            place.unlink()
         raise
     return fd
 

@@ -39,7 +39,7 @@ from cachefs.upload import orphans
 from cachefs.upload.content import Row, State, Stored
 from cachefs.upload.dirty_file import DirtyFile, Way
 from cachefs.upload.journal import NOTES, Journal, JournalRemoved, Records, look
-from cachefs.upload.passthrough import Passthrough
+from cachefs.upload.passthrough import NewFiles, Passthrough
 from cachefs.upload.queue import IN_BACKGROUND, Queue, in_vain
 from cachefs.upload.room import UNASKED, Cache, StagingRoom
 from cachefs.upload.staging import (
@@ -153,11 +153,12 @@ class Uploads:
             self._records,
             metrics,
             lambda dirty_file, info: self.on_committed(dirty_file, info),
-            self._settle,
+            self._settle_sent,
             delay_s=upload_delay_s,
             conditional=on_conflict == "fail",
         )
         self.passthrough = Passthrough(staging_dir, self.room.relieve)
+        self._new_files = NewFiles()
         self._dirty_files: dict[str, DirtyFile] = {}
         self._together = Together(self._queue, self._settle_together)
 
@@ -205,6 +206,8 @@ class Uploads:
             dirty_file.file.remove()
             raise
         self._dirty_files[name] = dirty_file
+        if self._writeback:
+            self._new_files.begun(dirty_file)
         return dirty_file
 
     async def disk_answers(self) -> None:
@@ -272,7 +275,7 @@ class Uploads:
         if dirty_file.content.adopted:
             # At once, because the cache has its file, so it cannot be opened here any more.
             self._settled(dirty_file)
-        elif dirty_file.file.held is None or dirty_file.kernel.way is not Way.HERE:
+        elif not dirty_file.file.in_memory or dirty_file.kernel.way is not Way.HERE:
             contained(self._queue.nursery, f"settling {dirty_file.key}", self._settle, dirty_file)
         else:
             self._together.add(dirty_file)
@@ -303,6 +306,8 @@ class Uploads:
         for."""
         if dirty_file.backing is None and (self.room.free_bytes() < UNASKED or self.journal.removed):
             return None  # without a journal a commit is an upload, which cannot wait for passthrough writers
+        if dirty_file.backing is None and self._new_files.is_likely_small(dirty_file):
+            return None
         return await self.passthrough.open_backing(dirty_file)
 
     def returned(self, dirty_file: DirtyFile) -> None:
@@ -764,7 +769,14 @@ class Uploads:
             return False
         if dirty_file.content.state is not State.CLEAN or dirty_file.sender.upload is not None:
             return False
-        return bool(dirty_file.file.held) and not dirty_file.file.spoiled
+        return dirty_file.file.in_memory and dirty_file.size > 0 and not dirty_file.file.spoiled
+
+    async def _settle_sent(self, dirty_file: DirtyFile) -> None:
+        """Settle one whose upload has ended by itself: with others, if it may wait for them."""
+        if self._goes_with_others(dirty_file):
+            self._together.add(dirty_file)
+        else:
+            await self._settle(dirty_file)
 
     async def _settle(self, dirty_file: DirtyFile, *, adopt: bool = True) -> None:
         """Settle a clean file that is not in use: give its file to the cache (with `adopt`), or remove it. Retried later

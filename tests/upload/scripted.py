@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import trio
 import trio.testing
 
@@ -28,6 +29,7 @@ from cachefs.base.names import ObjectId
 from cachefs.origin import Limits, ObjectInfo, Part
 from cachefs.upload import DirtyFile, Uploads, staging
 from cachefs.upload.journal import GATHER_S
+from tests import threads
 from tests.upload import counters
 
 SOURCE = "scripted://bucket"
@@ -307,6 +309,7 @@ class Room:
         self.adopts = adopts
         self.adopted: dict[ObjectId, bytes] = {}
         self.asked: list[int] = []
+        self.given: list[int] = []  # small files, together
 
     async def adopt(self, object_id: ObjectId, path: Path) -> bool:
         await trio.lowlevel.checkpoint()
@@ -316,6 +319,7 @@ class Room:
         return self.adopts
 
     async def adopt_bytes(self, versions: Sequence[tuple[ObjectId, bytes]]) -> list[bool]:
+        self.given.append(len(versions))
         return [await self._adopt_bytes(object_id, data) for object_id, data in versions]
 
     async def _adopt_bytes(self, object_id: ObjectId, data: bytes) -> bool:
@@ -343,6 +347,20 @@ class Room:
     async def evict_to_hold(self, wanted: int) -> bool:
         self.asked.append(wanted)
         return False
+
+
+class Turns:
+    """Counts what threads are asked to do."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        run_sync = trio.to_thread.run_sync
+
+        async def counted(*args: Any, **how: Any) -> Any:
+            self.count += 1
+            return await run_sync(*args, **how)
+
+        threads.replace(monkeypatch, counted)
 
 
 class Desk:

@@ -1,5 +1,6 @@
-"""Small files that are acknowledged have their content in the journal, and their staging files are not synced: what becomes
-of them after a power cut, which leaves of a staging file what the kernel has written back by itself."""
+"""Small files that are acknowledged have their content in the journal. One that lies in memory has no staging file until it
+is changed, and a staging file is not synced: what becomes of them after a kill, and after a power cut, which leaves of a
+staging file what the kernel has written back by itself."""
 
 from __future__ import annotations
 
@@ -15,12 +16,13 @@ import pytest
 import trio
 
 from cachefs.base.database import MARK, Put
-from cachefs.base.errors import CacheUnusable, NoRoom
-from cachefs.upload import journal, staging
+from cachefs.base.errors import CacheUnusable, NoRoom, OriginFailed
+from cachefs.base.shared_memory import SharedMemory
+from cachefs.upload import DirtyFile, journal, orphans, staging
 from cachefs.upload.journal import CONTENTS, Journal
 from cachefs.upload.staging import HELD
-from tests import threads
-from tests.upload.scripted import Room, add, desk, in_trio
+from cachefs.upload.uploads import TOGETHER
+from tests.upload.scripted import SOURCE, Room, Turns, add, desk, in_trio
 
 LOST = pytest.mark.parametrize("lost", ["empty", "zeros", "missing"])
 """What a power cut makes of a file that was not synced."""
@@ -39,6 +41,12 @@ def cut(path: Path, after: Path, lost: str = "", boot: str = "another") -> Path:
     if lost:
         mark.write_text(re.sub(r"\bopen \S+", f"open {boot}", mark.read_text()))
     return after
+
+
+async def spilled(dirty_file: DirtyFile) -> None:
+    """It has a staging file, with what was acknowledged."""
+    with dirty_file.file.used():
+        await dirty_file.file.spill()
 
 
 async def left(path: Path, store: Any = None) -> dict[str, bytes]:
@@ -184,14 +192,158 @@ async def test_a_kill_leaves_what_was_written_after_the_last_promise(tmp_path: P
 
 
 @in_trio
-async def test_what_was_removed_while_the_machine_ran_is_not_made_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_what_was_removed_from_outside_comes_back_as_it_was_acknowledged(tmp_path: Path) -> None:
     async with desk(tmp_path / "a", writeback=True, upload_delay_s=1000) as d:
         dirty_file = await d.save("k", b"1")
+        await spilled(dirty_file)
         after = cut(tmp_path / "a", tmp_path / "b")
     (after / "staging" / dirty_file.id).unlink()
-    assert await left(after) == {} and "was removed" in caplog.text
+    assert await left(after) == {"k": b"1"}
+
+
+@pytest.mark.parametrize("how", ["overwritten", "appended", "truncated", "emptied", "grown", "allocated"])
+@in_trio
+async def test_a_kill_leaves_what_was_changed_after_the_promise(tmp_path: Path, how: str) -> None:
+    """As on a local file system: a change is not held in memory, because no promise may follow it."""
+    async with desk(tmp_path / "a", writeback=True, upload_delay_s=1000) as d:
+        dirty_file = await d.save("k", b"12345")
+        assert await d.files() == [] and dirty_file.file.in_memory
+        d.uploads.open(dirty_file)
+        assert not dirty_file.write_now(0, b"x"), "it waits for the disk"
+        if how == "overwritten":
+            await dirty_file.write(1, b"xx")
+        elif how == "appended":
+            await add(dirty_file, b"xx")
+        elif how == "allocated":
+            await dirty_file.allocate(5, 2)
+        else:
+            await dirty_file.truncate({"truncated": 2, "emptied": 0, "grown": 7}[how])
+        now = bytes(await dirty_file.read(0, 100))
+        assert dirty_file.file.path.read_bytes() == now != b"12345"
+        after = cut(tmp_path / "a", tmp_path / "b")
+        assert not orphans.never_acknowledged(dirty_file.file.path)
+        await d.close(dirty_file)
+    assert await left(after) == {"k": now}
+
+
+@pytest.mark.parametrize("boot", [True, False])
+@pytest.mark.parametrize("dies", ["spilled", "rewritten"])
+@in_trio
+async def test_a_kill_while_the_staging_file_is_made_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: str, boot: bool
+) -> None:
+    """A file that is there counts more than the content: so it appears whole."""
+    data, write, copies = b"1" * 1000, staging._write, list[Path]()
+
+    def halfway(fd: int, offset: int, content: staging.Buffer) -> None:
+        write(fd, offset, memoryview(content)[:500])
+        copies.append(cut(tmp_path / "a", tmp_path / f"copy{len(copies)}", "" if boot else "empty"))
+        write(fd, offset, content)
+
+    async with desk(tmp_path / "a", writeback=True, upload_delay_s=1000) as d:
+        dirty_file = await d.save("k", data)
+        monkeypatch.setattr(staging, "_write", halfway)
+        if dies == "spilled":
+            await spilled(dirty_file)
+        else:
+            await trio.to_thread.run_sync(d.uploads.journal.close)
+        monkeypatch.undo()
+        assert await d.files() == [dirty_file.id] and dirty_file.file.path.read_bytes() == data
+    (after,) = copies
+    assert await left(after) == {"k": data}
+    assert [path for path in (after / "staging").iterdir() if path.suffix == ".0"] == []
+    assert orphans.places(after) == []
+
+
+@in_trio
+async def test_a_file_that_was_acknowledged_in_memory_says_so_once_it_is_made(tmp_path: Path) -> None:
+    """Under its name of that moment; and no more when its row is gone."""
+    async with desk(tmp_path, writeback=True, upload_delay_s=1000) as d:
+        first, second = await d.save("a", b"1"), await d.save("b", b"2")
+        await d.rename(first, "new")
+        await spilled(first)
+        assert not orphans.never_acknowledged(first.file.path)
+        (said,) = [one for one in orphans.found(tmp_path, waiting=True) if one.waiting]
+        assert (said.key, said.source) == ("new", SOURCE)
+        d.uploads.open(second)
+        await d.uploads.discard(second)
+        await add(second, b"3")
+        assert await second.read(0, 9) == b"23" and await d.files() == [first.id]
+        d.uploads.release(second)
+
+
+@in_trio
+async def test_a_file_that_the_journal_refused_stays_in_memory_and_is_promised_later(tmp_path: Path) -> None:
+    async with desk(tmp_path / "a", writeback=True, upload_delay_s=1000) as d:
+        dirty_file = await d.create("k", b"1")
+        write = d.uploads.journal._database.write
+
+        def full(*_: object) -> None:
+            raise NoRoom("the disk is full")
+
+        d.uploads.journal._database.write = full  # type: ignore[method-assign]
+        with pytest.raises(NoRoom):
+            await d.uploads.commit(dirty_file)
+        assert not dirty_file.acknowledged and await d.files() == []
+        d.uploads.journal._database.write = write  # type: ignore[method-assign]
+        await d.close(dirty_file)
+        after = cut(tmp_path / "a", tmp_path / "b")
+    assert await left(after) == {"k": b"1"}
+
+
+@in_trio
+async def test_a_file_that_is_changed_while_it_is_acknowledged_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal has what it was, and a kill leaves what it is."""
+    async with desk(tmp_path / "a", writeback=True, upload_delay_s=1000) as d:
+        dirty_file = await d.create("k", b"1")
+        read = dirty_file.file.content
+
+        async def changed(size: int) -> bytes | None:
+            found = await read(size)
+            assert dirty_file.write_now(0, b"2")
+            return found
+
+        monkeypatch.setattr(dirty_file.file, "content", changed)
+        await d.uploads.commit(dirty_file)
+        assert d.uploads.journal.content(dirty_file.id) == b"1" and dirty_file.between
+        after = cut(tmp_path / "a", tmp_path / "b")
+        monkeypatch.undo()
+        await d.close(dirty_file)
+    assert await left(after) == {"k": b"2"}
+
+
+@in_trio
+async def test_what_was_synced_while_its_removal_failed_is_acknowledged_afterwards(tmp_path: Path) -> None:
+    async with desk(tmp_path / "a", writeback=True, upload_delay_s=1000) as d:
+        dirty_file = await d.create("k", b"1")
+
+        async def fails() -> None:
+            await d.uploads.commit(dirty_file)
+            await d.uploads._records.acknowledge(dirty_file)
+            raise OriginFailed("no")
+
+        with pytest.raises(OriginFailed):
+            await d.uploads.discard(dirty_file, instead=fails)
+        assert not dirty_file.acknowledged
+        await d.close(dirty_file)
+        assert dirty_file.acknowledged
+        after = cut(tmp_path / "a", tmp_path / "b")
+    assert await left(after) == {"k": b"1"}
+
+
+@in_trio
+async def test_a_file_in_memory_is_removed_in_one_turn_of_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk(tmp_path / "a", writeback=True, upload_delay_s=1000) as d:
+        dirty_file = await d.save("k", b"1" * 1000)
+        turns = Turns(monkeypatch)
+        await d.uploads.discard(dirty_file)
+        assert turns.count == 1 and d.uploads._disk.memory_left == staging.HELD_ALTOGETHER
+        after = cut(tmp_path / "a", tmp_path / "b")
+    assert await left(after) == {}
 
 
 @in_trio
@@ -199,6 +351,7 @@ async def test_a_disk_that_loses_a_staging_file_without_a_word_changes_no_byte(t
     """It was not synced, so no error was seen. The origin gets what was acknowledged, and so does the cache."""
     async with desk(tmp_path, cache=Room(adopts=True), writeback=True, upload_delay_s=1) as d:
         dirty_file = await d.save("k", b"1" * 1000)
+        await spilled(dirty_file)
         dirty_file.file.path.write_bytes(bytes(900))
         await trio.sleep(5)
         await d.quiet()
@@ -212,19 +365,55 @@ async def test_a_disk_that_loses_a_staging_file_without_a_word_changes_no_byte(t
 
 
 @in_trio
-async def test_an_acknowledgement_costs_two_turns_of_threads_and_the_end_one(
+async def test_an_acknowledgement_costs_one_turn_of_a_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turns, run_sync = list[object](), trio.to_thread.run_sync
+    async with desk(tmp_path, writeback=True, upload_delay_s=1000) as d:
+        turns = Turns(monkeypatch)
+        dirty_file = await d.save("k", b"1" * 10_000)
+        assert turns.count == 1, "the transaction"
+        assert await d.files() == [] and dirty_file.acknowledged
+        await d.uploads.commit(dirty_file)
+        d.uploads.open(dirty_file)
+        assert dirty_file.read_now(0, 20_000) == b"1" * 10_000
+        await d.close(dirty_file)
+        await d.rename(dirty_file, "l")
+        assert await d.files() == [] and turns.count == 2, "the row with its new name"
 
-    async def counted(call: Any, *args: Any, **how: Any) -> Any:
-        turns.append(call)
-        return await run_sync(call, *args, **how)
 
-    async with desk(tmp_path, cache=Room(adopts=True), writeback=True, upload_delay_s=1000) as d:
-        threads.replace(monkeypatch, counted)
-        await d.save("k", b"1" * 10_000)
-        assert len(turns) == 2, "the staging file is made, and the transaction"
+@in_trio
+async def test_files_in_memory_are_sent_from_there_and_go_to_the_cache_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk(tmp_path, writeback=True, upload_delay_s=1) as d:
+        files = [await d.save(str(n), b"%d" % n * 1000) for n in range(TOGETHER)]
+        read = list[str]()
+        monkeypatch.setattr(d.uploads.journal, "content", read.append)
+        await trio.sleep(2)
+        await d.quiet()
+        assert {key: d.store.content(key) for key in d.store.objects} == {
+            one.key: one.key.encode() * 1000 for one in files
+        }
+        assert len(d.cache.adopted) == TOGETHER and d.cache.given == [TOGETHER]
+        assert read == [] and await d.files() == [] and d.uploads._dirty_files == {}
+        assert d.uploads._disk.memory_left == staging.HELD_ALTOGETHER
+
+
+@in_trio
+async def test_what_waits_for_its_upload_takes_no_tail_of_the_memory_that_outlives_the_daemon(
+    tmp_path: Path,
+) -> None:
+    fd = os.memfd_create("test")
+    try:
+        memory = SharedMemory(fd, 0)
+        async with desk(tmp_path, writeback=True, upload_delay_s=1000, memory=memory) as d:
+            free = len(memory.tails.free)
+            dirty_file = await d.create("k", b"1" * 1000)
+            assert len(memory.tails.free) == free - 1
+            await d.close(dirty_file)
+            assert len(memory.tails.free) == free and dirty_file.read_now(0, 2000) == b"1" * 1000
+    finally:
+        os.close(fd)
 
 
 @in_trio
@@ -251,15 +440,13 @@ async def test_a_journal_that_is_closed_relies_on_staging_files_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So the next start need not know whether the machine stopped in between."""
-    synced, real = list[str](), os.fdatasync
-    monkeypatch.setattr(
-        os, "fdatasync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd))
-    )
+    synced, real = list[int](), os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", lambda fd: (synced.append(os.fstat(fd).st_ino), real(fd)))
     async with desk(tmp_path / "a", writeback=True, upload_delay_s=1000) as d:
         dirty_file = await d.save("k", b"1")
         assert synced == []
         await d.uploads.hand_over()
-        assert synced == [str(dirty_file.file.path)]
+        assert synced == [dirty_file.file.path.stat().st_ino]
     after = cut(tmp_path / "a", tmp_path / "b")
     assert await left(after) == {"k": b"1"}
 
@@ -280,17 +467,20 @@ async def test_a_start_that_finds_no_room_keeps_all(tmp_path: Path, monkeypatch:
     assert await left(after) == {"k": b"1" * 100}
 
 
+@pytest.mark.parametrize("before", journal.EARLIER)
 @in_trio
-async def test_a_journal_of_the_format_before_is_read_and_one_of_a_later_is_not(tmp_path: Path) -> None:
+async def test_a_journal_of_a_format_before_is_read_and_one_of_a_later_is_not(
+    tmp_path: Path, before: str
+) -> None:
     async with desk(tmp_path / "a", writeback=True, upload_delay_s=1000) as d:
         d.uploads.journal._room = 0
         await d.save("k", b"1")
         after = cut(tmp_path / "a", tmp_path / "b")
     mark = after / "state" / "journal" / MARK
-    mark.write_text(mark.read_text().replace(journal.FORMAT, "journal-1"))
+    mark.write_text(mark.read_text().replace(journal.FORMAT, before))
     journal.refuse_foreign(mark.parent)
     later = shutil.copytree(after, tmp_path / "c") / "state" / "journal" / MARK
     assert await left(after) == {"k": b"1"} and mark.read_text().startswith(journal.FORMAT)
-    later.write_text(later.read_text().replace("journal-1", "journal-3"))
+    later.write_text(later.read_text().replace(before, "journal-4"))
     with pytest.raises(CacheUnusable):
         journal.refuse_foreign(later.parent)

@@ -352,6 +352,7 @@ async def test_a_removal_that_the_disk_cannot_note_may_be_undone_by_a_crash_unti
 ) -> None:
     """Of what the origin does not have yet. Where the staging file goes, as it does unless the power fails, all is well."""
     async with desk(tmp_path, writeback=True, upload_delay_s=1e6) as d:
+        d.uploads.journal._room = 0  # of its content, which would bring it back
         dirty_file = await d.save("k", b"data")
         write, unlink, broken = d.uploads.journal._database.write, Path.unlink, [True]
 

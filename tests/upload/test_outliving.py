@@ -504,3 +504,39 @@ async def create_of(d: Desk, key: str) -> DirtyFile:
     dirty_file = await d.create(key, base=d.store.version(key))
     d.uploads.outlive(dirty_file, INO, named=True)
     return dirty_file
+
+
+@in_trio
+async def test_killed_around_the_commit_of_a_small_file(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lies in memory, and then in the journal: at no moment in none of them."""
+    copies, write = list[Daemon](), journal.Journal._write
+
+    def committing(self: Any, *rows: Any) -> None:
+        copies.append(daemon.killed(tmp_path / "before"))
+        write(self, *rows)
+        copies.append(daemon.killed(tmp_path / "after"))
+
+    async with daemon.alive(writeback=True, upload_delay_s=3600) as (d, _):
+        first = await create(d)
+        await add(first, b"data")
+        monkeypatch.setattr(journal.Journal, "_write", committing)
+        await d.uploads.commit(first)
+        monkeypatch.undo()
+        copies.append(daemon.killed(tmp_path / "acknowledged"))
+        assert await d.files() == [] and daemon.memory().tails.found() == []
+        await add(first, b"more")
+        copies.append(daemon.killed(tmp_path / "written"))
+        await d.close(first)
+        copies.append(daemon.killed(tmp_path / "closed"))
+    assert len(copies) == 5
+    for after, data in zip(copies, [b"data"] * 3 + [b"datamore"] * 2, strict=True):
+        async with after.alive(INO, writeback=True, upload_delay_s=3600) as (d, (dirty_file,)):
+            if not dirty_file.handles:
+                d.uploads.open(dirty_file)
+            assert await content(dirty_file) == data
+            await d.close(dirty_file)
+            assert await d.uploads.flush() == []
+            await d.quiet()
+            assert after.store.content("k") == data and await d.files() == []

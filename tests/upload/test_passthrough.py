@@ -22,10 +22,11 @@ from cachefs.origin import ObjectInfo
 from cachefs.store.backing import BackingFile
 from cachefs.upload import passthrough, sending, staging
 from cachefs.upload.dirty_file import DirtyFile
-from cachefs.upload.staging import LOOK_S
+from cachefs.upload.passthrough import IN_A_ROW, WITHIN_S
+from cachefs.upload.staging import HELD, LOOK_S
 from tests.conftest import ROOT
 from tests.fetch.scripted import content
-from tests.upload.scripted import LIMITS, PART, Desk, Room, ScriptedStore, desk, in_trio
+from tests.upload.scripted import LIMITS, PART, Desk, Room, ScriptedStore, Turns, desk, in_trio
 
 
 class Kernel:
@@ -119,6 +120,7 @@ async def test_a_write_in_the_same_tick_of_the_clock_is_seen(tmp_path: Path) -> 
     async with desk(tmp_path, writeback=True) as d:
         Kernel(d)
         dirty_file = await d.create("k", b"one")
+        d.uploads.journal._room = 0  # of its content: it has a staging file
         await d.uploads.commit(dirty_file)
         before = dirty_file.file.shape()
         fd = await open_backing(d, dirty_file)
@@ -666,3 +668,61 @@ async def test_what_a_mapping_writes_after_its_close_is_uploaded_before_the_cach
         await d.quiet()
         assert d.store.content("k") == data and list(d.cache.adopted.values()) == [data]
         assert d.settled == ["k"]
+
+
+@in_trio
+async def test_a_new_file_after_many_small_ones_is_written_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It costs the turn of a thread that the journal needs, and no other one."""
+    async with desk(tmp_path, writeback=True, upload_delay_s=1000) as d:
+        Kernel(d)
+        for number in range(IN_A_ROW - 1):
+            dirty_file, fd = await in_passthrough(d, str(number), b"data")
+            await d.uploads.commit(dirty_file)
+            ends(d, dirty_file, fd)
+        turns = Turns(monkeypatch)
+        for number in range(3):
+            small = await d.create(f"small {number}")
+            assert await d.uploads.open_backing(small) is None
+            await small.write(0, b"data")
+            await d.close(small)
+        assert turns.count == 3 and small.acknowledged and small.file.in_memory
+        await trio.sleep(WITHIN_S + 0.1)
+        await late_one(d)
+
+
+async def late_one(d: Desk) -> None:
+    """The kernel writes the next new file."""
+    dirty_file, fd = await in_passthrough(d, "late", b"data")
+    await d.uploads.commit(dirty_file)
+    ends(d, dirty_file, fd)
+
+
+@in_trio
+async def test_a_file_that_grows_large_lets_the_kernel_write_the_next_new_one(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True, upload_delay_s=1000) as d:
+        Kernel(d)
+        for number in range(IN_A_ROW):
+            await d.save(str(number), b"data")
+        large = await d.create("large")
+        assert await d.uploads.open_backing(large) is None
+        await large.write(0, b"1" * (HELD + 1))
+        await late_one(d)
+        await d.close(large)
+
+
+@in_trio
+async def test_a_file_that_holds_something_is_written_by_the_kernel_whatever_came_before(
+    tmp_path: Path,
+) -> None:
+    async with desk(tmp_path, writeback=True, upload_delay_s=1000) as d:
+        Kernel(d)
+        for number in range(IN_A_ROW):
+            dirty_file = await d.save(str(number), b"data")
+        d.uploads.open(dirty_file)
+        fd = await open_backing(d, dirty_file)
+        os.pwrite(fd, b"more", 4)
+        await d.uploads.commit(dirty_file)
+        ends(d, dirty_file, fd)
+        assert await d.uploads.flush() == [] and d.store.content(dirty_file.key) == b"datamore"

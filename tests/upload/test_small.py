@@ -18,23 +18,8 @@ from cachefs.upload import orphans, staging
 from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.staging import HELD
 from cachefs.upload.uploads import TOGETHER
-from tests import threads
-from tests.upload.scripted import Room, ScriptedStore, add, desk, in_trio
+from tests.upload.scripted import Room, ScriptedStore, Turns, add, desk, in_trio
 from tests.upload.test_passthrough import Kernel
-
-
-class Turns:
-    """Counts what threads are asked to do."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count = 0
-        run_sync = trio.to_thread.run_sync
-
-        async def counted(*args: Any, **how: Any) -> Any:
-            self.count += 1
-            return await run_sync(*args, **how)
-
-        threads.replace(monkeypatch, counted)
 
 
 @in_trio
@@ -266,14 +251,14 @@ async def test_what_is_written_while_it_lands_is_there_afterwards(tmp_path: Path
 
 
 @in_trio
-async def test_one_whose_upload_failed_is_on_the_disk_before_its_writer_hears_of_it(tmp_path: Path) -> None:
+async def test_one_whose_upload_failed_survives_a_kill_before_its_writer_hears_of_it(tmp_path: Path) -> None:
     store = ScriptedStore()
     async with desk(tmp_path, store) as d:
         store.fail("put", lambda: OriginFailed("no"))
         dirty_file = await d.create("k", b"1" * 1000)
         with pytest.raises(OriginFailed):
             await d.uploads.commit(dirty_file)
-        assert dirty_file.acknowledged and dirty_file.file.path.read_bytes() == b"1" * 1000
+        assert dirty_file.acknowledged and d.uploads.journal.content(dirty_file.id) == b"1" * 1000
     async with desk(tmp_path, store) as d:
         assert [dirty_file.key for dirty_file in d.uploads.pending()] == ["k"]
 
@@ -444,6 +429,7 @@ async def test_a_file_that_is_not_sent_yet_is_removed_in_one_turn_of_a_thread(
 ) -> None:
     """And no request: its row goes, and then its name, which says before that it need not be kept."""
     async with desk(tmp_path, writeback=True, upload_delay_s=60) as d:
+        d.uploads.journal._room = 0  # of its content: it has a staging file
         dirty_file = await d.save("k", b"1" * 1000)
         said, write = list[bool](), d.uploads.journal._database.write
 
@@ -466,6 +452,7 @@ async def test_a_file_whose_removal_fails_half_way_goes_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     async with desk(tmp_path, writeback=True, upload_delay_s=60) as d:
+        d.uploads.journal._room = 0  # of its content: it has a staging file
         dirty_file = await d.save("k", b"1" * 1000)
 
         def refuse(*args: Any) -> None:

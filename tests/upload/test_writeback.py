@@ -387,6 +387,7 @@ async def test_a_staging_file_that_somebody_removed_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with desk(tmp_path, writeback=True) as d:
+        d.uploads.journal._room = 0  # of its content
         dirty_file = await d.save("k", b"data")
         dirty_file.file.path.unlink()
     async with desk(tmp_path, d.store, writeback=True) as d:
