@@ -70,6 +70,7 @@ class Passthrough:
     admitted by `StagingRoom`."""
 
     def __init__(self, staging: Path, relieve: Callable[[], Awaitable[None]]) -> None:
+        self.new_files = NewFiles()
         self._staging = staging
         self._relieve = relieve
         self.possible = False  # True if the backend and the file system of the staging directory can do this

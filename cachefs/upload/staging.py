@@ -198,7 +198,7 @@ class StagingFile:
         self._spilling = trio.Lock()
         self._removed = False
         self.spoiled = False
-        self._changes = self._synced = 0  # on the disk, and how many of them a sync has covered
+        self._unsynced: object | None = None  # the last change on the disk, if no sync has covered it
         # Where the file ends, if the disk has bytes of a failed write behind that.
         self._cut_at: int | None = None
 
@@ -284,7 +284,7 @@ class StagingFile:
             if self._held is None and self._made:
                 return
             data = bytes(self._held or b"")
-            self._changes += 1
+            self._unsynced = object()
             with self._translated():
                 if self._made:
                     with self._written_to() as fd:
@@ -363,7 +363,7 @@ class StagingFile:
             # It is closed all the same. A network file system says here, and only once, that it could not keep what was
             # not synced.
             log.info("%s: %s", self.path, exc.strerror)
-            self.spoiled |= self._synced < self._changes
+            self.spoiled |= self._unsynced is not None
 
     # -- passthrough, for its users ----------------------------------------------------------------
 
@@ -516,13 +516,14 @@ class StagingFile:
             if self._cut_at is not None:
                 with self._written_to() as fd:
                     await self._disk.run(lambda: self._cut_off(fd))
-            changes = self._changes
+            covered = self._unsynced
             try:
                 await self._disk.run(lambda: os.fdatasync(self._fd))
             except OSError:
                 self.spoiled = True
                 raise
-            self._synced = changes
+            if self._unsynced is covered:
+                self._unsynced = None
 
     async def content(self, size: int) -> bytes | None:
         """Its first `size` bytes: all of it in memory, or also in a file. None if they are not at hand."""
@@ -589,7 +590,7 @@ class StagingFile:
         with self.used(), self._translated():
             if spills:
                 await self.spill()
-            self._changes += 1
+            self._unsynced = object()
             with self._written_to() as fd:
                 await self._disk.run(lambda: changed(fd))
 
