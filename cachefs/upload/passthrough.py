@@ -70,6 +70,7 @@ class Passthrough:
     def __init__(self, staging: Path, relieve: Callable[[], Awaitable[None]]) -> None:
         self._staging = staging
         self._relieve = relieve
+        self.new_files = NewFiles()
         self.possible = False  # as long as the backend or the staging directory's file system cannot do this
         self._direct = self._tells = False
         self._tell: Callable[[BackingFile], None] = lambda backing: None

@@ -173,6 +173,13 @@ class Lost(CacheUnusable):
     """A staging file is gone that was not removed here."""
 
 
+class Changes:
+    """How many were `made` to a file on the disk, and how many of them a sync has covered."""
+
+    def __init__(self) -> None:
+        self.made = self.synced = 0
+
+
 class StagingFile:
     """One file: a `new` one, empty, else the one that lies there, of which `fd` is a descriptor for reading only. Raises
     `NoRoom` when the disk is full, `CacheUnusable` when it fails. One that is `in_passthrough` is written by others, and
@@ -198,7 +205,7 @@ class StagingFile:
         self._spilling = trio.Lock()
         self._removed = False
         self.spoiled = False
-        self._changes = self._synced = 0  # on the disk, and how many of them a sync has covered
+        self._changes = Changes()
         # Where the file ends, if the disk has bytes of a failed write behind that.
         self._cut_at: int | None = None
 
@@ -284,7 +291,7 @@ class StagingFile:
             if self._held is None and self._made:
                 return
             data = bytes(self._held or b"")
-            self._changes += 1
+            self._changes.made += 1
             with self._translated():
                 if self._made:
                     with self._written_to() as fd:
@@ -363,7 +370,7 @@ class StagingFile:
             # It is closed all the same. A network file system says here, and only once, that it could not keep what was
             # not synced.
             log.info("%s: %s", self.path, exc.strerror)
-            self.spoiled |= self._synced < self._changes
+            self.spoiled |= self._changes.synced < self._changes.made
 
     # -- passthrough, for its users ----------------------------------------------------------------
 
@@ -516,13 +523,13 @@ class StagingFile:
             if self._cut_at is not None:
                 with self._written_to() as fd:
                     await self._disk.run(lambda: self._cut_off(fd))
-            changes = self._changes
+            changes = self._changes.made
             try:
                 await self._disk.run(lambda: os.fdatasync(self._fd))
             except OSError:
                 self.spoiled = True
                 raise
-            self._synced = changes
+            self._changes.synced = changes
 
     async def content(self, size: int) -> bytes | None:
         """Its first `size` bytes: all of it in memory, or also in a file. None if they are not at hand."""
@@ -589,7 +596,7 @@ class StagingFile:
         with self.used(), self._translated():
             if spills:
                 await self.spill()
-            self._changes += 1
+            self._changes.made += 1
             with self._written_to() as fd:
                 await self._disk.run(lambda: changed(fd))
 

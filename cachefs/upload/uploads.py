@@ -38,7 +38,7 @@ from cachefs.upload import orphans
 from cachefs.upload.content import Row, State, Stored
 from cachefs.upload.dirty_file import DirtyFile, Way
 from cachefs.upload.journal import NOTES, Journal, JournalRemoved, Records, look
-from cachefs.upload.passthrough import NewFiles, Passthrough
+from cachefs.upload.passthrough import Passthrough
 from cachefs.upload.queue import IN_BACKGROUND, Queue, in_vain
 from cachefs.upload.room import UNASKED, Cache, StagingRoom
 from cachefs.upload.staging import (
@@ -159,7 +159,6 @@ class Uploads:
             conditional=on_conflict == "fail",
         )
         self.passthrough = Passthrough(staging_dir, self.room.relieve)
-        self._new_files = NewFiles()
         self._dirty_files: dict[str, DirtyFile] = {}
         self._together = Together(self._queue, self._settle_together)
 
@@ -208,7 +207,7 @@ class Uploads:
             raise
         self._dirty_files[name] = dirty_file
         if self._writeback:
-            self._new_files.begun(dirty_file)
+            self.passthrough.new_files.begun(dirty_file)
         return dirty_file
 
     async def disk_answers(self) -> None:
@@ -305,7 +304,7 @@ class Uploads:
         the last user has gone. Nothing of it is sent meanwhile; an upload that a caller waits for is waited for."""
         if dirty_file.backing is None and (self.room.free_bytes() < UNASKED or self.journal.removed):
             return None  # without a journal a commit is an upload, which waits for no passthrough writer
-        if dirty_file.backing is None and self._new_files.is_likely_small(dirty_file):
+        if dirty_file.backing is None and self.passthrough.new_files.is_likely_small(dirty_file):
             return None
         return await self.passthrough.open_backing(dirty_file)
 
