@@ -60,7 +60,7 @@ async def _pause(cache: Path, gib: int, extents: int, how: str) -> float:
     tier.cap_bytes, tier._keep_free_bytes = 4 * gib * GIB, -4 * gib * GIB
     object_id = ObjectId("bench", "file", "etag", gib * GIB)
     obj = store.object(object_id)
-    fd = tier.open_to_fill(object_id.digest, object_id.size, known=False)
+    fd = tier.open_for_writing(object_id.digest, object_id.size, known=False)
     _scatter(fd, gib * GIB, extents)
     os.close(fd)
     blocks = block_count(object_id.size, MIB)
