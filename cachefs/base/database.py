@@ -615,11 +615,17 @@ def _lock(path: Path) -> int:
 def _is_disk_trouble(exc: Exception) -> bool:
     if isinstance(exc, OSError):
         return exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.ENOENT)
-    text = str(exc)
-    return any(
-        os.strerror(code) in text
-        for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
-    )
+    return is_full(exc) or _names(exc, errno.EROFS, errno.EACCES, errno.EIO)
+
+
+def is_full(exc: Exception) -> bool:
+    """True if `write` failed because the disk is full, and not because it fails or is read-only."""
+    return _names(exc, errno.ENOSPC, errno.EDQUOT)
+
+
+def _names(exc: Exception, *codes: int) -> bool:
+    """True if the message of an error has the text of one of these errnos: LMDB reports no number."""
+    return any(os.strerror(code) in str(exc) for code in codes)
 
 
 def read_mark(path: Path) -> tuple[str, str]:

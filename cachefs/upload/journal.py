@@ -40,8 +40,8 @@ from typing import Any, Final, Literal
 
 import trio
 
-from cachefs.base.database import Database, Put, read_mark
-from cachefs.base.errors import CachefsError, CacheInUse, CacheUnusable
+from cachefs.base.database import Database, Put, is_full, read_mark
+from cachefs.base.errors import CachefsError, CacheInUse, CacheUnusable, NoRoom
 from cachefs.base.linux import HANGS_AFTER_S
 from cachefs.base.tasks import in_thread, take
 from cachefs.origin import Origin
@@ -313,7 +313,12 @@ class Journal:
             call()
         if batch.names and self._staging is not None:
             sync_names(self._staging)
-        self._database.write(puts)
+        try:
+            self._database.write(puts)
+        except NoRoom as exc:
+            if is_full(exc):
+                raise
+            raise CacheUnusable(f"{exc}") from exc  # EIO, as a staging file on that disk
         for call in batch.then:
             call()
 

@@ -261,6 +261,11 @@ class StagingFile:
         return bytes(self._held) if self._held is not None and not self._start else None
 
     @property
+    def lost_with_its_row(self) -> bool:
+        """True if its users are to outlive this process, and the next one would have its bytes from the journal alone."""
+        return isinstance(self._held, bytes) and self._users > 0 and self._disk.outlives
+
+    @property
     def removed(self) -> bool:
         """Whether its name is gone, or goes with its last user."""
         return self._removed

@@ -61,6 +61,10 @@ SHOWN = 20
 """Dirty files that are shown one by one. Derived: a screen of 24 lines has place for them and for a
 heading."""
 
+GIVING_UP_S = 3.0
+"""How long a stop may take to give up each remaining file. Guessed: after a second signal a user waits for it. Less than the
+shortest deadline of an upload (5 s), so that it fails no upload first."""
+
 REPEATED_S = 2.0
 """How long the upload of a file that was not open when a daemon died waits, because the kernel may repeat an open of it that
 was not answered. Guessed: the kernel repeats all requests at once."""
@@ -671,6 +675,9 @@ class Uploads:
             finally:  # also if the caller is cancelled, because the name is removed
                 try:
                     with trio.CancelScope(shield=True):
+                        if dirty_file.file.lost_with_its_row:
+                            with suppress(CachefsError):  # then its users meet EIO if this daemon dies
+                                await dirty_file.file.try_spill()
                         # The cache may be adopting the file of a clean one.
                         unlinks = dirty_file.content.is_ours and dirty_file.dirty
                         await self._records.forget(dirty_file, HANGS_AFTER_S, unlinks=unlinks)
@@ -975,7 +982,7 @@ class Uploads:
         """Close the journal for a daemon that takes over all dirty files. Instead of `aclose`, after all tasks have
         ended."""
         with trio.CancelScope(shield=True):
-            with trio.move_on_after(HANGS_AFTER_S):
+            with trio.move_on_after(GIVING_UP_S):
                 await self._disk.quiet()
             await trio.to_thread.run_sync(self.journal.close)
 
@@ -987,10 +994,10 @@ class Uploads:
                 self._queue.nursery = nursery
                 left = await self.flush(deadline_s=deadline_s, at_the_end=True)
                 for dirty_file in list(self._dirty_files.values()):
-                    with trio.move_on_after(HANGS_AFTER_S):
+                    with trio.move_on_after(GIVING_UP_S):
                         await run_contained(f"giving up {dirty_file.key}", self._give_up, dirty_file)
                 self._queue.close()
-                with trio.move_on_after(HANGS_AFTER_S):
+                with trio.move_on_after(GIVING_UP_S):
                     await self._disk.quiet()
                 nursery.cancel_scope.cancel()
             await trio.to_thread.run_sync(self.journal.close)

@@ -279,7 +279,7 @@ async def test_a_file_that_the_journal_refused_stays_in_memory_and_is_promised_l
         write = d.uploads.journal._database.write
 
         def full(*_: object) -> None:
-            raise NoRoom("the disk is full")
+            raise NoRoom(os.strerror(errno.ENOSPC))
 
         d.uploads.journal._database.write = full  # type: ignore[method-assign]
         with pytest.raises(NoRoom):
