@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import math
 import os
@@ -483,7 +484,7 @@ def test_rows_written_at_once_share_a_transaction(tmp_path: Path) -> None:
             for n in range(100):
                 nursery.start_soon(journal.write, "drafts", str(n), {})
         assert next(calls) <= 3 and len(journal.rows("drafts")) == 100
-        journal._database.write = lambda puts: (_ for _ in ()).throw(NoRoom("full"))  # type: ignore[assignment]
+        journal._database.write = lambda puts: (_ for _ in ()).throw(NoRoom(os.strerror(errno.ENOSPC)))  # type: ignore[assignment]
         with pytest.raises(NoRoom):
             await journal.write("drafts", "x", {})
         journal.close()
