@@ -28,7 +28,7 @@ from cachefs.base.database import Database
 from cachefs.base.metrics import Metrics
 from cachefs.fetch import Fetcher
 from cachefs.fs import FORMAT, TABLES, FileSystem, Options, Volume
-from cachefs.fuse import callers, protocol
+from cachefs.fuse import callers, native_backend, protocol
 from cachefs.fuse.native_backend import WANTED, NativeBackend, Negotiated
 from cachefs.fuse.protocol import Op
 from cachefs.store import open_store
@@ -100,7 +100,7 @@ class Passed:
     def __init__(self) -> None:
         self.files: set[str] = set()
         self.functions: set[str] = set()
-        self.calls: list[str] = []  # of named functions, in order
+        self.calls: list[str] = []  # of named functions by the backend, in order
         self.on = False
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> None:
@@ -111,7 +111,15 @@ class Passed:
                 self.files.add(name)
                 if not frame.f_code.co_name.startswith("<"):
                     self.functions.add(f"{name}:{frame.f_code.co_qualname}")
-                    self.calls.append(frame.f_code.co_qualname)
+                    if serves(frame):
+                        self.calls.append(frame.f_code.co_qualname)
+
+
+def serves(frame: FrameType | None) -> bool:
+    """True for a call by the FUSE backend, and not by another task of the mount that runs meanwhile."""
+    while frame is not None and frame.f_code.co_filename != native_backend.__file__:
+        frame = frame.f_back
+    return frame is not None
 
 
 @pytest.fixture
@@ -318,7 +326,7 @@ def test_a_known_file_is_opened_and_closed_in_few_steps(
 
     in_trio(play)()
     for name, most in KNOWN.items():
-        assert len(steps[name]) <= most, f"{name}: {steps[name]}"
+        assert 0 < len(steps[name]) <= most, f"{name}: {steps[name]}"
 
 
 EMPTIED = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
