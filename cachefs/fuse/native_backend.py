@@ -564,7 +564,7 @@ class NativeBackend:
     async def serve(self, ready: Callable[[], None]) -> None:
         if self._records is not None and self._records.follows:
             self._records.take_over(self._device, self.operations.writers)
-            self.operations.walks.took_over()
+            self.operations.took_over()
             self._records.answering()
         self._reopen, self._close_known = self._fs.open_known, self._fs.close_known
         ready()

@@ -212,6 +212,12 @@ class Operations:
         self._turns: dict[int, trio.Lock] = {}  # by directory
         self._page = FIRST_PAGE
 
+    def took_over(self) -> None:
+        """Go on with the mount of a daemon that has died. Only if names can be changed here may it have answered ESTALE to
+        programs whose second walk is still to come: on a read-only mount, looking names up must not open files."""
+        if self._writable:
+            self.walks.took_over()
+
     def errno_of(self, request: str, exc: Exception) -> int:
         """The errno that answers a request which raised `exc`, of any type. Failures are logged and counted."""
         if isinstance(exc, Errno):

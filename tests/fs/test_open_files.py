@@ -380,14 +380,15 @@ async def test_what_a_second_walk_finds_can_be_opened(how: str, late: str) -> No
         assert await p.walk() == await p.mount.ino("f") and p.files == 0, "and this is no second walk"
 
 
-@pytest.mark.parametrize("later", [False, True])
-async def test_a_thread_that_the_daemon_before_has_told_walks_again(later: bool) -> None:
-    """The daemon that continues knows no thread that was told, and only for a moment such a thread may come."""
+@pytest.mark.parametrize(("later", "writable"), [(False, True), (True, True), (False, False)])
+async def test_a_thread_that_the_daemon_before_has_told_walks_again(later: bool, writable: bool) -> None:
+    """The daemon that continues knows no thread that was told. Such a thread comes at once, and where names are changed."""
     async with program() as p:
-        p.operations = Operations(p.mount.fs, p.mount.metrics, 5.0, writable=True)
-        p.operations.walks.took_over()
+        p.operations = Operations(p.mount.fs, p.mount.metrics, 5.0, writable=writable)
+        p.operations.took_over()
         await trio.sleep(TOLD_BEFORE_S + 0.1 if later else 0)
         ino = await p.walk()
+        later |= not writable
         assert p.files == (not later)
         assert await p.mount.read("f") == b"1"
         await p.replace(b"2")
