@@ -57,7 +57,8 @@ GATHER_S = 0.02
 another, and no longer than a removal may wait that finds its file's upload at its end."""
 
 FORMAT, EARLIER = "journal-3", ("journal-1", "journal-2")
-"""What is written, and what is read, too: there were no contents, and no content without a staging file."""
+"""The format that is written, and earlier ones that are read, too. Format 1 has no contents; in format 2 each file with a
+content also has a staging file."""
 
 DIRTY_FILES, ORPHANS, NOTES, CONTENTS = "drafts", "orphans", "notes", "contents"
 """Dirty files by id; multipart uploads that are to be aborted, by id; what the rooms above note for themselves; the bytes of
@@ -535,7 +536,7 @@ class Records:
 
 
 def _mark(dirty_file: DirtyFile, path: Path) -> None:
-    """What a staging file says that is made after its file was acknowledged. Blocking."""
+    """Set the attributes of a staging file that is made after its dirty file was acknowledged. Blocking."""
     orphans.mark(path, dirty_file.row())
 
 

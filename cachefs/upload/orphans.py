@@ -63,7 +63,7 @@ def acknowledge(path: Path) -> None:
 
 
 def mark(path: Path, row: Mapping[str, Any]) -> None:
-    """Both, of one whose row is in the journal."""
+    """Set both attributes of a staging file whose row is in the journal."""
     describe(path, row)
     acknowledge(path)
 
@@ -105,14 +105,15 @@ def _remove(path: Path, name: str) -> None:
 
 
 def accounted(staging: Path, name: str) -> bool:
-    """True for a staging file that a journal without a row of it says enough about: it was not acknowledged, or it was being
-    made when the daemon died, and has neither a mark nor a byte yet."""
+    """True if a staging file without a row in the journal can be removed: its mark says that it was not acknowledged, or the
+    daemon died while it made the file, which has neither a mark nor a byte yet."""
     return bool(_OURS.fullmatch(name)) and (
         never_acknowledged(staging / name) or _says_nothing(staging / name)
     )
 
 
 def _says_nothing(path: Path) -> bool:
+    """True if the file is empty and has none of the two attributes."""
     try:
         return not path.lstat().st_size and not {ACKNOWLEDGED, OBJECT} & set(os.listxattr(path))
     except OSError:

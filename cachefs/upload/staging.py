@@ -40,7 +40,7 @@ T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
 
 Mark = Callable[[Path], object]
-"""Says what is known of a staging file in its attributes (`orphans.py`). Blocking."""
+"""Sets the attributes of a staging file that say that it was acknowledged, and as what (`orphans.mark`). Blocking."""
 
 THREADS = 16
 """Reads and writes of staging files at a time; more only lengthen the disk's queue. Guessed."""
@@ -191,8 +191,8 @@ class StagingFile:
         self._users = 0
         self._made = not new  # there is a file
         self._start = 0  # where the file on the disk ends, if there is more in memory
-        # What is from there on in memory, until it is spilled; it may change as long as there is no mark. The journal has it
-        # if these are bytes.
+        # The bytes from `_start` on, in memory until they are spilled. They may change as long as there is no mark. If they
+        # are `bytes`, the journal has them, too.
         self._held: bytearray | Tail | bytes | None = disk.tail(name, 0) if new else None
         self._mark: Mark | None = None
         self._spilling = trio.Lock()
@@ -540,8 +540,8 @@ class StagingFile:
             return None if data is None or self._cut_at is not None else bytes(data)
 
     async def promise(self, mark: Mark, *, stays: bool) -> None:
-        """Its content is about to be acknowledged. If it `stays` in memory, it is not changed there any more; otherwise it
-        is in a file when this has returned. `mark` says of a file that is made later what is said of one that is there."""
+        """Prepare for an acknowledgement. If the content `stays` in memory, it is not changed there any more: the next
+        change spills it first, and `mark` then sets the attributes of the new file. Otherwise it is spilled now."""
         if not stays or self._spilling.locked():
             with self.used():
                 await self.spill()
@@ -549,14 +549,14 @@ class StagingFile:
             self._mark = mark
 
     def promised(self, content: bytes) -> None:
-        """The journal has all of it."""
+        """Note that the journal has `content`, which is all of the file."""
         if self._mark is not None and self._held is not None:
             if isinstance(self._held, Tail):
                 self._held.release()  # the next daemon has it from the journal
             self._held = content
 
     def unmark(self) -> None:
-        """It is not acknowledged."""
+        """Note that the file is not acknowledged any more, or was not at all."""
         self._mark = None
 
     async def restore(self, data: bytes) -> None:
