@@ -24,7 +24,7 @@ from cachefs.fetch import Fetcher
 from cachefs.origin import Origin
 from cachefs.store import Store
 from cachefs.upload import DirtyFile, Uploads
-from cachefs.upload.journal import DIRTY_FILES, Journal, kept
+from cachefs.upload.journal import DIRTY_FILES, Journal, restorable
 from cachefs.upload.queue import in_vain
 from cachefs.upload.staging import Lost
 
@@ -222,7 +222,7 @@ def left_behind(state_dir: Path) -> Unsent:
         sizes = {file.name: file.stat().st_size for file in staging.iterdir()}
     finally:
         journal.close()
-    files = [sizes[rows[name]["file"]] for name in kept(rows, sizes)]
+    files = [sizes[rows[name]["file"]] for name in restorable(rows, sizes)]
     return Unsent(files, "mount it without --read-only once")
 
 

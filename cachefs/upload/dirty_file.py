@@ -364,7 +364,7 @@ class DirtyFile:
 
     def _changed(self) -> None:
         if self.kernel.shared:
-            self.kernel.shape = self.file.shared()
+            self.kernel.shape = self.file.prepare_passthrough()
         self.content.changed()
         self._owner.wrote(self)
 
@@ -386,14 +386,14 @@ class DirtyFile:
         """Note that its users read and map its file in passthrough from now on, and write through the daemon. `look` finds
         what they write through mappings."""
         with self.file.used():
-            self.kernel.shape = self.file.shared()
+            self.kernel.shape = self.file.prepare_passthrough()
         self.kernel.way = Way.SHARED
 
     def look_for_mappings(self) -> None:
         """For a shared file that no writer has open: find changes made through mappings, and whether a mapping remains.
         Raises `CacheUnusable`."""
         self.kernel.way = Way.MAPPED  # set first, so that it holds if the next line raises
-        if not self.file.written():
+        if not self.file.has_writer():
             self.kernel.way = Way.SHARED
         self.look()
 
@@ -453,7 +453,7 @@ class DirtyFile:
 
     def reclaim(self) -> bool:
         """Take it out of passthrough if no process can write it any more. True if it only changes through the daemon now."""
-        if self.kernel.writers or self.file.written():
+        if self.kernel.writers or self.file.has_writer():
             return False
         self.look()
         self.kernel.way, self.file.in_passthrough = Way.HERE, False

@@ -1,28 +1,32 @@
-"""What of the uploads must survive this process: one row a dirty file, in a database that is written through.
+"""The journal of the uploads: what must survive a crash, in a database that is synced with each transaction.
 
-`Journal` is the database. Rows that are written at the same time share one transaction, and so does what makes the names of
-their staging files durable: many small files cost the disk one wait. A journal is no cache: one that is damaged is never
-emptied, but refused with the name of its directory, because the files beside it may be the only copy of a user's work.
+`Journal` is the database. It has a row for each dirty file that a crash must restore or clear away, rows of multipart
+uploads to abort, and objects that the filesystem stores. Rows that are written at the same time share one transaction, and
+one sync of the directory that has their staging files. So many small files cost the disk one wait. A damaged journal is
+never emptied. It is refused with the name of its directory, because the staging files may be the only copy of a user's work.
 
-`Records` writes the rows. An *acknowledged* dirty file is one whose writer was told that its bytes are safe here, or that
-they did not reach the origin: it comes back after a crash, with all that its staging file holds then, as on a local file
-system.
+`Records` writes the rows. A dirty file is *acknowledged* once its writer was told that its bytes are safe on this disk, or
+that they did not reach the origin. After a crash it comes back, with all that its staging file holds then, as on a local
+file system.
 
-A small file that is acknowledged has its *content* in the journal, in the same transaction as its row: its staging file need
-not be synced then, and is not even made where the file lies in memory. The next start writes it from there (`Journal`) where
-there is none, and after a power cut in any case; as long as the machine runs, a staging file that is there counts.
+A small file that is acknowledged has its *content* in the journal, written in the same transaction as its row. Then its
+staging file need not be synced, and is not even made if the file lies in memory. The next start writes the staging file from
+the content (`Journal`) if there is none, if it cannot be synced, or if the machine was rebooted. Otherwise it keeps the
+staging file, which may be newer.
 
-`look` compares rows and files at a start, and each dirty file either comes back or is cleared away:
+`recover` compares rows and staging files at a start. Each dirty file comes back, or is cleared away:
 
-| row | file | then |
+| row | staging file | what happens |
 |---|---|---|
-| acknowledged | there | pending again, its upload resumed |
-| acknowledged, of a file that another one was renamed over | either | the upload is aborted, the file goes |
-| acknowledged | missing, and no content | said, as an error: it was removed from outside |
-| acknowledged, of an origin that is not mounted | there | both stay for the mount that has it |
-| not acknowledged | either | the upload is aborted, the file is treated as one without a row |
-| none | there | the file goes if its mark says that it was never acknowledged, else it is kept aside (`orphans.py`) |
-| no journal | there | all files are kept aside |
+| acknowledged | exists | the file is pending again, and its upload is resumed |
+| of a file that an acknowledged one has replaced in a rename | either | the upload is aborted, the staging file is removed |
+| acknowledged | missing, and no content | an error is logged: it was removed from outside; the row is removed |
+| acknowledged, of a source that is not mounted | exists | row and file stay for a mount that has the source |
+| not acknowledged | either | the upload is aborted, the staging file is treated as one without a row |
+| none | exists | the file is removed if it was surely never acknowledged, otherwise moved aside (`orphans.py`) |
+| no journal | exists | all files are moved aside |
+
+Dirty files that go on from the memory of the previous daemon keep their rows and staging files.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import trio
 
@@ -53,28 +57,31 @@ from cachefs.upload.staging import HELD, rewrite, sync_bytes, sync_names
 log = logging.getLogger(__name__)
 
 GATHER_S = 0.02
-"""How long rows are gathered that no caller waits for. Guessed: as long as it takes to save a few small files one after
-another, and no longer than a removal may wait that finds its file's upload at its end."""
+"""Seconds that a row that no caller waits for is delayed, so that others share its transaction. Guessed: a program saves a
+few small files in that time, and a removal of a file whose upload is just ending may wait that long."""
 
 FORMAT, EARLIER = "journal-3", ("journal-1", "journal-2")
-"""The format that is written, and earlier ones that are read, too. Format 1 has no contents; in format 2 each file with a
-content also has a staging file."""
+"""The format that is written, and earlier formats that are read, too. Format 1 has no contents. In format 2 each file with
+a content also has a staging file."""
 
 DIRTY_FILES, ORPHANS, NOTES, CONTENTS = "drafts", "orphans", "notes", "contents"
-"""Dirty files by id; multipart uploads that are to be aborted, by id; what the rooms above note for themselves; the bytes of
-small dirty files, by id."""
+"""The tables: dirty files by id; multipart uploads to abort, by a hash of key and upload id; objects of the filesystem by
+name (`Uploads.note`); contents of small dirty files by id."""
 
 CONTENTS_BYTES = 64 << 20
-"""Of all contents. What is acknowledged beyond has its staging file synced. A bound of the database, which never shrinks:
-hundreds of files of 100 KB, as many as are written in the second before their uploads begin."""
+"""Most bytes of all contents. Of further acknowledged files the staging files are synced. A bound of the database, which
+never shrinks: hundreds of files of 100 KB, as many as are written in the second before their uploads begin."""
 
 UNCHANGED: Final = "unchanged"
-"""The content that the journal has of a file stays."""
+"""In place of a content: the journal keeps the content that it has of the file."""
+
+RowKey = tuple[str, bytes]
+"""(table, key) of a row."""
 
 
 def refuse_foreign(directory: Path) -> None:
-    """Raises `CacheUnusable` for a journal of another format, and changes nothing: to be asked before anything else of a
-    cache directory is opened, which may drop what it cannot read."""
+    """Raise `CacheUnusable` if the journal has a format that this version cannot read. Changes nothing. Called before any
+    other database of the cache directory is opened, because opening those drops data of unknown formats."""
     found, _ = read_mark(directory)
     if found not in ("", FORMAT, *EARLIER):
         raise CacheUnusable(
@@ -84,32 +91,36 @@ def refuse_foreign(directory: Path) -> None:
 
 
 class DiskHangs(CacheUnusable):
-    """A row waits for a disk that does not answer, and is written once it does."""
+    """The journal's disk does not answer in time. A row that was given to `Journal.write` is written once it does."""
 
 
 class JournalRemoved(CacheUnusable):
-    """The next start would find none of the rows that are written now."""
+    """The journal was removed from outside: the next start would not find rows that are written now."""
 
 
 class _Batch:
-    """Rows that wait for one transaction, and what became of it. `first` and `then` are called around it."""
+    """Rows that wait for one transaction (None: the row is removed), and its outcome. The transaction calls `first` before
+    it writes, and `then` once the rows are on the disk. With `names`, it also syncs the staging directory before. It
+    begins when `hurry` is set, or after `GATHER_S`. `ended` is set at its end, and `error` if it has failed."""
 
     def __init__(self) -> None:
-        self.rows: dict[tuple[str, bytes], bytes | None] = {}
+        self.rows: dict[RowKey, bytes | None] = {}
         self.first: list[Callable[[], None]] = []
         self.then: list[Callable[[], None]] = []
-        self.names = False  # rows rely on the names of their staging files
+        self.names = False
         self.hurry, self.ended = trio.Event(), trio.Event()
         self.error: Exception | None = None
 
 
 class Journal:
-    """Rows are JSON objects. What `write` has returned for is on the disk."""
+    """The database. Rows are JSON objects. Once `write` has returned, its row is on the disk."""
 
     def __init__(self, directory: Path, staging: Path | None = None, *, killed: bool = False) -> None:
-        """`staging` is where the files lie that rows are about. For `killed` see `Database`.
+        """Open or create the journal, and move the contents that an earlier run has left to their files in `staging`. For
+        `killed` see `Database`. Blocking.
 
-        Raises `CacheUnusable` when it cannot be read as a whole, and then changes nothing. Blocking."""
+        Raises `CacheInUse` if another process has it open. Raises `CacheUnusable` if the database cannot be read, and then
+        changes nothing. Raises `NoRoom` or `CacheUnusable` if a content cannot be moved; then the contents stay."""
         try:
             self._database = Database(
                 directory,
@@ -129,15 +140,16 @@ class Journal:
             ) from exc
         self._staging = staging
         self._next = _Batch()
-        self._sizes: dict[str, int] = {}  # of the contents
-        # What a failed transaction has left. The next one removes it together with its own rows, so that the row of a file
-        # that was replaced never outlives the row which says so.
-        self._left: set[tuple[str, bytes]] = set()
-        self._room = CONTENTS_BYTES
+        self._sizes: dict[str, int] = {}  # bytes of each content, by the dirty file's id
+        # Rows that a failed transaction should have removed. The next transaction removes them together with its own, so
+        # that the row of a replaced file never outlives the row of the file that replaced it.
+        self._left: set[RowKey] = set()
+        self._room = CONTENTS_BYTES  # bytes that further contents may have
+        # Returns True if any disk of the cache is known to hang.
         self.hangs_elsewhere: Callable[[], bool] = lambda: False
-        self._since = math.inf  # when the transaction under way began
+        self._since = math.inf  # when the running transaction began; infinite if none is running
         try:
-            self._secure()
+            self._move_contents()
             self._database.sure()
         except CachefsError:
             self._database.close(clean=False)
@@ -145,51 +157,53 @@ class Journal:
 
     @property
     def hangs(self) -> bool:
-        """Whether a transaction takes too long."""
+        """True if a transaction has been running for more than `HANGS_AFTER_S`."""
         return self._since < trio.current_time() - HANGS_AFTER_S
 
     @property
     def removed(self) -> bool:
-        """Whether its files were removed from outside. A second mount may have made others in their place."""
+        """True if its files were removed from outside, though a second mount may have made new ones in their place."""
         return not self._database.in_place
 
     def check_name(self) -> None:
-        """Raises `JournalRemoved`."""
+        """Raise `JournalRemoved` if its files were removed from outside."""
         if self.removed:
             raise JournalRemoved(f"{self._database.path} was removed while it is in use: mount again")
 
     @property
     def left(self) -> str | None:
-        """A dirty file whose row was to be removed, and is still there."""
+        """The id of a dirty file whose row a failed transaction has not removed; None if there is none."""
         return next((key.decode() for table, key in self._left if table == DIRTY_FILES), None)
 
     def remove_later(self, key: str) -> None:
-        """The next transaction removes the row of this dirty file."""
+        """Have the next transaction remove the row of this dirty file."""
         self._left |= {(DIRTY_FILES, key.encode()), (CONTENTS, key.encode())}
 
     def rows(self, table: str) -> dict[str, dict[str, Any]]:
-        """All rows of a table, as they were before this start; later ones are their owners' to know."""
+        """All committed rows of a table, by key."""
         return {key.decode(): json.loads(value) for key, value in self._database.scan(table)}
 
     # -- contents of small files -------------------------------------------------------------------
 
     def takes(self, key: str, size: int) -> bool:
-        """Whether there is room for the content of this dirty file."""
+        """True if a content of `size` bytes may be put for this dirty file, in place of the one that it may have already."""
         return size <= min(HELD, self._room + self._sizes.get(key, 0))
 
     def has_content(self, key: str) -> bool:
+        """True if the journal has a content of this dirty file, or may have an older one after a failed transaction."""
         return key in self._sizes
 
     def content(self, key: str) -> bytes | None:
-        """What `write` has put; None where the database cannot be read."""
+        """The committed content of a dirty file; None if there is none, or if the database cannot be read."""
         with suppress(CacheUnusable):
             return self._database.get(CONTENTS, key.encode())
         return None
 
-    def _secure(self) -> None:
-        """All contents are in their staging files, on the disk, and in the journal no more. Blocking. Raises `NoRoom`,
-        `CacheUnusable`, and then they stay. At the start, before anything is written here; and before it is closed, or the
-        next start could not tell whether a staging file was written later than its content."""
+    def _move_contents(self) -> None:
+        """Move all contents of acknowledged files to their staging files, on the disk, and remove them from the journal.
+        Called at the start, before rows are written. Also called before the journal is closed, because the next start could
+        not tell whether a staging file was written later than its content. Blocking. Raises `NoRoom`, `CacheUnusable`; then
+        the contents stay."""
         staging, found = self._staging, self._database.scan(CONTENTS)
         if not found or staging is None:
             return
@@ -200,7 +214,7 @@ class Journal:
                 continue
             path = staging / row["file"]
             if still_runs and sync_bytes(path):
-                continue
+                continue  # the file has all that was written, and may be newer
             rewrite(path, content)
             orphans.mark(path, row)
         sync_names(staging)
@@ -222,11 +236,15 @@ class Journal:
         within_s: float = math.inf,
         patient: bool = False,
     ) -> None:
-        """Put a row, or remove it. With `content`, bytes or None, that goes along. `first` and `then`, which must not raise,
-        are called in the worker thread before it is written, and after it is on the disk. One that is `patient` goes along
-        with the next that is not, or alone after `GATHER_S`. Raises `NoRoom`, `CacheUnusable`; and `DiskHangs` when a
-        transaction takes longer than `within_s`, or the disk is known to hang: the row is written all the same, once the
-        disk answers."""
+        """Put a row, or remove it (None), and wait until that is on the disk.
+
+        `content`: of a dirty file, the bytes are put in the same transaction, or removed (None); a row that is removed takes
+        its content along. `first` and `then` are called in the worker thread, before the row is written and once it is on
+        the disk; they must not raise. A `patient` row waits for the next row that is not patient, `GATHER_S` at most, to
+        share its transaction. A cancelled caller still waits.
+
+        Raises `NoRoom`, `CacheUnusable`. With a finite `within_s`, raises `DiskHangs` if the transaction takes longer than
+        so many seconds, or at once if a disk is known to hang; the row is written once the disk answers."""
         batch = self._next
         batch.first += [first] if first is not None else []
         batch.then += [then] if then is not None else []
@@ -237,30 +255,32 @@ class Journal:
         if not patient:
             batch.hurry.set()
         if self._since < math.inf:
-            await self._ended(batch, within_s)
+            await self._wait_for(batch, within_s)
         elif patient or within_s < math.inf:
-            self._go_on()
-            await self._ended(batch, within_s)
+            self._start_committing()
+            await self._wait_for(batch, within_s)
         else:
-            # One writer after the other is met like this, and its thread is all that it waits for.
+            # The usual case, one writer after the other: the caller commits, and waits for the worker thread only.
             with trio.CancelScope(shield=True):
                 await self._commit()
             self._since = math.inf
             if self._next.rows:
-                self._go_on()
+                self._start_committing()
         if not batch.ended.is_set():
             raise DiskHangs("the disk of the journal does not answer")
         if batch.error is not None:
             raise batch.error
 
-    async def _ended(self, batch: _Batch, within_s: float) -> None:
+    async def _wait_for(self, batch: _Batch, within_s: float) -> None:
+        """Wait for the end of a batch, at most `within_s` seconds from the begin of the running transaction."""
         known = within_s < math.inf and self.hangs_elsewhere()
         began = -math.inf if known else min(trio.current_time(), self._since)
-        # Shielded: a cancelled caller's row is written whole, or not at all.
+        # Shielded, because a row that was put is written: its caller must know the outcome.
         with trio.CancelScope(deadline=began + within_s, shield=True):
             await batch.ended.wait()
 
     def _put_content(self, batch: _Batch, key: str, content: bytes | None) -> None:
+        """Put or remove (None) a content, and count its bytes."""
         before = self._sizes.pop(key, None)
         if before is None and content is None:
             return
@@ -270,12 +290,13 @@ class Journal:
             self._room -= len(content)
         batch.rows[CONTENTS, key.encode()] = content
 
-    def _go_on(self) -> None:
+    def _start_committing(self) -> None:
+        """Start a task that commits the rows that wait."""
         self._since = trio.current_time()
-        trio.lowlevel.spawn_system_task(self._work)
+        trio.lowlevel.spawn_system_task(self._commit_all)
 
-    async def _work(self) -> None:
-        """One transaction after the other, until no row waits."""
+    async def _commit_all(self) -> None:
+        """Commit batches one after the other, until no row waits."""
         while self._next.rows:
             if not self._next.hurry.is_set():
                 with trio.move_on_after(GATHER_S):
@@ -284,7 +305,7 @@ class Journal:
         self._since = math.inf
 
     async def _commit(self) -> None:
-        """One transaction, of all rows that wait."""
+        """Commit all rows that wait in one transaction. Sets `error` of the batch if that fails."""
         batch, self._next = self._next, _Batch()
         self._since = trio.current_time()
         rows = {**dict.fromkeys(self._left), **batch.rows}
@@ -298,18 +319,19 @@ class Journal:
         if batch.error is None:
             self._left -= rows.keys()
         else:
-            self._refused(batch)
+            self._failed(batch)
         batch.ended.set()
 
-    def _refused(self, batch: _Batch) -> None:
-        """The database has what it had before."""
+    def _failed(self, batch: _Batch) -> None:
+        """Handle a failed transaction: the database is unchanged."""
         self._left |= {key for key, value in batch.rows.items() if value is None}
         for table, key in batch.rows:
             if table == CONTENTS:
-                # An older content is there, and each later close replaces it.
+                # The database may have an older content. With an entry here, each later acknowledgement replaces it.
                 self._sizes.setdefault(key.decode(), 0)
 
     def _write(self, puts: list[Put], batch: _Batch) -> None:
+        """Write the rows of a batch, and call its callbacks. Blocking."""
         for call in batch.first:
             call()
         if batch.names and self._staging is not None:
@@ -319,19 +341,20 @@ class Journal:
         except NoRoom as exc:
             if is_full(exc):
                 raise
-            raise CacheUnusable(f"{exc}") from exc  # EIO, as a staging file on that disk
+            raise CacheUnusable(f"{exc}") from exc  # the disk fails: EIO, as for a staging file
         for call in batch.then:
             call()
 
     def close(self) -> None:
-        """Blocking."""
+        """Write what failed transactions have left, move contents to their staging files, and close. If that fails, it is
+        logged, and the next start repeats it. Blocking."""
         try:
             if self._left:
                 self._database.write([(table, key, None) for table, key in self._left])
-            self._secure()
+            self._move_contents()
         except CachefsError as exc:
             log.warning("%s", exc)
-            self._database.close(clean=False)  # the next start does it
+            self._database.close(clean=False)
         else:
             self._database.close()
 
@@ -339,25 +362,36 @@ class Journal:
 # -- rows --------------------------------------------------------------------------------
 
 RETRY_S, LONGEST_RETRY_S = 0.5, 60.0
-"""Waits after failed uploads, doubled from the first to the last; the origin has repeated each request already. The last is
-also how long what could not be cleared away is left alone. Guessed."""
+"""Seconds between a failed upload and the next attempt: the first and the longest. They double with each failure; the client
+of the origin has repeated each request already. The longest is also the time between two attempts to remove a row or to
+abort an upload. Guessed."""
+
+
+class WaitingFile(NamedTuple):
+    """An acknowledged file of an earlier run that waits for a mount of its source; `size` is in bytes."""
+
+    source: str
+    size: int
 
 
 class Records:
+    """Writes the rows of dirty files, and clears away what earlier uploads have left: rows, and uploads at the origins."""
+
     def __init__(self, journal: Journal, origins: Sequence[Origin]) -> None:
         self.journal = journal
-        self.orphans: dict[str, dict[str, Any]] = {}
-        self.elsewhere: list[tuple[str, int]] = []  # what waits for another source: that, and bytes
+        self.orphans: dict[str, dict[str, Any]] = {}  # the rows of multipart uploads to abort
+        self.elsewhere: list[WaitingFile] = []
         self._origins = origins
         self._wake = trio.Event()
 
     def origin(self, source: str, key: str) -> Origin | None:
-        """The mounted origin that shows this key."""
+        """The mounted origin that has this key, the one with the longest prefix; None if there is none."""
         found = [o for o in self._origins if o.source == source and key.startswith(o.prefix)]
         return max(found, key=lambda origin: len(origin.prefix), default=None)
 
     async def keep(self, dirty_file: DirtyFile, within_s: float = math.inf) -> None:
-        """Write the dirty file's row as it is now. Raises `NoRoom`, `CacheUnusable`; `DiskHangs` after `within_s`."""
+        """Write the present row of a dirty file, unless it is discarded. Raises `NoRoom`, `CacheUnusable`; `DiskHangs` after
+        `within_s` seconds."""
         async with self._turn(dirty_file, within_s):
             if not dirty_file.discarded:
                 dirty_file.content.row = max(dirty_file.content.row, Row.NOTED)
@@ -365,8 +399,8 @@ class Records:
 
     @asynccontextmanager
     async def _turn(self, dirty_file: DirtyFile, within_s: float) -> AsyncIterator[None]:
-        """Hold the turn to write the row of a dirty file. Raises `DiskHangs` after `within_s`: a close that has it waits for
-        the disk without a limit."""
+        """Hold the lock of a dirty file's row while the block runs. Raises `DiskHangs` after `within_s` seconds, because
+        another holder, a close, may wait for the disk without a limit."""
         turn = dirty_file.record.turn
         if not turn.locked():
             await take(turn)
@@ -381,8 +415,10 @@ class Records:
             turn.release()
 
     async def acknowledge(self, dirty_file: DirtyFile, within_s: float = math.inf) -> None:
-        """What it holds now is on the disk, and so is a row that says so. Raises `NoRoom`, `CacheUnusable`, of
-        which `Lost` and `JournalRemoved`; `DiskHangs` when the journal takes longer than `within_s`."""
+        """Make the present content of a dirty file durable on this disk: sync the staging file or put the content into the
+        journal, and write a row that restores it. No row is written if the origin has the content, or if the file was
+        discarded. Raises `NoRoom`, `CacheUnusable`, `Lost`, `JournalRemoved`; `DiskHangs` if the journal takes longer than
+        `within_s` seconds."""
         dirty_file.look()
         generation, content = dirty_file.content.generation, None
         changed = dirty_file.content.synced < generation or dirty_file.kernel.in_passthrough
@@ -394,19 +430,19 @@ class Records:
                 if content is None:
                     await dirty_file.file.sync()
             except CacheUnusable:
-                dirty_file.noted()  # that its file is spoiled
+                dirty_file.noted()  # the record for the next daemon says whether the file is spoiled
                 raise
         if dirty_file.dirty and dirty_file.content.is_ours:
-            # Or the next mount would be promised a file that it cannot find.
+            # Otherwise the caller would get a promise that the next mount cannot keep, because it would not find the file.
             dirty_file.file.check_name()
             self.journal.check_name()
         async with self._turn(dirty_file, within_s):
             if dirty_file.content.synced > generation:
-                return  # another caller has acknowledged a later content meanwhile, and this one must not replace it
-            # The content that the journal has is an older one.
-            other = changed and (content is not None or self.journal.has_content(dirty_file.id))
-            # What the origin has got meanwhile must not come back after a crash.
-            if dirty_file.dirty and not dirty_file.discarded and (other or not dirty_file.acknowledged):
+                return  # another caller has acknowledged a later content meanwhile, which this one must not replace
+            # True if the content in the journal has to change: it gets one, or has an older one to remove.
+            stale = changed and (content is not None or self.journal.has_content(dirty_file.id))
+            # If the origin has got the content meanwhile, the file must not come back after a crash.
+            if dirty_file.dirty and not dirty_file.discarded and (stale or not dirty_file.acknowledged):
                 dirty_file.content.row = max(dirty_file.content.row, Row.NOTED)
                 file = dirty_file.file
                 if content is not None:
@@ -434,6 +470,8 @@ class Records:
         *,
         content: bytes | Literal["unchanged"] | None = UNCHANGED,
     ) -> None:
+        """Write a row. An acknowledged one also sets the attributes of the staging file: it is described before, and marked
+        after. One that is not acknowledged removes the content."""
         if not row["acknowledged"]:
             await self.journal.write(DIRTY_FILES, dirty_file.id, row, content=None, within_s=within_s)
             return
@@ -456,17 +494,19 @@ class Records:
         patient: bool = False,
         unlinks: bool = False,
     ) -> None:
-        """The origin has it, or it was removed: it must not come back. Raises `DiskHangs` after `within_s`. `patient`: no
-        caller waits for this. `unlinks`: its file may lose its name in the same turn of the thread."""
+        """Remove the row of a dirty file, because the origin has the content or the file was removed: it must not come back
+        after a crash. If the journal fails, `run` removes the row later. `patient`: no caller waits for this. `unlinks`: the
+        same call in a worker thread may also remove the name of the staging file. Raises `DiskHangs` after `within_s`
+        seconds."""
         async with self._turn(dirty_file, within_s):
-            was, dirty_file.content.row = dirty_file.content.row, Row.NONE
-            if was is Row.NONE:
+            before, dirty_file.content.row = dirty_file.content.row, Row.NONE
+            if before is Row.NONE:
                 return
             file, first, then = dirty_file.file, None, None
             file.unmark()
-            if was is Row.ACKNOWLEDGED and unlinks and file.can_unlink:
+            if before is Row.ACKNOWLEDGED and unlinks and file.can_unlink:
                 first, then = partial(orphans.disown, file.path), file.unlink
-            elif was is Row.ACKNOWLEDGED:
+            elif before is Row.ACKNOWLEDGED:
                 first = partial(orphans.forget, file.path)
             await self._remove(dirty_file.id, within_s, first=first, then=then, patient=patient)
 
@@ -490,7 +530,8 @@ class Records:
                     self.journal.remove_later(over.id)
 
     async def orphaned(self, source: str, key: str, upload: Mapping[str, Any]) -> None:
-        """This upload (its `state`) is to be aborted, if need be by a later run."""
+        """Have a multipart upload (its `state`) aborted by `run`, or by a later run of the daemon. A failure of the journal
+        is logged: then a crash may leave the upload at the origin."""
         name = hashlib.sha256(f"{key}\0{upload['id']}".encode()).hexdigest()
         row = {"source": source, "key": key, "upload": dict(upload)}
         self.orphans[name] = row
@@ -501,10 +542,11 @@ class Records:
             log.warning("%s; the upload of %s/%s may be left at the origin", exc, source, key)
 
     async def run(self) -> None:
-        """Clear away what could not be cleared away at once, until cancelled."""
+        """Remove rows and abort uploads for which that has failed before, until cancelled. A failure is retried after
+        `LONGEST_RETRY_S`, or together with the next one."""
         while True:
             if (name := self.journal.left) is not None:
-                await self._remove(name)
+                await self._remove(name)  # its transaction removes all others that are left
             for name, row in list(self.orphans.items()):
                 await self._abort(name, row)
             self._wake = trio.Event()
@@ -513,6 +555,7 @@ class Records:
                 await trio.sleep(1)
 
     async def _remove(self, name: str, within_s: float = math.inf, **how: Any) -> None:
+        """Remove the row of a dirty file, or have `run` do it later. Raises `DiskHangs`."""
         try:
             await self.journal.write(DIRTY_FILES, name, None, within_s=within_s, **how)
         except DiskHangs:
@@ -522,6 +565,7 @@ class Records:
             self._wake.set()
 
     async def _abort(self, name: str, row: dict[str, Any]) -> None:
+        """Abort an orphaned upload, and remove its row. Its row stays if that fails, or if its source is not mounted."""
         origin = self.origin(row["source"], row["key"])
         if origin is None:
             return
@@ -536,79 +580,88 @@ class Records:
 
 
 def _mark(dirty_file: DirtyFile, path: Path) -> None:
-    """Set the attributes of a staging file that is made after its dirty file was acknowledged. Blocking."""
+    """Mark a staging file that is made when its dirty file is acknowledged already (`StagingFile.promise`). Blocking."""
     orphans.mark(path, dirty_file.row())
 
 
-# -- what an earlier run has left --------------------------------------------------------
+# -- recovery of what an earlier run has left --------------------------------------------
 
 Revive = Callable[[str, Mapping[str, Any], Origin], DirtyFile]
+"""Makes the dirty file of an earlier run from its id, its row and its origin."""
 
 
-async def look(
-    records: Records, staging: Path, revive: Revive, resumed: Mapping[str, DirtyFile], over: Collection[str]
+async def recover(
+    records: Records,
+    staging: Path,
+    revive: Revive,
+    resumed: Mapping[str, DirtyFile],
+    replaced_by_resumed: Collection[str],
 ) -> list[DirtyFile]:
-    """The dirty files that come back. Asks the origins nothing. Raises `NoRoom`, `CacheUnusable`. Those that are `resumed`
-    are there already; those that are `over` were replaced by one of them."""
-    journal, found = records.journal, list[DirtyFile]()
+    """Bring rows and staging files in line at a start, by the table of this module; returns the dirty files that come back.
+    `resumed` are the dirty files, by id, that go on from the memory of the previous daemon; they are not returned.
+    `replaced_by_resumed` are ids of files that these have replaced. Sends no request to an origin. Raises `NoRoom`,
+    `CacheUnusable`."""
+    journal, revived = records.journal, list[DirtyFile]()
     records.orphans.update(journal.rows(ORPHANS))
     files = set(await trio.to_thread.run_sync(os.listdir, staging))
     rows = journal.rows(DIRTY_FILES)
     files -= {dirty_file.file.path.name for dirty_file in resumed.values()}
-    replaced, going = _replaced(rows), set[str]()
-    replaced |= set(over)
-    wanted = kept(rows, files) - replaced
+    replaced, obsolete = _replaced(rows), set[str]()
+    replaced |= set(replaced_by_resumed)
+    coming_back = restorable(rows, files) - replaced
     for name, row in rows.items():
-        if (going_on := resumed.get(name)) is not None:
-            if going_on.discarded:
+        if (continued := resumed.get(name)) is not None:
+            if continued.discarded:
                 await journal.write(
-                    DIRTY_FILES, name, None, first=partial(orphans.forget, going_on.file.path)
+                    DIRTY_FILES, name, None, first=partial(orphans.forget, continued.file.path)
                 )
                 continue
-            going_on.content.row = Row.ACKNOWLEDGED if row["acknowledged"] else Row.NOTED
-            if {**row, "mtime_ns": going_on.mtime_ns} != going_on.row():
-                await records.keep(going_on)
+            continued.content.row = Row.ACKNOWLEDGED if row["acknowledged"] else Row.NOTED
+            if {**row, "mtime_ns": continued.mtime_ns} != continued.row():
+                await records.keep(continued)
             continue
-        what = f"{row['source']}/{row['key']}"
+        url = f"{row['source']}/{row['key']}"
         origin = records.origin(row["source"], row["key"])
-        if name in wanted:
+        if name in coming_back:
             files.discard(row["file"])
             if origin is None:
-                records.elsewhere.append((row["source"], (staging / row["file"]).stat().st_size))
+                records.elsewhere.append(WaitingFile(row["source"], (staging / row["file"]).stat().st_size))
                 continue
             dirty_file = revive(name, row, origin)
-            log.info("%s waits for its upload since an earlier run (%d bytes)", what, dirty_file.size)
-            found.append(dirty_file)
+            log.info("%s waits for its upload since an earlier run (%d bytes)", url, dirty_file.size)
+            revived.append(dirty_file)
             continue
         if name in replaced:
-            log.info("%s was replaced by another file", what)
-            going.add(row["file"])  # also if its mark says that it was acknowledged: this row knows more
+            log.info("%s was replaced by another file", url)
+            obsolete.add(row["file"])  # whatever its mark says, because the row of the other file is newer
         elif row["acknowledged"]:
-            log.error("%s was to be uploaded, but %s was removed", what, staging / row["file"])
+            log.error("%s was to be uploaded, but %s was removed", url, staging / row["file"])
         else:
-            log.info("%s was being written when an earlier run ended: given up", what)
+            log.info("%s was being written when an earlier run ended: given up", url)
         if row["upload"] is not None:
             await records.orphaned(row["source"], row["key"], row["upload"])
-        # Before its row goes, the file itself says that it need not be kept: the next start may come before it is removed.
+        # The staging file is marked before its row is removed: after a crash in between, the next start may remove it.
         forget = partial(orphans.forget, staging / row["file"]) if name in replaced else None
         await journal.write(DIRTY_FILES, name, None, first=forget)
-    kept_aside = [left for left in files - going if not orphans.accounted(staging, left)]
+    kept_aside = [leftover for leftover in files - obsolete if not orphans.is_removable(staging, leftover)]
     orphans.set_aside(staging, kept_aside, "the journal does not account for what was acknowledged")
-    for left in files.difference(kept_aside):
-        log.info("removing %s, which was never acknowledged", staging / left)
+    for leftover in files.difference(kept_aside):
+        log.info("removing %s, which was never acknowledged", staging / leftover)
         try:
-            (staging / left).unlink()
+            (staging / leftover).unlink()
         except OSError as exc:
-            log.warning("cannot remove %s: %s", staging / left, exc.strerror)
-    return found
+            log.warning("cannot remove %s: %s", staging / leftover, exc.strerror)
+    return revived
 
 
-def kept(rows: Mapping[str, Mapping[str, Any]], files: Collection[str]) -> set[str]:
-    """The dirty files that are to come back, of all rows, where these are the staging files."""
+def restorable(rows: Mapping[str, Mapping[str, Any]], files: Collection[str]) -> set[str]:
+    """The ids of the dirty files that come back: they are acknowledged, have a staging file (`files` are the names of all),
+    and were not replaced."""
     replaced = _replaced(rows)
     there = (name for name, row in rows.items() if row["acknowledged"] and row["file"] in files)
     return {name for name in there if name not in replaced}
 
 
 def _replaced(rows: Mapping[str, Mapping[str, Any]]) -> set[str | None]:
+    """The ids of dirty files that an acknowledged one has replaced, and None."""
     return {row["over"] for row in rows.values() if row["acknowledged"]}

@@ -1,13 +1,15 @@
-"""Staging files that no journal accounts for: kept aside, never removed.
+"""Orphans: staging files that no journal accounts for. They are moved to a directory of their own, and never removed.
 
-The journal says which staging files hold something that was acknowledged. A file that it does not name was never
-acknowledged, unless the journal is another one than the file was written under: then it may be the only copy of what a user
-wrote. Only the file's own mark tells the two apart, so a file without a mark is kept. Such files are moved to
-`staging.orphaned-TIME` beside the staging directory; `cachefs recover` lists them and copies them to where they belong.
+The journal has a row for each staging file that was acknowledged. A file without a row was never acknowledged, unless it was
+written under another journal, which was removed or replaced: then it may be the only copy of a user's data. Only the mark
+of the file itself distinguishes the two cases. So a start removes a file without a row only if its mark says that it was
+never acknowledged, or if it is empty and has no mark. It moves all others to `staging.orphaned-TIME` beside the staging
+directory. `cachefs recover` lists these and copies them to where they belong.
 
-Both are extended attributes. `ACKNOWLEDGED` is the mark: `NO` from when the file is made, `YES` from after its row is in the
-journal until before that is removed. `OBJECT` is the row, from before it is in the journal, so that the file has its name. A
-file system without extended attributes costs names, and no bytes: what is left in its staging directory is kept.
+A staging file has two extended attributes. `ACKNOWLEDGED` is the mark. It is `NO` from when the file is made, `YES` once it
+is acknowledged, and `NO` again before its row is removed. `OBJECT` has the source, the key and the mtime of its row. It is
+set before the row is written, so that a file that is marked `YES` has its name. On a file system without extended
+attributes no file loses bytes: all that is left in the staging directory is kept, without names.
 """
 
 from __future__ import annotations
@@ -32,15 +34,19 @@ from cachefs.upload.staging import ACKNOWLEDGED, NO
 log = logging.getLogger(__name__)
 
 OBJECT = "user.cachefs.object"
+"""The extended attribute with the fields `_DESCRIBED` of the file's row, as JSON."""
 YES = b"1"
+"""The value of `ACKNOWLEDGED` for a file that was acknowledged."""
 
 _OURS = re.compile(r"[0-9a-f]{32}(\.[0-9]+)?")
+"""Names that the daemon gives to staging files; those that are being made end in ".0"."""
 _DESCRIBED = ("source", "key", "mtime_ns")
 
 
 class Orphan(NamedTuple):
-    """A file that is kept aside, or, with `waiting`, one in the staging directory of a cache that no daemon uses: the next
-    mount decides about it. `source` and `key` are "" where the file does not say."""
+    """An orphan that was moved aside; or, if `waiting`, a file in the staging directory of a cache that no daemon uses,
+    which the next mount uploads, removes or moves aside. `size` is in bytes. `source` and `key` are "" if the file does not
+    have the attribute `OBJECT`."""
 
     path: Path
     size: int
@@ -50,37 +56,41 @@ class Orphan(NamedTuple):
     waiting: bool
 
 
-# -- what a staging file says of itself: blocking, never raises ------------------------------------------
+# -- the attributes of a staging file: blocking, never raises --------------------------------------------
 
 
 def describe(path: Path, row: Mapping[str, Any]) -> None:
+    """Set `OBJECT`, from the file's row in the journal."""
     _put(path, OBJECT, json.dumps({name: row[name] for name in _DESCRIBED}).encode())
 
 
 def acknowledge(path: Path) -> None:
+    """Mark a file as acknowledged, or remove the mark if it cannot be set."""
     if not _put(path, ACKNOWLEDGED, YES):
-        _remove(path, ACKNOWLEDGED)  # or the file would say that it was never acknowledged
+        _remove(path, ACKNOWLEDGED)  # otherwise the old mark, `NO`, would let a start remove the file
 
 
 def mark(path: Path, row: Mapping[str, Any]) -> None:
-    """Set both attributes of a staging file whose row is in the journal."""
+    """Set both attributes of a staging file that is acknowledged."""
     describe(path, row)
     acknowledge(path)
 
 
 def forget(path: Path) -> None:
-    """The origin has it, or its name is gone: it need not be kept."""
+    """Mark a file as not acknowledged and remove `OBJECT`, because the origin has its content or its name is removed: the
+    next start need not keep it."""
     disown(path)
     _remove(path, OBJECT)
 
 
 def disown(path: Path) -> None:
-    """The same of a file that is about to be removed."""
+    """As `forget`, for a file that is about to be removed: `OBJECT` stays."""
     _put(path, ACKNOWLEDGED, NO)
 
 
 def never_acknowledged(path: Path) -> bool:
-    """True if its mark says so. Without a mark it may have been: the disk takes none, or the file was copied here."""
+    """True if the file is marked `NO`. A file without a mark may have been acknowledged: the file system takes no
+    attributes, or the file was copied to this directory."""
     try:
         return os.getxattr(path, ACKNOWLEDGED, follow_symlinks=False) == NO
     except OSError:
@@ -88,6 +98,7 @@ def never_acknowledged(path: Path) -> bool:
 
 
 def _put(path: Path, name: str, value: bytes) -> bool:
+    """Set an attribute. False if the file does not exist, or the file system refuses."""
     try:
         os.setxattr(path, name, value, follow_symlinks=False)
     except OSError as exc:
@@ -104,15 +115,14 @@ def _remove(path: Path, name: str) -> None:
 # -- at a start: blocking ------------------------------------------------------------------------------
 
 
-def accounted(staging: Path, name: str) -> bool:
-    """True if a staging file without a row in the journal can be removed: its mark says that it was not acknowledged, or the
-    daemon died while it made the file, which has neither a mark nor a byte yet."""
-    return bool(_OURS.fullmatch(name)) and (
-        never_acknowledged(staging / name) or _says_nothing(staging / name)
-    )
+def is_removable(staging: Path, name: str) -> bool:
+    """True if a start may remove a staging file that has no row in the journal. Its name must be one that the daemon gives.
+    And either it is marked as not acknowledged, or the daemon died while it made the file, before the first mark and the
+    first byte."""
+    return bool(_OURS.fullmatch(name)) and (never_acknowledged(staging / name) or _is_blank(staging / name))
 
 
-def _says_nothing(path: Path) -> bool:
+def _is_blank(path: Path) -> bool:
     """True if the file is empty and has none of the two attributes."""
     try:
         return not path.lstat().st_size and not {ACKNOWLEDGED, OBJECT} & set(os.listxattr(path))
@@ -121,7 +131,8 @@ def _says_nothing(path: Path) -> bool:
 
 
 def set_aside(staging: Path, names: Collection[str], why: str) -> Path | None:
-    """Move these files beside the staging directory; returns where they are. Raises `CacheUnusable`."""
+    """Move these files to a new directory beside the staging directory, and log that with the reason `why`. Returns the
+    directory; None if there are no files. Raises `CacheUnusable`."""
     if not names:
         return None
     stem = f"{staging.name}.orphaned-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}."
@@ -138,18 +149,18 @@ def set_aside(staging: Path, names: Collection[str], why: str) -> Path | None:
 
 
 def without_journal(staging: Path, journal: Path) -> Path | None:
-    """Before a journal is made where there is none: what lies in the staging directory belongs to another. Raises
-    `CacheUnusable`."""
+    """If there is no journal yet, move all files of the staging directory aside, because they were written under another
+    one. Called before the journal is made. Returns their new directory, or None. Raises `CacheUnusable`."""
     if (journal / "data.mdb").exists():
         return None
     return set_aside(staging, _names(staging), f"there is no journal in {journal}")
 
 
-# -- what is kept aside: blocking ----------------------------------------------------------------------
+# -- orphans that were moved aside: blocking -----------------------------------------------------------
 
 
 def places(state_dir: Path) -> list[Path]:
-    """Where files are kept aside, the latest first."""
+    """The directories of orphans that were moved aside, the newest first."""
     try:
         return sorted((p for p in state_dir.glob("staging.orphaned-*") if p.is_dir()), reverse=True)
     except OSError:
@@ -157,7 +168,7 @@ def places(state_dir: Path) -> list[Path]:
 
 
 def warning(state_dir: Path) -> str:
-    """One line about what is kept aside; "" when there is nothing."""
+    """One line for users about the orphans that were moved aside; "" if there are none."""
     count = sum(len(_names(place)) for place in places(state_dir))
     if not count:
         return ""
@@ -169,7 +180,8 @@ def warning(state_dir: Path) -> str:
 
 
 def found(state_dir: Path, *, waiting: bool) -> list[Orphan]:
-    """All that is kept aside, the latest change first; with `waiting`, also what lies in the staging directory."""
+    """All orphans that were moved aside; with `waiting`, also the files in the staging directory. The last changed file
+    comes first."""
     files = [_orphan(path / name, waiting=False) for path in places(state_dir) for name in _names(path)]
     staging = state_dir / "staging"
     if waiting:
@@ -178,19 +190,20 @@ def found(state_dir: Path, *, waiting: bool) -> list[Orphan]:
 
 
 def remove(orphan: Orphan) -> None:
-    """It is somewhere else now. Raises OSError."""
+    """Remove an orphan that was copied elsewhere, and its directory after the last one. Raises OSError."""
     orphan.path.unlink()
     with suppress(OSError):
-        orphan.path.parent.rmdir()  # if it was the last
+        orphan.path.parent.rmdir()  # fails while other files are in it
 
 
 @contextmanager
 def unused(state_dir: Path) -> Iterator[bool]:
-    """Whether no daemon uses the journal; none can until this ends."""
+    """True if no daemon uses the journal; then none can open it while the block runs. True without that promise if the lock
+    file cannot be opened, as before the first mount."""
     try:
         fd = os.open(state_dir / "journal" / "lock.pid", os.O_RDWR)
     except OSError:
-        yield True  # no daemon has ever
+        yield True  # usually because no daemon has ever used it
         return
     try:
         try:
@@ -206,18 +219,22 @@ def unused(state_dir: Path) -> Iterator[bool]:
 
 
 def _orphan(path: Path, *, waiting: bool) -> Orphan | None:
+    """Describe a file by its attributes; None if it does not exist."""
     try:
         status = path.stat()
     except OSError:
-        return None  # just now
-    said: dict[str, Any] = {}
+        return None  # removed since its directory was listed
+    described: dict[str, Any] = {}
     with suppress(OSError, ValueError):
-        said = json.loads(os.getxattr(path, OBJECT))
-    source, key = str(said.get("source", "")), str(said.get("key", ""))
-    return Orphan(path, status.st_size, int(said.get("mtime_ns") or status.st_mtime_ns), source, key, waiting)
+        described = json.loads(os.getxattr(path, OBJECT))
+    source, key = str(described.get("source", "")), str(described.get("key", ""))
+    return Orphan(
+        path, status.st_size, int(described.get("mtime_ns") or status.st_mtime_ns), source, key, waiting
+    )
 
 
 def _names(directory: Path) -> Sequence[str]:
+    """The names in a directory, sorted; none if it cannot be read."""
     try:
         return sorted(os.listdir(directory))
     except OSError:

@@ -5,8 +5,8 @@ The daemon does not see such a write. So a file in passthrough is not sent, its 
 
 A mapping outlives the close, and a writer outlives the daemon; the daemon sees neither. But the kernel grants no read lease
 on a file that a process has open for writing. So a lease is requested before the file is sent, or given to the cache
-(`StagingFile.written`). For the lease to tell this, the daemon itself has the file open for reading only, and registers that
-descriptor with the kernel.
+(`StagingFile.has_writer`). For the lease to tell this, the daemon itself has the file open for reading only, and registers
+that descriptor with the kernel.
 
 A new file that is likely to be small is not opened in passthrough (`NewFiles`): written through the daemon, it stays in
 memory, which costs less.

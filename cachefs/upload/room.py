@@ -20,7 +20,7 @@ import trio
 from cachefs.base.errors import CacheUnusable, NoRoom
 from cachefs.base.names import ObjectId
 from cachefs.upload.dirty_file import DirtyFile
-from cachefs.upload.staging import LOOK_S, existing, translated
+from cachefs.upload.staging import LOOK_S, nearest_existing, translated
 
 UNSENT = 512 << 20
 """Bytes of one file that may wait to be sent. Guessed: seconds of a fast origin, and less than a node's page cache."""
@@ -76,7 +76,7 @@ class StagingRoom:
             try:
                 disk = os.statvfs(self._directory)
             except FileNotFoundError:  # the directory was removed, and is made again for the next file
-                disk = os.statvfs(existing(self._directory))
+                disk = os.statvfs(nearest_existing(self._directory))
         except OSError as exc:
             raise translated(exc, self._directory) from exc
         return disk.f_bavail * disk.f_frsize - self._keep_free

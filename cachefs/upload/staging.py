@@ -1,12 +1,13 @@
-"""Staging files: what was written here and the origin does not have yet, as plain files beside the cache.
+"""Staging files: the bytes that programs have written and the origin does not have yet, as plain files beside the cache.
 
-Bytes are moved in worker threads, because the kernel has a writer wait that is faster than the disk. A file is open as
-long as it is in use; thousands may wait for their upload with none open.
+Reads and writes of these files run in worker threads, because the kernel blocks a write while the disk is behind. A file is
+open only while it is in use, so thousands can wait for their uploads without a descriptor.
 
-A small one may lie in memory: written, sent and closed, it has cost no thread a turn. So may the end of a larger one that is
-written in small pieces: they cost a thread one turn together. What lies in memory is *spilled* on the disk when it grows,
-when it is to survive this process, and when it is sent in parts. A small one that the journal has a copy of survives without
-that: it stays in memory as it is, and is spilled before it is changed (`promise`)."""
+A small file may lie in memory. If it is also sent from there, it costs no call in a worker thread. The end of a larger file
+that is written in small pieces may lie in memory, too: then one call writes all of these pieces. Bytes in memory are
+*spilled*, which means written to the disk, when they become too many, and before a step that needs the file on the disk: a
+sync, an upload in parts, a copy, passthrough. A small file whose content is in the journal needs no sync: it stays in
+memory unchanged, and is spilled before its next change (`promise`)."""
 
 from __future__ import annotations
 
@@ -40,54 +41,58 @@ T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
 
 Mark = Callable[[Path], object]
-"""Sets the attributes of a staging file that say that it was acknowledged, and as what (`orphans.mark`). Blocking."""
+"""Marks a staging file as acknowledged, and records its source, key and mtime in an attribute (`orphans.mark`). Blocking."""
 
 THREADS = 16
-"""Reads and writes of staging files at a time; more only lengthen the disk's queue. Guessed."""
+"""Concurrent calls on the disk of the staging files; more would only lengthen the disk's queue. Guessed."""
 
 LOOK_S = 0.25
-"""How often is looked for what no event tells: room on the disk, a process that still writes a file through a mapping after
-its close, a name that still shows a file. Guessed."""
+"""Seconds between two checks for a change that no event reports: of the free space on the disk, of a process that writes a
+file through a mapping after its close, of a name that still shows a dirty file. Guessed."""
 
 HELD = 256 << 10
-"""The largest file, or end of one, that stays in memory. Derived: its copies and digests take 0.2 ms altogether, as long as
-each turn of a thread that they save."""
+"""Most bytes of a file, or of its end, that stay in memory. Derived: copying and hashing them takes 0.2 ms altogether, as
+long as one call in a worker thread, which this saves."""
 assert HELD == TAIL_BYTES
 
 SMALL = HELD // 4
-"""The largest write that a file's end waits in memory for. Derived: at least four of them share a turn of a thread."""
+"""Most bytes of a write at the end of a file on the disk that is put in memory. Derived: at least four such writes share a
+call in a worker thread."""
 
 HELD_ALTOGETHER = 96 << 20
-"""By all files. A bound of memory: as much as the journal takes of those that wait for their upload
-(`journal.CONTENTS_BYTES`), and a hundred of the largest that are open or on their way."""
+"""Most bytes of all files in memory. A bound of memory: files that wait for their upload, as many as the journal has room
+for (`journal.CONTENTS_BYTES`), and 128 files of `HELD` bytes that are open or being sent."""
 
 LONG_AGO_NS = 10**9
-"""The time of a file that was not written since it went into passthrough. Clocks of file systems tick in milliseconds, or
-seconds, so that a time of now could be that of the next write, too."""
+"""The mtime of a file that no process has written since it went into passthrough. The present time could not show that:
+clocks of file systems tick in milliseconds or seconds, so the next write could get the same time."""
 
 ACKNOWLEDGED, NO = "user.cachefs.acknowledged", b"0"
-"""The mark of a staging file (`orphans.py`), and what a new one says."""
+"""The extended attribute that marks a staging file (`orphans.py`), and its value for a new file, "not acknowledged"."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a disk that is full: its own space, or the quota of this user."""
 
 
 class Shape(NamedTuple):
-    """What tells a file that was written from one that was not."""
+    """Size and mtime of a staging file. If two shapes of a file differ, a process has written it in between."""
 
     size: int
     mtime_ns: int
 
 
 class StagingDisk:
-    """The directory of the staging files, worker threads for calls on its disk, and what is left of the memory for small
-    files (`memory_left`). A disk that is frozen holds up any call that changes it, also the last close of a file that was
-    removed: none is made on the loop. With `shared` memory, what lies in memory outlives this
-    process."""
+    """The directory of the staging files, the worker threads for calls on its disk, and the bytes of memory that files may
+    still take (`memory_left`).
+
+    A frozen disk blocks each call that changes it, and also the last close of a removed file. So while a mount is served,
+    such calls run in worker threads, with two exceptions: `StagingFile.prepare_passthrough` for a file that its users share
+    (`DirtyFile.share`), and `Uploads.take`. With `shared` memory, the bytes in memory outlive this process."""
 
     def __init__(
         self, directory: Path, memory: int = HELD_ALTOGETHER, shared: SharedMemory | None = None
     ) -> None:
-        """Makes the directory, readable by its owner alone. Raises `CacheUnusable`."""
+        """Make the directory, accessible to its owner alone. Files may take `memory` bytes. Raises `CacheUnusable`."""
         try:
             ownership.claim(directory, whole=True)
             self._device = directory.stat().st_dev
@@ -97,114 +102,121 @@ class StagingDisk:
         self.memory_left = memory
         self.shared = shared
         self._limiter = trio.CapacityLimiter(THREADS)
-        self._begun = 0
-        self._new: dict[object, float] = {}  # when the files under way were begun to be made
-        self._quiet = trio.lowlevel.ParkingLot()
-        self.unlinked: set[Path] = set()  # names that a thread has removed before `StagingFile.remove`
+        self._later_calls = 0  # calls of `later` that have not ended
+        self._making: dict[object, float] = {}  # for each running call of `make`, the time when it began
+        self._later_ended = trio.lowlevel.ParkingLot()  # woken whenever a call of `later` ends
+        self.unlinked: set[Path] = set()  # removed by `StagingFile.unlink`, until `StagingFile.remove`
 
     def tail(self, name: str, start: int) -> bytearray | Tail | None:
-        """Memory for the bytes of a file from `start` on, none so far; None: they go to the disk at once."""
+        """Empty memory for the bytes of a file from the offset `start` on. None if shared memory has no place for one more
+        file, whose bytes are then written to the disk at once."""
         return bytearray() if self.shared is None else self.shared.tails.make(name, start)
 
     @property
     def outlives(self) -> bool:
-        """Whether files that are open are to outlive this process, also those whose names are gone."""
+        """True if open files are to outlive this process, also those whose names are removed."""
         return self.shared is not None
 
     @property
     def busy(self) -> int:
-        """Calls under way, and those that were begun `later`."""
-        return self._limiter.borrowed_tokens + self._begun
+        """How many calls run. A call of `later` counts until it has ended, and twice while it runs in a thread."""
+        return self._limiter.borrowed_tokens + self._later_calls
 
     async def run(self, call: Callable[[], T]) -> T:
-        """What `call` returns, or raises."""
+        """Call `call` in a worker thread; returns its result, or raises its error."""
         return await in_thread(call, limiter=self._limiter)
 
     @property
     def hangs(self) -> bool:
-        """Whether a small file takes too long to be made: the disk does not answer."""
-        return min(list(self._new.values()), default=math.inf) < time.monotonic() - HANGS_AFTER_S
+        """True if a call of `make` has been running for more than `HANGS_AFTER_S`: the disk does not answer."""
+        return min(list(self._making.values()), default=math.inf) < time.monotonic() - HANGS_AFTER_S
 
-    async def make(self, path: Path, data: bytes, *, shared: bool = False, mark: Mark | None = None) -> int:
-        """A new file that holds `data`: a descriptor; if it is `shared`, for reading only, as `_share` leaves it. For `mark`
-        see `_written_file`."""
+    async def make(
+        self, path: Path, data: bytes, *, for_passthrough: bool = False, mark: Mark | None = None
+    ) -> int:
+        """Make a file that holds `data`; returns its descriptor. `for_passthrough`: as `_make_read_only` leaves it. For
+        `mark` see `_written_file`. If the directory was removed from outside, it is made again. Raises OSError."""
 
         def timed() -> int:
             call = object()
-            self._new[call] = time.monotonic()
+            self._making[call] = time.monotonic()
             try:
-                return _written_file(path, data, shared=shared, mark=mark)
+                return _written_file(path, data, for_passthrough=for_passthrough, mark=mark)
             except FileNotFoundError:
-                self._make_again()
-                return _written_file(path, data, shared=shared, mark=mark)
+                self._recreate_directory()
+                return _written_file(path, data, for_passthrough=for_passthrough, mark=mark)
             finally:
-                del self._new[call]
+                del self._making[call]
 
         return await self.run(timed)
 
-    def _make_again(self) -> None:
-        """In a thread: the directory was removed from outside. OSError where its disk is not there: what is below has no
-        reserve of ours."""
-        if existing(self.directory).stat().st_dev != self._device:
+    def _recreate_directory(self) -> None:
+        """Make the directory again, which was removed from outside. Blocking. Raises OSError (ENODEV) if its disk is not
+        mounted any more: files would go to the disk below the mount point, whose space cachefs does not manage."""
+        if nearest_existing(self.directory).stat().st_dev != self._device:
             raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
         ownership.claim(self.directory, whole=True)
 
     def later(self, call: Callable[[], object]) -> None:
-        """Make a call that no caller waits for. Its OSError is logged."""
-        self._begun += 1
-        trio.lowlevel.spawn_system_task(self._carry_out, call)
+        """Begin a call in a worker thread that no caller waits for. Its OSError is logged."""
+        self._later_calls += 1
+        trio.lowlevel.spawn_system_task(self._run_later, call)
 
-    async def _carry_out(self, call: Callable[[], object]) -> None:
+    async def _run_later(self, call: Callable[[], object]) -> None:
         try:
             await in_thread_at_last(call, abandon_on_cancel=True, limiter=self._limiter)
         except OSError as exc:
             log.warning("cannot remove what was written here: %s", exc)
         finally:
-            self._begun -= 1
-            self._quiet.unpark_all()
+            self._later_calls -= 1
+            self._later_ended.unpark_all()
 
     async def quiet(self) -> None:
-        """Return when what was begun `later` is done."""
-        while self._begun:
-            await self._quiet.park()
+        """Wait until all calls of `later` have ended."""
+        while self._later_calls:
+            await self._later_ended.park()
 
 
 class Lost(CacheUnusable):
-    """A staging file is gone that was not removed here."""
+    """A staging file was removed from outside, by a user or another program."""
 
 
 class StagingFile:
-    """One file: a `new` one, empty, else the one that lies there, of which `fd` is a descriptor for reading only. Raises
-    `NoRoom` when the disk is full, `CacheUnusable` when it fails. One that is `in_passthrough` is written by others, and
-    open for reading only here: then `written` says whether they still are at it.
+    """One staging file. A `new` one is empty and has no file on the disk yet. Otherwise the file exists, and `fd`, if given,
+    is a descriptor of it for reading only. Methods raise `NoRoom` if the disk is full, `TooLarge` if it takes no file of
+    that size, and `CacheUnusable` if it fails.
 
-    After a failed fsync, or a failed close of what was not synced, it is *spoiled*: `sync` and `check` raise `CacheUnusable`
-    until it was emptied. The kernel marks the pages that it could not write as clean, and the next fsync answers 0; so the
-    disk may hold other bytes than were written, anywhere in the file."""
+    A *user* needs the file open: `take` adds one, `give_back` removes one. While the file is `in_passthrough`, processes
+    write it through the kernel, and this daemon has it open for reading only; `has_writer` tells whether one still can.
+
+    After a failed fsync, or after a failed close of bytes that were not synced, the file is *spoiled*: `sync`, `content` and
+    `check` raise `CacheUnusable` until it was emptied. The kernel marks the pages that it could not write as clean, and the
+    next fsync succeeds; so the disk may hold other bytes than were written, anywhere in the file."""
 
     def __init__(self, disk: StagingDisk, name: str, *, new: bool = False, fd: int = -1) -> None:
         self.path = disk.directory / name
         self._disk = disk
         self.in_passthrough = False
         self._fd = fd
-        self._writes = fd < 0  # what the descriptor is for
+        self._writes = fd < 0  # True if the descriptor, or the next one, is open for writing
         self._users = 0
-        self._made = not new  # there is a file
-        self._start = 0  # where the file on the disk ends, if there is more in memory
-        # The bytes from `_start` on, in memory until they are spilled. They may change as long as there is no mark. If they
-        # are `bytes`, the journal has them, too.
+        self._made = not new  # True if there is a file on the disk
+        self._start = 0  # the offset where the file on the disk ends and the bytes in memory begin
+        # The bytes from `_start` on, until they are spilled (None: no bytes are in memory). They may change while there is
+        # no `_mark`. If they are `bytes`, the journal has them, too.
         self._held: bytearray | Tail | bytes | None = disk.tail(name, 0) if new else None
         self._mark: Mark | None = None
         self._spilling = trio.Lock()
         self._removed = False
         self.spoiled = False
-        self._unsynced: object | None = None  # the last change on the disk, if no sync has covered it
-        # Where the file ends, if the disk has bytes of a failed write behind that.
+        # Identifies the last change on the disk; None once a sync has covered it.
+        self._unsynced: object | None = None
+        # Where the file ends, if the disk has bytes of a failed write behind its end.
         self._cut_at: int | None = None
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """There is a user more until this ends."""
+        """Add a user while the block runs."""
         self.take()
         try:
             yield
@@ -212,24 +224,25 @@ class StagingFile:
             self.give_back()
 
     def take(self) -> None:
-        """One user more."""
+        """Add a user. The first one opens the file, if it is on the disk."""
         if self._fd < 0 and self._made:
             with self._translated():
                 self._fd, self._writes = self._open()
         self._users += 1
 
     def _open(self) -> tuple[int, bool]:
-        """A descriptor, and whether it may be written to."""
+        """Open the file; returns its descriptor, and True if that is open for writing."""
         flags = os.O_NOFOLLOW
         if not self.in_passthrough:
             try:
                 return os.open(self.path, os.O_RDWR | flags), True
             except OSError as exc:
                 if exc.errno != errno.EROFS:
-                    raise  # else it became read-only after an error: what is there can be read and sent
+                    raise  # otherwise the disk became read-only after an error, and the file can be read and sent
         return os.open(self.path, os.O_RDONLY | flags), False
 
     def give_back(self) -> None:
+        """Remove a user. The last one closes the file. If the name is removed, the memory and the file are freed then."""
         self._users -= 1
         if self._users:
             return
@@ -240,51 +253,54 @@ class StagingFile:
             else:
                 self._close(fd)
         if self._removed:
-            self._let_go()
+            self._release_memory()
             if self._disk.outlives and self._made:
                 self._unlink()
 
     @property
     def fd(self) -> int:
-        """The descriptor, for a user of one that was spilled."""
+        """The descriptor. The caller is a user, and the file is on the disk."""
         assert self._made
         return self._fd
 
     @property
     def in_memory(self) -> bool:
-        """True if all of it lies in memory."""
+        """True if the whole file lies in memory."""
         return self._held is not None and not self._start
 
     @property
     def held(self) -> bytes | None:
-        """All of it, if it lies in memory."""
+        """The content, if the whole file lies in memory; else None."""
         return bytes(self._held) if self._held is not None and not self._start else None
 
     @property
     def lost_with_its_row(self) -> bool:
-        """True if its users are to outlive this process, and the next one would have its bytes from the journal alone."""
+        """True if the removal of its row from the journal would lose the content for users that are to outlive this process:
+        the next daemon could read it from the journal only."""
         return isinstance(self._held, bytes) and self._users > 0 and self._disk.outlives
 
     @property
     def removed(self) -> bool:
-        """Whether its name is gone, or goes with its last user."""
+        """True if its name is removed, or will be removed with its last user."""
         return self._removed
 
     @property
     def ends_in_memory(self) -> bool:
-        """True if all of it, or its end, lies in memory: then `write_now` may take more."""
+        """True if the whole file, or its end, lies in memory: then `write_now` may succeed."""
         return self._held is not None
 
     async def source(self, size: int) -> Source:
-        """The first `size` bytes, for a user that sends them: from memory if that takes no waiting."""
+        """The first `size` bytes, for a user that sends them. A small file is read into memory if that does not wait for the
+        disk; otherwise they are sent from the file, which is spilled first."""
         data = self.read_now(0, size) if size <= HELD else None
         if data is not None:
             return InMemory(bytes(data))
         await self.spill()
         return FileRange(self._fd)
 
-    async def spill(self, *, shared: bool = False) -> None:
-        """Have all of it in a file. The caller is a user. `shared`: a file that is made is left as `shared` leaves it."""
+    async def spill(self, *, for_passthrough: bool = False) -> None:
+        """Write the bytes in memory to the disk, so that the whole file is there. The caller is a user. `for_passthrough`:
+        if this makes the file, it is opened as `_make_read_only` leaves it. After an error the bytes are still in memory."""
         async with taken(self._spilling):
             if self._held is None and self._made:
                 return
@@ -292,21 +308,24 @@ class StagingFile:
             self._unsynced = object()
             with self._translated():
                 if self._made:
-                    with self._written_to() as fd:
+                    with self._writable_fd() as fd:
                         await self._disk.run(lambda: self._spill_to(fd, data))
                 else:
-                    self._fd = await self._disk.make(self.path, data, shared=shared, mark=self._mark)
-                    self._writes = not shared
-            self._let_go()
+                    self._fd = await self._disk.make(
+                        self.path, data, for_passthrough=for_passthrough, mark=self._mark
+                    )
+                    self._writes = not for_passthrough
+            self._release_memory()
             self._mark = None
             if not self._made:
                 self._made = True
-                if self._removed and not self._disk.outlives:  # meanwhile, or before
+                if self._removed and not self._disk.outlives:  # `remove` had no name to remove
                     self._unlink()
 
-    async def try_spill(self, *, shared: bool = False) -> bool:
-        """Move what lies in memory to the disk (see `spill`); the caller is a user. False when the disk does not answer
-        within `HANGS_AFTER_S`: the move goes on. Raises `NoRoom`, `CacheUnusable`."""
+    async def try_spill(self, *, for_passthrough: bool = False) -> bool:
+        """As `spill`, but do not wait for a disk that hangs; the caller is a user. False if the disk has not answered within
+        `HANGS_AFTER_S`: the spill continues. False at once, and nothing is spilled, if the disk is known to hang. Raises
+        `NoRoom`, `CacheUnusable`."""
         if self._held is None or self._disk.hangs:
             return self._held is None
         spilled = Outcome[None]()
@@ -314,7 +333,7 @@ class StagingFile:
         async def spill() -> None:
             try:
                 with self.used():
-                    await self.spill(shared=shared)
+                    await self.spill(for_passthrough=for_passthrough)
             except Exception as exc:
                 spilled.failure = exc
             spilled.end()
@@ -325,32 +344,34 @@ class StagingFile:
         return self._held is None
 
     def _unlink(self) -> None:
+        """Begin to remove the name, in a worker thread."""
         self._disk.later(partial(self.path.unlink, missing_ok=True))
 
-    def _let_go(self) -> None:
+    def _release_memory(self) -> None:
+        """Free the memory, and forget the bytes in it."""
         self._disk.memory_left += len(self._held or b"")
         if isinstance(self._held, Tail):
             self._held.release()
         self._held = None
 
-    def _keep(self, size: int) -> bytearray | Tail | None:
-        """What is in memory, of a file that is to have `size` bytes, now accounted for; None: it has to be spilled, or
-        was."""
+    def _reserve_memory(self, size: int) -> bytearray | Tail | None:
+        """Reserve memory for a file that is to have `size` bytes; returns its bytes in memory, which the caller changes.
+        None, and nothing is reserved, if the change has to be made on the disk."""
         held, size = self._held, size - self._start
-        # A kill leaves all that is written after a promise, as on a local file system: it goes to the disk.
+        # What is written after a promise must survive a kill, as on a local file system. So it is written to the disk.
         if held is None or isinstance(held, bytes) or self._mark is not None:
             return None
         if not 0 <= size <= HELD or self._spilling.locked():
             return None
-        more = size - len(held)
-        if more > self._disk.memory_left:
+        growth = size - len(held)
+        if growth > self._disk.memory_left:
             return None
-        self._disk.memory_left -= more
+        self._disk.memory_left -= growth
         return held
 
     @contextmanager
-    def _written_to(self) -> Iterator[int]:
-        """A descriptor to write to, until this ends."""
+    def _writable_fd(self) -> Iterator[int]:
+        """A descriptor that is open for writing, while the block runs."""
         with self.used():
             if self._writes:
                 yield self._fd
@@ -365,69 +386,71 @@ class StagingFile:
         try:
             os.close(fd)
         except OSError as exc:
-            # It is closed all the same. A network file system says here, and only once, that it could not keep what was
-            # not synced.
+            # The descriptor is closed despite the error. A network file system reports here, and only once, that it could
+            # not store bytes that were not synced.
             log.info("%s: %s", self.path, exc.strerror)
             self.spoiled |= self._unsynced is not None
 
     # -- passthrough, for its users ----------------------------------------------------------------
 
     def reader(self) -> int:
-        """A descriptor of one's own, for reading."""
+        """Open the file once more, for reading; the caller closes the descriptor."""
         with self._translated():
             return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY)
 
     async def open_backing(self) -> Shape | None:
-        """All of it is in a file, which others write from now on. Returns what that is like until one does; None when the
-        disk does not answer within `HANGS_AFTER_S`. A file that is made for this costs one turn of a thread."""
+        """Prepare the file for passthrough: all of it is on the disk, and processes may write it from now on. Returns its
+        shape, which holds until one does. None if the disk does not answer within `HANGS_AFTER_S`. If the file has to be
+        made, this costs one call in a worker thread."""
         made = self._made
-        if not await self.try_spill(shared=True):
+        if not await self.try_spill(for_passthrough=True):
             return None
         if made or self._writes:
-            return await self._disk.run(self.shared)
+            return await self._disk.run(self.prepare_passthrough)
         self.in_passthrough = True
         return self.shape()
 
-    def shared(self) -> Shape:
-        """The same, blocking."""
+    def prepare_passthrough(self) -> Shape:
+        """As `open_backing`, for a file that is on the disk. Called again, it resets the mtime. Blocking."""
         with self._translated():
             if self._writes:
                 self._cut_off(self._fd)
-            _share(self._fd)
+            _make_read_only(self._fd)
             self._writes = False
         self.in_passthrough = True
         return self.shape()
 
     def shape(self) -> Shape:
+        """The present size and mtime of the file on the disk."""
         with self._translated():
             status = os.fstat(self._fd) if self._fd >= 0 else os.stat(self.path)
         return Shape(status.st_size, status.st_mtime_ns)
 
-    def written(self) -> bool:
-        """True if a process has it open, or mapped, for writing."""
+    def has_writer(self) -> bool:
+        """True if a process has it open, or mapped, for writing. False if the file system has no leases."""
         with self.used():
             return not _leased(self._fd, otherwise=True)
 
     # -- content -----------------------------------------------------------------------------------
 
     def remove(self) -> None:
-        """Remove the name, in a thread; users keep the file. Where the disk refuses, the next start removes it. Where the
-        file is to outlive this process, its name goes with its last user."""
+        """Begin to remove the name, in a worker thread; users can still use the file. If the disk refuses, the next start
+        removes it. If users are to outlive this process, the name is removed with the last one."""
         self._removed = True
         if self.path in self._disk.unlinked:
             self._disk.unlinked.remove(self.path)
         elif self.can_unlink:
             self._unlink()
         if not self._users:
-            self._let_go()
+            self._release_memory()
 
     @property
     def can_unlink(self) -> bool:
-        """Whether it has a name that need not stay for its users."""
+        """True if it has a name on the disk, which no user needs."""
         return self._made and not (self._users and self._disk.outlives)
 
     def unlink(self) -> None:
-        """In a thread: remove the name before `remove`, which is called next. Where the disk refuses, that tries again."""
+        """Remove the name. Blocking. The caller calls `remove` next, which tries again if the disk refuses here."""
         try:
             os.unlink(self.path)
         except OSError as exc:
@@ -436,9 +459,9 @@ class StagingFile:
             self._disk.unlinked.add(self.path)
 
     def read_now(self, offset: int, size: int) -> Buffer | None:
-        """The bytes, if that takes no waiting."""
+        """The bytes, if they can be read without waiting for the disk; else None."""
         if self._held is not None and offset >= self._start:
-            return self._in_memory(offset, size)
+            return self._read_memory(offset, size)
         if self._held is not None and offset + size > self._start:
             return None
         data = bytearray(size)
@@ -450,25 +473,28 @@ class StagingFile:
         return data
 
     async def read(self, offset: int, size: int) -> bytes:
+        """The bytes; fewer than `size` at the end of the file."""
         if self._held is not None and offset >= self._start:
-            return self._in_memory(offset, size)
+            return self._read_memory(offset, size)
         end = b""
         if self._held is not None and offset + size > self._start:
-            # It is not spilled first: a full disk keeps no reader from it.
-            end = self._in_memory(self._start, offset + size - self._start)
+            # The end is not spilled first, because a full disk must not fail a read.
+            end = self._read_memory(self._start, offset + size - self._start)
             size = self._start - offset
         with self.used(), self._translated():
             return await self._disk.run(lambda: os.pread(self._fd, size, offset)) + end
 
-    def _in_memory(self, offset: int, size: int) -> bytes:
+    def _read_memory(self, offset: int, size: int) -> bytes:
+        """Bytes from memory; `offset` is in the file."""
         assert self._held is not None
         at = offset - self._start
         held = self._held.view() if isinstance(self._held, Tail) else memoryview(self._held)
         return bytes(held[at : at + size])
 
     async def write(self, offset: int, data: Buffer, *, appends: bool = False) -> None:
-        """All of it, or an error after any part of it that lies before the file's end: this is then where it was. `appends`
-        says that it begins where the file ends, and that no process has the file by itself."""
+        """Write all of `data`. After an error, any of the bytes before the file's end may have been written, and the end is
+        where it was. `appends`: `offset` is the file's end, and the file is not in passthrough, so a small write may be put
+        in memory."""
         if self.write_now(offset, data):
             return
         if appends and len(data) <= SMALL and self._disk.memory_left >= HELD:
@@ -478,48 +504,53 @@ class StagingFile:
                 self._start, self._held = offset, self._disk.tail(self.path.name, offset)
                 if self.write_now(offset, data):
                     return
-        await self._on_disk(lambda fd: self._grow(fd, lambda: _write(fd, offset, data)))
+        await self._change_on_disk(lambda fd: self._grow(fd, lambda: _write(fd, offset, data)))
 
     def write_now(self, offset: int, data: Buffer) -> bool:
-        """Write it in memory, if it belongs there and there is room; False: nothing has happened."""
+        """Write in memory. False, and nothing is written, if the bytes have to be written to the disk."""
         at, end = offset - self._start, offset + len(data)
-        if at < 0 or (held := self._keep(max(self._start + len(self._held or b""), end))) is None:
+        if at < 0 or (held := self._reserve_memory(max(self._start + len(self._held or b""), end))) is None:
             return False
         if at > len(held):
-            held.extend(bytes(at - len(held)))  # a gap is zeros
+            held.extend(bytes(at - len(held)))  # a gap between the end and the write reads as zeros
         held[at : at + len(data)] = data
         return True
 
     async def truncate(self, size: int) -> None:
+        """Cut or extend the file to `size` bytes; new bytes are zeros. A spoiled file that is emptied is sound again."""
         if self._made and size <= self._start:
-            async with self._spilling:  # meanwhile nothing is written in memory
-                # What is cut off needs no room on the disk first. It is dropped once it is cut: that may fail.
-                await self._on_disk(lambda fd: os.ftruncate(fd, size), spills=False)
-                self._let_go()
-        elif (held := self._keep(size)) is not None:
+            async with self._spilling:  # held, so that nothing is written in memory meanwhile
+                # The bytes in memory are not spilled first, because they may not fit on the disk. They are freed after the
+                # cut, which may fail.
+                await self._change_on_disk(lambda fd: os.ftruncate(fd, size), spills=False)
+                self._release_memory()
+        elif (held := self._reserve_memory(size)) is not None:
             size -= self._start
             held.extend(bytes(max(0, size - len(held))))
             del held[size:]
             return
         else:
-            await self._on_disk(lambda fd: os.ftruncate(fd, size))
+            await self._change_on_disk(lambda fd: os.ftruncate(fd, size))
         self.spoiled &= size > 0
 
     async def allocate(self, offset: int, length: int) -> None:
+        """Allocate disk space for [offset, offset + length), and extend the file with zeros to its end."""
+
         def allocated(fd: int) -> None:
             os.posix_fallocate(fd, offset, length)
 
-        # A process that writes it by itself may have moved its end meanwhile: as on a local disk, zeros stay there.
+        # A process that writes in passthrough may have moved the end meanwhile. So after a failure the file is not cut to
+        # its old length: as on a local disk, the zeros stay.
         others = self.in_passthrough
-        await self._on_disk(allocated if others else lambda fd: self._grow(fd, lambda: allocated(fd)))
+        await self._change_on_disk(allocated if others else lambda fd: self._grow(fd, lambda: allocated(fd)))
 
     async def sync(self) -> None:
-        """The bytes are on the disk. Its name may not be: `sync_names`."""
+        """Sync the bytes to the disk. A power cut may still lose the file's name; see `sync_names`."""
         self.check()
         with self.used(), self._translated():
             await self.spill()
             if self._cut_at is not None:
-                with self._written_to() as fd:
+                with self._writable_fd() as fd:
                     await self._disk.run(lambda: self._cut_off(fd))
             covered = self._unsynced
             try:
@@ -531,7 +562,8 @@ class StagingFile:
                 self._unsynced = None
 
     async def content(self, size: int) -> bytes | None:
-        """Its first `size` bytes: all of it in memory, or also in a file. None if they are not at hand."""
+        """The content, which has `size` bytes; None if reading it would wait for the disk, or if the disk has bytes of a
+        failed write behind its end. Afterwards the file lies in memory or on the disk as a whole."""
         self.check()
         with self.used(), self._translated():
             data = self.read_now(0, size)
@@ -540,8 +572,9 @@ class StagingFile:
             return None if data is None or self._cut_at is not None else bytes(data)
 
     async def promise(self, mark: Mark, *, stays: bool) -> None:
-        """Prepare for an acknowledgement. If the content `stays` in memory, it is not changed there any more: the next
-        change spills it first, and `mark` then sets the attributes of the new file. Otherwise it is spilled now."""
+        """Prepare for an acknowledgement, for which the journal gets the content. If the content `stays` in memory, it is
+        not changed there any more: the next change spills it first, and `mark` then sets the attributes of the new file.
+        Otherwise it is spilled now."""
         if not stays or self._spilling.locked():
             with self.used():
                 await self.spill()
@@ -552,42 +585,48 @@ class StagingFile:
         """Note that the journal has `content`, which is all of the file."""
         if self._mark is not None and self._held is not None:
             if isinstance(self._held, Tail):
-                self._held.release()  # the next daemon has it from the journal
+                self._held.release()  # the next daemon reads it from the journal
             self._held = content
 
     def unmark(self) -> None:
-        """Note that the file is not acknowledged any more, or was not at all."""
+        """Note that the file is not acknowledged: it is no longer, or the journal has failed to write its row."""
         self._mark = None
 
     async def restore(self, data: bytes) -> None:
-        """It begins with these bytes, whatever the disk has made of them. What was appended meanwhile stays."""
-        await self._on_disk(lambda fd: _write(fd, 0, data))
+        """Write `data` at the beginning of the file again, because the disk may have lost it. Bytes that were appended
+        meanwhile stay."""
+        await self._change_on_disk(lambda fd: _write(fd, 0, data))
 
     def check_name(self) -> None:
-        """Raises `Lost` if its name was removed from outside: users still have the file, and no other start finds it."""
+        """Raise `Lost` if its name was removed from outside: its users still have the file, but the next daemon could not
+        find it."""
         if self._made and not self._removed:
             with self._translated():
                 os.stat(self.path, follow_symlinks=False)
 
     def resumed(self, *, spoiled: bool, removed: bool) -> None:
-        """Of an earlier run: a failed fsync was seen, it is only there for its users."""
+        """Restore the state of a file of the previous daemon. `spoiled`: see the class. `removed`: its name is removed, or
+        is there for its users only."""
         self.spoiled, self._removed = spoiled, removed
 
     def check(self) -> None:
-        """Raises `CacheUnusable` if the file may hold other bytes than were written."""
+        """Raise `CacheUnusable` if the file is spoiled: it may hold other bytes than were written."""
         if self.spoiled:
             raise CacheUnusable(
                 f"the disk of {self.path.parent} failed to keep what was written: empty the file, and write it again"
             )
 
     async def copy_to(self, other: StagingFile, size: int) -> None:
-        """The first `size` bytes, without their coming through here."""
+        """Copy the first `size` bytes to another file, in the kernel. Both are spilled first."""
         with self.used(), other.used(), self._translated():
             await self.spill()
             await other.spill()
             await self._disk.run(partial(_copy, self._fd, other._fd, size))
 
-    async def _on_disk(self, change: Callable[[int], object], *, spills: bool = True) -> None:
+    async def _change_on_disk(self, change: Callable[[int], object], *, spills: bool = True) -> None:
+        """Call `change` in a worker thread with a descriptor that is open for writing. With `spills`, the bytes in memory
+        are spilled first."""
+
         def changed(fd: int) -> None:
             self._cut_off(fd)
             change(fd)
@@ -596,17 +635,17 @@ class StagingFile:
             if spills:
                 await self.spill()
             self._unsynced = object()
-            with self._written_to() as fd:
+            with self._writable_fd() as fd:
                 await self._disk.run(lambda: changed(fd))
 
     def _grow(self, fd: int, change: Callable[[], object]) -> None:
-        """In a thread: a change that may move the file's end; one that fails does not."""
+        """Make a change that may move the file's end; if it fails, cut the file to where the end was. Blocking."""
         end = os.fstat(fd).st_size
         try:
             change()
         except OSError:
             self._cut_at = end
-            with suppress(OSError):  # else the next call does it
+            with suppress(OSError):  # the next change on the disk cuts it then
                 self._cut_off(fd)
             raise
 
@@ -615,13 +654,15 @@ class StagingFile:
         self._grow(fd, lambda: _write(fd, self._start, data))
 
     def _cut_off(self, fd: int) -> None:
-        """In a thread: the disk has nothing behind the end. A file that grows later would show it in place of zeros."""
+        """Cut off the bytes that a failed write has left behind the file's end. A file that grows later would show them in
+        place of zeros. Blocking."""
         if self._cut_at is not None:
             os.ftruncate(fd, self._cut_at)
             self._cut_at = None
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
+        """Raise an OSError of the block as `Lost`, or as the error that `translated` returns."""
         try:
             yield
         except OSError as exc:
@@ -630,13 +671,14 @@ class StagingFile:
             raise translated(exc, self.path.parent) from exc
 
 
-def existing(directory: Path) -> Path:
-    """A directory, or what is left above it."""
+def nearest_existing(directory: Path) -> Path:
+    """The directory if it exists, else the nearest one above it that does."""
     return next(place for place in (directory, *directory.parents) if place.exists())
 
 
 def sync_names(directory: Path) -> None:
-    """All files of a staging directory are found there after a power cut. Blocking. Raises `CacheUnusable`."""
+    """Sync a staging directory, so that its files are found there after a power cut. Blocking. Raises `NoRoom`,
+    `CacheUnusable`."""
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -648,7 +690,7 @@ def sync_names(directory: Path) -> None:
 
 
 def sync_bytes(path: Path) -> bool:
-    """A file's bytes are on the disk. Blocking. False if the disk fails."""
+    """Sync a file's bytes to the disk. Blocking. False if there is no such file, or if the disk fails."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
@@ -661,15 +703,15 @@ def sync_bytes(path: Path) -> bool:
 
 
 def rewrite(path: Path, data: bytes) -> None:
-    """The file holds these bytes alone, and they are on the disk. One that is new appears whole. Blocking. Raises `NoRoom`,
+    """Make `data` the content of a file, on the disk. A new file appears whole, by a rename. Blocking. Raises `NoRoom`,
     `CacheUnusable`."""
-    # One that is there is written where it lies: a process that has outlived its daemon may go on writing it.
+    # An existing file is written in place, because a process that has outlived its daemon may continue to write it.
     place = path if path.exists() else _unfinished(path)
     try:
         fd = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             if place != path:
-                begin(place)
+                mark_new(place)
             os.ftruncate(fd, len(data))
             _write(fd, 0, data)
             os.fdatasync(fd)
@@ -682,13 +724,14 @@ def rewrite(path: Path, data: bytes) -> None:
 
 
 def touch(directory: Path) -> None:
-    """Change something on a disk. Blocking. Errors are left to the caller's next change."""
+    """Change the times of a directory, which returns once its disk answers. Blocking. Errors are ignored, because the
+    caller's next change meets them."""
     with suppress(OSError):
         os.utime(directory)
 
 
 def can_lease(directory: Path) -> bool:
-    """Whether the kernel says of files there if they are open for writing."""
+    """True if the kernel refuses a lease on a file of this directory that is open for writing. Blocking."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             fd = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY)
@@ -702,8 +745,9 @@ def can_lease(directory: Path) -> bool:
 
 
 def tells_of_mappings(directory: Path) -> bool:
-    """Whether a store into a mapping moves the time of a file there, also after a sync: on a tmpfs nothing is written back,
-    so a page that was stored to stays writable."""
+    """True if a write through a mapping changes the mtime of a file in this directory, also after a sync. On a tmpfs it does
+    not: nothing is written back there, so a page that was written stays writable, and the kernel sees no further write to
+    it. Blocking."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(bytes(mmap.PAGESIZE))
@@ -719,9 +763,10 @@ def tells_of_mappings(directory: Path) -> bool:
 
 
 def _leased(fd: int, *, otherwise: bool) -> bool:
-    """Whether the kernel grants a lease, given back at once; `otherwise` where it knows none."""
+    """True if the kernel grants a read lease on a file, which is released at once. False if a process has the file open for
+    writing. `otherwise` is returned if the file system has no leases."""
     try:
-        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # which is ignored; SIGIO would end the process
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # ignored by default; SIGIO would end the process
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except OSError as exc:
@@ -730,7 +775,7 @@ def _leased(fd: int, *, otherwise: bool) -> bool:
 
 
 def translated(exc: OSError, directory: Path) -> CachefsError:
-    """The error that a writer is told of a failing disk."""
+    """The error that a writer gets for a failed call on the disk of `directory`."""
     if exc.errno in FULL:
         return NoRoom(f"the disk of {directory} is full")
     if exc.errno == errno.EFBIG:
@@ -738,14 +783,14 @@ def translated(exc: OSError, directory: Path) -> CachefsError:
     return CacheUnusable(f"cannot keep what is written in {directory}: {exc.strerror}")
 
 
-def begin(path: Path) -> None:
-    """It is a staging file now, and nothing of it was acknowledged. Blocking; a disk without attributes takes no mark."""
+def mark_new(path: Path) -> None:
+    """Mark a new staging file as not acknowledged. Blocking. A file system without extended attributes takes no mark."""
     with suppress(OSError):
         os.setxattr(path, ACKNOWLEDGED, NO, follow_symlinks=False)
 
 
-def _share(fd: int) -> None:
-    """The file is open for reading only here, and has the time of one that no process has written. Blocking."""
+def _make_read_only(fd: int) -> None:
+    """Reopen a descriptor for reading only, under its number, and set the file's mtime to `LONG_AGO_NS`. Blocking."""
     reader = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
     os.dup2(reader, fd, inheritable=False)
     os.close(reader)
@@ -753,20 +798,22 @@ def _share(fd: int) -> None:
 
 
 def _unfinished(path: Path) -> Path:
-    """The name of a file that is being made and shall appear whole. The next start removes what a kill leaves of it."""
+    """The path where a file is written before it is renamed to `path`. If a kill leaves it there, the next start removes it,
+    or keeps it aside if the file system takes no mark (`orphans.py`)."""
     return path.with_name(f"{path.name}.0")
 
 
-def _written_file(path: Path, data: bytes, *, shared: bool = False, mark: Mark | None = None) -> int:
-    """A new file that holds `data`, open; on an error there is none. With a `mark`, `data` was acknowledged: the file
-    appears whole, because a file that is there counts more than the journal's copy."""
+def _written_file(path: Path, data: bytes, *, for_passthrough: bool = False, mark: Mark | None = None) -> int:
+    """Make a file that holds `data`; returns its descriptor. After an error there is no file. With a `mark`, `data` was
+    acknowledged: then the file appears whole, by a rename, because the next start prefers a file that exists to the
+    journal's copy. Blocking. Raises OSError."""
     place = path if mark is None else _unfinished(path)
     fd = os.open(place, os.O_RDWR | os.O_CREAT | (os.O_EXCL if mark is None else os.O_TRUNC), 0o600)
-    begin(place)
+    mark_new(place)
     try:
         _write(fd, 0, data)
-        if shared:
-            _share(fd)
+        if for_passthrough:
+            _make_read_only(fd)
         if mark is not None:
             place.rename(path)
             mark(path)
@@ -780,14 +827,14 @@ def _written_file(path: Path, data: bytes, *, shared: bool = False, mark: Mark |
 
 
 def spill_tail(directory: Path, tail: Tail, mtime_ns: int) -> None:
-    """Bring to the disk what a daemon that has died had in memory of a file. Blocking. Raises OSError; FileNotFoundError if
-    the file was removed from outside."""
+    """Write the end of a file, which a daemon that has died had in memory, to the disk, and set the file's mtime. Blocking.
+    Raises OSError; FileNotFoundError if the file was removed from outside, or is shorter than the offset of its end."""
     path = directory / tail.name
     made = os.O_CREAT if not tail.start else 0
     is_new = bool(made) and not path.exists()
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | made, 0o600)
     if is_new:
-        begin(path)
+        mark_new(path)
     try:
         if os.fstat(fd).st_size < tail.start:
             raise FileNotFoundError(errno.ENOENT, "the file is shorter than it was")
@@ -799,6 +846,7 @@ def spill_tail(directory: Path, tail: Tail, mtime_ns: int) -> None:
 
 
 def _write(fd: int, offset: int, data: Buffer) -> None:
+    """Write all of `data`, in as many calls as that takes. Blocking."""
     view = memoryview(data)
     while view:
         count = os.pwrite(fd, view, offset)
@@ -806,6 +854,7 @@ def _write(fd: int, offset: int, data: Buffer) -> None:
 
 
 def _copy(source: int, sink: int, size: int) -> None:
+    """Copy the first `size` bytes between two descriptors. Blocking."""
     at = 0
     while at < size:
         done = os.copy_file_range(source, sink, size - at, at, at)

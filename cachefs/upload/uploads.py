@@ -38,7 +38,7 @@ from cachefs.store.backing import BackingFile
 from cachefs.upload import orphans
 from cachefs.upload.content import Row, State, Stored
 from cachefs.upload.dirty_file import DirtyFile, Way
-from cachefs.upload.journal import NOTES, Journal, JournalRemoved, Records, look
+from cachefs.upload.journal import NOTES, Journal, JournalRemoved, Records, WaitingFile, recover
 from cachefs.upload.passthrough import Passthrough
 from cachefs.upload.queue import IN_BACKGROUND, Queue, in_vain
 from cachefs.upload.room import UNASKED, Cache, StagingRoom
@@ -47,7 +47,7 @@ from cachefs.upload.staging import (
     Buffer,
     StagingDisk,
     StagingFile,
-    begin,
+    mark_new,
     spill_tail,
     touch,
 )
@@ -228,7 +228,7 @@ class Uploads:
         fd = self._store.take_out(backing, users, path) if self.passthrough.possible else None
         if fd is None:
             return None
-        begin(path)
+        mark_new(path)
         file = StagingFile(self._disk, name, fd=fd)
         dirty_file = DirtyFile(
             self,
@@ -397,7 +397,7 @@ class Uploads:
         ]
 
     @property
-    def elsewhere(self) -> list[tuple[str, int]]:
+    def elsewhere(self) -> list[WaitingFile]:
         """(source, size in bytes) of each file of an earlier run that this one cannot upload, because the source is not
         mounted."""
         return self._records.elsewhere
@@ -954,7 +954,7 @@ class Uploads:
             if self._disk.shared is None
             else await self._resume(open_inos)
         )
-        found = await look(self._records, self._disk.directory, self._revive, resumed, over)
+        found = await recover(self._records, self._disk.directory, self._revive, resumed, over)
         for dirty_file in resumed.values():
             self._dirty_files[dirty_file.id] = dirty_file
             if dirty_file.discarded:

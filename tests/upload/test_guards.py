@@ -274,8 +274,8 @@ def test_which_rows_come_back() -> None:
         "half": row("half", acknowledged=False, over="kept"),
     }
     files = {"a", "b", "old", "new", "kept", "half", "other"}
-    assert journal.kept(rows, files) == {"a", "new", "kept"}
-    assert journal.kept({}, files) == set()
+    assert journal.restorable(rows, files) == {"a", "new", "kept"}
+    assert journal.restorable({}, files) == set()
 
 
 @in_trio
@@ -913,7 +913,7 @@ def test_a_disk_that_does_not_make_a_small_file_hangs(
     async def main() -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(make)
-            while not disk._new:  # noqa: ASYNC110 - of a thread
+            while not disk._making:  # noqa: ASYNC110 - of a thread
                 await trio.sleep(0.001)
             now[0] = staging.HANGS_AFTER_S
             assert not disk.hangs

@@ -18,7 +18,7 @@ from cachefs.base.errors import CachefsError, CacheUnusable, Conflict, NoRoom, O
 from cachefs.origin import Part
 from cachefs.upload import orphans, sending
 from cachefs.upload.content import Attempt, Row
-from cachefs.upload.journal import DIRTY_FILES, LONGEST_RETRY_S, DiskHangs, Journal, kept
+from cachefs.upload.journal import DIRTY_FILES, LONGEST_RETRY_S, DiskHangs, Journal, restorable
 from cachefs.upload.staging import LOOK_S, StagingDisk
 from tests.fetch.scripted import content
 from tests.upload.scripted import PART, desk, in_trio
@@ -371,7 +371,7 @@ async def test_a_removal_that_the_disk_cannot_note_may_be_undone_by_a_crash_unti
         await d.quiet()
 
         def back() -> set[str]:
-            return kept(d.uploads.journal.rows(DIRTY_FILES), os.listdir(dirty_file.file.path.parent))
+            return restorable(d.uploads.journal.rows(DIRTY_FILES), os.listdir(dirty_file.file.path.parent))
 
         assert back() == (set() if unlinks else {dirty_file.id})
         broken.clear()

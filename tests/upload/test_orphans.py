@@ -99,7 +99,7 @@ async def test_what_is_none_of_ours_is_not_removed(tmp_path: Path) -> None:
         (d.staging / "notes.txt").write_bytes(b"mine")
         (d.staging / "directory").mkdir()
         (file := d.staging / ("0" * 32)).write_bytes(b"never acknowledged")
-        staging.begin(file)
+        staging.mark_new(file)
     async with desk(tmp_path) as d:
         assert await d.files() == []
     assert [file.name for file in aside(tmp_path)] == ["directory", "notes.txt"]

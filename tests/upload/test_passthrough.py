@@ -533,7 +533,7 @@ async def test_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             dirty_file = await d.create("k", b"x")
             assert await d.uploads.open_backing(dirty_file) is None
             await d.close(dirty_file)
-            assert not dirty_file.file.written()
+            assert not dirty_file.file.has_writer()
 
 
 # -- files that readers have already -------------------------------------------------------------------

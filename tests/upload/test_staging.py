@@ -126,7 +126,7 @@ async def _hold(place: Path, steps: list[tuple[str, int, int]], left: int, full:
                     await file.spill()
                     shape = await file.open_backing()
                     assert shape == Shape(len(plain), staging.LONG_AGO_NS) == file.shape()
-                    assert not file.written()
+                    assert not file.has_writer()
                     file.in_passthrough = False
                 case "use":
                     file.take()
