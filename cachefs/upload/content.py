@@ -1,17 +1,17 @@
-"""The states of a dirty file: whether the origin or the cache has its content, and what is being done with it. One method
-for each transition.
+"""The state machine of a dirty file: whether the origin has its content, and whether the cache has its staging file. One
+method for each transition.
 
-| state | its staging file | the origin has | transitions |
+| state | the staging file | the origin has | transitions |
 |---|---|---|---|
-| `DIRTY` | is ours | something else, or nothing | `begin` → `COMMITTING` |
-| `COMMITTING` | is ours, and as it is being sent | the same, or what is sent | `end` → `CLEAN`, `DIRTY` |
-| `CLEAN` | is ours | what it holds | `changed` → `DIRTY`, `settle` → `SETTLING` |
-| `SETTLING` | is being given to the cache | what it held then | `settled` → `ADOPTED`, `CLEAN`, `DIRTY` |
-| `ADOPTED` | is the cache's | what it holds | `renewed`, with a copy → `CLEAN` |
+| `DIRTY` | belongs to the dirty file | another content, or nothing | `begin` → `COMMITTING` |
+| `COMMITTING` | as before; bytes that are being sent do not change | as before, or what is sent | `end` → `CLEAN`, `DIRTY` |
+| `CLEAN` | belongs to the dirty file | its content | `changed` → `DIRTY`, `settle` → `SETTLING` |
+| `SETTLING` | is being given to the cache | its content at `settle` | `settled` → `ADOPTED`, `CLEAN`, `DIRTY` |
+| `ADOPTED` | belongs to the cache | its content | `renewed`, with a copy of the file → `CLEAN` |
 
-Besides the state, `removed` says that its name is removed or being removed, so that only its handles use the file. A running
-transition ends as if the name were there, because the name comes back if the origin refuses the removal. `Row` is what the
-journal has of it. A dirty file is *acknowledged* if its row restores it after a crash.
+Besides the state, `removed` says that the name of the file is removed or being removed, so that only open handles use the
+file. A running transition ends as if the name existed, because the name comes back if the origin refuses the removal. `Row`
+says what the journal has of the file. A dirty file is *acknowledged* if its row restores it after a crash.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from cachefs.origin import ObjectInfo
 
 
 class Attempt:
-    """One upload of the content of `generation`: its first `frozen` bytes, which must not change until it is `done`.
-    `waiters` is how many tasks wait for it."""
+    """One upload of the content of `generation`, which is its first `frozen` bytes. They must not change from `begun` until
+    `done`. `waiters` is the number of tasks that wait for the upload."""
 
     def __init__(self) -> None:
         self.begun, self.done = trio.Event(), trio.Event()
@@ -39,8 +39,8 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The last version that was uploaded, with the content of `generation`. `overtaken`: `info` is another client's version,
-    which replaced it right after the upload."""
+    """The last version that was uploaded, with the content of `generation`. `overtaken`: another client's version has
+    replaced it right after the upload, and `info` is that version."""
 
     generation: int
     info: ObjectInfo
@@ -73,12 +73,12 @@ class Content:
 
     @property
     def dirty(self) -> bool:
-        """True if the origin does not have its present content."""
+        """True if the origin does not have the present content."""
         return self.stored is None or self.stored.generation != self.generation
 
     @property
     def adopted(self) -> bool:
-        """True if the cache has its file."""
+        """True if the staging file belongs to the cache."""
         return self.state is State.ADOPTED
 
     @property
@@ -96,6 +96,7 @@ class Content:
             self.state = State.DIRTY
 
     def begin(self, attempt: Attempt) -> None:
+        """Begin an upload."""
         assert self.state is State.DIRTY
         self.state, self.attempt = State.COMMITTING, attempt
 
@@ -117,7 +118,7 @@ class Content:
         self.state = State.SETTLING
 
     def settled(self, adopted: bool) -> None:
-        """End that: the cache has `adopted` the file, or has refused it."""
+        """End what `settle` has begun: the cache has `adopted` the file, or has refused it."""
         assert self.state is State.SETTLING
         if adopted:
             self.state = State.ADOPTED
@@ -125,10 +126,10 @@ class Content:
             self._rest()
 
     def renewed(self) -> None:
-        """Note that it has a staging file of its own again, with the same content."""
+        """Note that the dirty file has a staging file of its own again, with the same content."""
         assert self.state is State.ADOPTED
         self._rest()
 
     def _rest(self) -> None:
-        """Set the state of a file with which nothing is being done: DIRTY or CLEAN."""
+        """Set the state after a transition: DIRTY or CLEAN."""
         self.state = State.DIRTY if self.dirty else State.CLEAN

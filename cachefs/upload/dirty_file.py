@@ -1,7 +1,8 @@
 """A dirty file: the new content of one file, which is to be uploaded.
 
-Its bytes are in a staging file. One writer at a time changes it, while readers may read. Bytes do not change while they are
-being sent: a writer of such bytes waits for the upload if a caller waits for it, and cancels the upload otherwise.
+Its bytes are in a staging file. One writer at a time changes it; readers may read meanwhile. Bytes do not change while they
+are being sent: a write to such bytes waits for the upload if a caller waits for the upload, and cancels the upload
+otherwise.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ if TYPE_CHECKING:
     from cachefs.upload.uploads import Uploads
 
 TOKENS = 8
-"""Attempts of unknown outcome whose tokens are remembered. Guessed: the last one, and a few that arrive late."""
+"""Most attempts of unknown outcome whose tokens are remembered. Guessed: the last one, and a few whose requests the origin
+carries out late."""
 
 
 class Trying:
-    """The state of its uploads. `due` is when the next one begins, by trio's clock; `overdue`: that time came while a
-    process was changing the file. `failure` is the error of the last one, until one succeeds; `failures` is how many failed
-    in a row; `told`: a caller got the error. `unsure`: the outcome of one is unknown. The holder of the `turn` begins
-    attempts, renames or removes."""
+    """The attempts to upload a dirty file. `due` is when the next one begins, by trio's clock (infinite: none is planned).
+    `overdue`: that time came while a process was changing the file. `failure` is the error of the last attempt, until one
+    succeeds; `failures` is how many have failed in a row; `told`: a caller got the error. `unsure`: the outcome of an
+    attempt is unknown. Only the holder of the `turn` begins an attempt, or renames or removes the file."""
 
     def __init__(self) -> None:
         self.turn = trio.Lock()
@@ -43,11 +45,11 @@ class Trying:
 
 
 class Record:
-    """The contents of its row in the journal: the `tokens` of attempts whose outcome is unknown, the state of the multipart
-    `upload`, and the dirty file that it has replaced (`over`), which a crash must not restore. The holder of the `turn`
-    writes the row. The journal has the bytes of the generation `content_of` (-1: of none, or of an unknown one). The record
-    for the next daemon has the inode `ino` (0: there is no record); `says_clean`: it says that the origin has the
-    content."""
+    """What a dirty file stores for later runs. Its row in the journal has the `tokens` of attempts whose outcome is unknown,
+    the state of the multipart `upload`, and the dirty file that it has replaced (`over`), which a crash must not restore.
+    The holder of the `turn` writes the row. The journal also has the content of the generation `content_of` (-1: of none, or
+    of an unknown one). Its record for the next daemon, in shared memory, has the inode `ino` (0: there is no record);
+    `says_clean`: the record says that the origin has the content."""
 
     def __init__(self) -> None:
         self.turn = trio.Lock()
@@ -72,9 +74,9 @@ class Way(enum.Enum):
 
 
 class Kernel:
-    """The kernel's use of its file: the `backing` file as long as a process has it open, and the number of `writers`, which
-    are open handles whose process writes in passthrough. `shape` is the file's size and times at the last look. `suspected`
-    is the generation of a change that was assumed and not seen (-1: none)."""
+    """The kernel's use of a staging file: the `backing` file while a process has it open, and the number of `writers`, which
+    are open handles for writing that use the backing file. `shape` is the file's size and mtime when `DirtyFile.look`
+    examined it last. `suspected` is the generation of a change that was assumed and not seen (-1: none)."""
 
     def __init__(self) -> None:
         self.way = Way.HERE
@@ -99,9 +101,10 @@ class Kernel:
 class DirtyFile:
     """A dirty file. Only `Uploads` makes it; it is used on the trio thread.
 
-    `size` is in bytes; `mtime_ns` is the time of the last write, or what utimensat set. `base` is the etag of the version
-    that it replaces. `attrs` belongs to the filesystem, and is restored after a crash. `handles` counts its users. Only the
-    holder of the `lock` changes its content."""
+    `size` is in bytes; `mtime_ns` is the time of the last write, or the time that utimensat set. `base` is the etag of the
+    version at its key that it began with or uploaded last (None: there is none); if conflicts are failures, an upload
+    replaces only that version. `attrs` belongs to the filesystem, and is restored after a crash. `handles` counts the users.
+    Only the holder of the `lock` changes the content, except `write_now`."""
 
     def __init__(
         self,
@@ -137,21 +140,22 @@ class DirtyFile:
 
     @property
     def dirty(self) -> bool:
-        """True if the origin does not have its present content."""
+        """True if the origin does not have the present content."""
         return self.content.dirty
 
     @property
     def ino(self) -> int:
-        """Its inode, if the next daemon could go on with it; else 0."""
+        """Its inode, if it has a record for the next daemon; else 0."""
         return self.record.ino
 
     @property
     def discarded(self) -> bool:
+        """True if its name is removed, or being removed."""
         return self.content.removed
 
     @property
     def acknowledged(self) -> bool:
-        """True if its row restores it after a crash."""
+        """True if its row in the journal restores it after a crash."""
         return self.content.row is Row.ACKNOWLEDGED
 
     @property
@@ -168,7 +172,7 @@ class DirtyFile:
 
     @property
     def committed(self) -> ObjectInfo | None:
-        """The origin's version with exactly this content; None while it is dirty, or while a mapping may make it so."""
+        """The version at the origin with exactly this content; None if the file is dirty, or if a mapping may change it."""
         return None if self.content.dirty or self.kernel.mapped else self.stored
 
     @property
@@ -179,7 +183,8 @@ class DirtyFile:
 
     @property
     def between(self) -> bool:
-        """True if it is open and was changed since the last close or sync, so that its content may be incomplete."""
+        """True if the file is open, and was changed since its content was last made durable on this disk. A program may then
+        be in the middle of writing it."""
         return self.handles > 0 and self.content.synced < self.content.generation
 
     @property
@@ -193,8 +198,8 @@ class DirtyFile:
         return stored is not None and stored.generation >= generation
 
     def is_own(self, etag: str, token: str) -> bool:
-        """True if an object of the origin is a version that it began with, or one that it made, even if the reply was
-        lost."""
+        """True if an object at the origin is the version that this file began with, or one that its uploads have made, also
+        if the reply was lost."""
         return etag in (self.base, self.stored and self.stored.etag) or token in self.record.tokens
 
     @property
@@ -203,7 +208,7 @@ class DirtyFile:
         return isinstance(self.failure, Conflict)
 
     def copied(self, own: ObjectInfo, info: ObjectInfo) -> None:
-        """Note that the origin has copied its version `own` to its new key, as `info`."""
+        """Note that the origin has copied the file's version `own` to the new key, as `info`."""
         self.trying.unsure = False
         stored = self.content.stored
         if stored is not None and stored.info.etag == own.etag:
@@ -233,7 +238,7 @@ class DirtyFile:
         }
 
     def resumed_row(self) -> dict[str, Any]:
-        """Its record for the next daemon."""
+        """The record for the next daemon: the row, and the state that the journal does not have."""
         return {
             **self.row(),
             "ino": self.ino,
@@ -244,11 +249,11 @@ class DirtyFile:
         }
 
     def noted(self) -> None:
-        """Update its record for the next daemon."""
+        """Update the record for the next daemon."""
         self._owner.noted(self)
 
     def has_token(self, token: str) -> None:
-        """Remember the token of an attempt: an object with it is its own."""
+        """Remember the token of an attempt, because an object with it is the file's own."""
         self.record.tokens = [*self.record.tokens[1 - TOKENS :], token]
         self._owner.noted(self)
 
@@ -278,7 +283,7 @@ class DirtyFile:
             await self._may_change(min(offset, before))
             await self._owner.room.admit(self, count)
             try:
-                # Not `appends` for an acknowledged file, which a crash must restore with all later writes.
+                # An acknowledged file is not appended in memory, because a crash must restore it with all later writes.
                 appends = offset == before and self.kernel.way is Way.HERE and not self.acknowledged
                 await self._with_room(count, lambda: self.file.write(offset, data, appends=appends))
             except CachefsError:
@@ -333,6 +338,7 @@ class DirtyFile:
                 self._changed()
 
     async def _with_room(self, count: int, change: Callable[[], Awaitable[None]]) -> None:
+        """Call `change`, which writes `count` bytes. If the disk is full, wait for space, and call it once more."""
         try:
             await change()
         except NoRoom:
@@ -341,20 +347,22 @@ class DirtyFile:
             await change()
 
     async def _may_change(self, offset: int) -> None:
-        """Wait until bytes from `offset` on may be changed."""
+        """Wait until bytes from `offset` on may be changed. If the cache has adopted the staging file, it is copied
+        first."""
         await self.unsent(offset)
         if self.content.adopted:
             await self._move(await self._owner.renew(self))
 
     async def unsent(self, offset: int) -> None:
-        """Wait until no byte from `offset` on is being sent (-1: no attempt is running). The caller holds the `lock`. An
-        attempt without a waiter is cancelled."""
+        """Wait until no byte from `offset` on is being sent; with -1, until no attempt is running. An attempt without a
+        waiter is cancelled. The caller holds the `lock`."""
         while (attempt := self.attempt) is not None and offset < attempt.frozen:
             if not attempt.waiters and not self.sender.final:
                 attempt.scope.cancel()
             await attempt.done.wait()
 
     async def _move(self, file: StagingFile) -> None:
+        """Use another staging file, which has the same content."""
         if self.handles:
             file.take()
             self.file.give_back()
@@ -363,6 +371,7 @@ class DirtyFile:
         self._owner.noted(self)
 
     def _changed(self) -> None:
+        """Note a change of the content that was made through the daemon."""
         if self.kernel.shared:
             self.kernel.shape = self.file.prepare_passthrough()
         self.content.changed()
@@ -384,7 +393,7 @@ class DirtyFile:
 
     def share(self) -> None:
         """Note that its users read and map its file in passthrough from now on, and write through the daemon. `look` finds
-        what they write through mappings."""
+        changes that they make through mappings."""
         with self.file.used():
             self.kernel.shape = self.file.prepare_passthrough()
         self.kernel.way = Way.SHARED
@@ -398,13 +407,13 @@ class DirtyFile:
         self.look()
 
     def may_be_written(self) -> None:
-        """Treat it as being in passthrough, because an earlier run may have had it so."""
+        """Treat the file as being in passthrough, because an earlier run may have opened it in passthrough."""
         self.kernel.way, self.file.in_passthrough = Way.PASSTHROUGH, True
         self.kernel.shape = self.file.shape()
 
     def resumed(self, row: Mapping[str, Any]) -> None:
-        """Restore its state from the previous daemon's record (`resumed_row`). It counts as dirty, because it may have been
-        written after the record."""
+        """Restore its state from the previous daemon's record (`resumed_row`). The file counts as dirty, because it may have
+        been changed after the record was written."""
         self.record.ino = row["ino"]
         self.content.removed = row["removed"]
         self.file.resumed(spoiled=row["spoiled"], removed=row["removed"])
@@ -417,9 +426,9 @@ class DirtyFile:
                 self.mtime_ns = self.kernel.shape.mtime_ns
 
     def look(self) -> bool:
-        """Examine its file, if it may be written in passthrough. True if it has changed since the last look. `size` and
-        `mtime_ns` are right afterwards."""
-        # The cache has its file, or the file is removed, while a name may still show it.
+        """Examine the staging file, if it may be written in passthrough. True if it has changed since the last call. `size`
+        and `mtime_ns` are right afterwards."""
+        # The cache has adopted the staging file, or the staging file is removed. A name may still show the dirty file.
         if self.content.adopted or (not self.handles and (self.discarded or self.file.removed)):
             return False
         if self.kernel.way is Way.HERE or (shape := self.file.shape()) == self.kernel.shape:
@@ -431,20 +440,22 @@ class DirtyFile:
         return True
 
     def found_changed(self) -> None:
+        """Note a change of the content that was made past the daemon."""
         self.content.changed()
         self._owner.changed(self)
         self._owner.on_changed(self)
 
     def suspect_change(self, *, shows: bool) -> None:
-        """Count it as changed, because a process may still write it through a mapping after its last close. `shows`: the
-        file system would show such a write in its mtime."""
+        """Count the file as changed, because a process may still write it through a mapping after its last close. `shows`:
+        the file system would show such a write in the mtime."""
         never_written = self.kernel.shape is not None and self.kernel.shape.mtime_ns == LONG_AGO_NS
         self.found_changed()
-        if shows and never_written:  # after a write, the next one may leave the same mtime
+        if shows and never_written:  # otherwise another write may leave the mtime as it is
             self.kernel.suspected = self.content.generation
 
     def clear_suspicion(self) -> ObjectInfo | None:
-        """After `reclaim`: if no process has changed the file since `suspect_change`, make it clean; returns its version."""
+        """Make the file clean, and return its version, if no process has changed it since `suspect_change`; else return
+        None. Called after `reclaim`."""
         stored = self.content.stored
         if stored is None or self.kernel.suspected != self.content.generation:
             return None
@@ -452,7 +463,7 @@ class DirtyFile:
         return self.committed
 
     def reclaim(self) -> bool:
-        """Take it out of passthrough if no process can write it any more. True if it only changes through the daemon now."""
+        """End passthrough, unless a process can still write the file. True if it changes only through the daemon now."""
         if self.kernel.writers or self.file.has_writer():
             return False
         self.look()
@@ -467,18 +478,20 @@ class DirtyFile:
             content = self._owner.journaled(self)
             if content is not None and len(content) == size:
                 if self.file.read_now(0, size) != content:
-                    # The page cache has dropped the bytes, or has others: the file was not synced, and no writer is told of
-                    # a disk that failed to write it.
+                    # The page cache has dropped the bytes, or has others. The file was not synced, so no call has reported a
+                    # disk that failed to write it.
                     await self.file.restore(content)
                 return InMemory(content)
         return await self.file.source(size)
 
     async def begun(self, upload: Upload) -> None:
+        """See `Sent.begun`."""
         self.record.upload = upload.state()
         self.has_token(self.record.upload["stamp"])
         await self._owner.keep(self)
 
     async def orphaned(self, upload: Upload) -> None:
+        """See `Sent.orphaned`."""
         await self._owner.orphaned(self, upload)
 
     # -- users -------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The schedule of uploads: when each dirty file is uploaded, and the tasks that wait for it.
 
-An upload is an *attempt*, a task of its own that waiters join; cancelling a waiter does not end it. A failed upload is
-retried at growing intervals, as long as the dirty file is pending."""
+An upload is an *attempt*, which runs in a task of its own; several callers can wait for it. Cancelling a caller does not end
+the attempt. A failed upload is retried at growing intervals, as long as the dirty file is pending."""
 
 from __future__ import annotations
 
@@ -29,17 +29,22 @@ from cachefs.upload.staging import LOOK_S, Lost
 log = logging.getLogger(__name__)
 
 IN_BACKGROUND = 64
-"""Concurrent attempts without a waiter, and concurrent uploads of one `flush`. Derived from the usual concurrency of an
-origin, whose gate bounds their requests."""
+"""Most concurrent attempts without a waiter, and most concurrent uploads of one `flush`. Derived: the usual concurrency of
+an origin, whose gate bounds their requests."""
 
-ABOUT_THE_STORE = (OriginFailed, Transient, NoSuchUpload)
-"""Errors that may end by themselves. Any other stays until a user removes its cause."""
+RETRYABLE = (OriginFailed, Transient, NoSuchUpload)
+"""Errors of the origin that may end by themselves, and that leave the outcome of an upload unknown. Any other error stays
+until a user removes its cause."""
+
+Planned = tuple[float, int, DirtyFile]
+"""(due time by trio's clock, serial number, dirty file) of a planned upload. The number orders plans of equal times."""
 
 
 class Queue:
-    """The queue of uploads. `committed` is called with each version before its waiters wake, `settle` with clean files that
-    are not in use. `conditional`: an upload replaces no other client's object. A file is sent `delay_s` seconds after its
-    last change."""
+    """The queue of uploads. `committed` is called with each uploaded version before its waiters wake, and `settle` with each
+    clean file that is not in use. `conditional`: an upload replaces no other client's object. `delay_s`: seconds from the
+    commit or the last close of a file, or from the end of an attempt during which it was changed, to its upload in the
+    background."""
 
     def __init__(
         self,
@@ -60,19 +65,19 @@ class Queue:
         self._conditional = conditional
         self._repeats = Repeats(clock=trio.current_time)
         self._rng = random.Random()
-        self._due: list[tuple[float, int, DirtyFile]] = []
+        self._due: list[Planned] = []  # a heap
         self._numbers = itertools.count()
-        self._busy = 0
+        self._busy = 0  # running tasks of `_in_background`
         self._closed = False
         self._changed = trio.Event()
 
     def plan(self, dirty_file: DirtyFile, in_s: float) -> None:
-        """Have the file uploaded in `in_s` seconds, unless it was uploaded before. Replaces an earlier plan."""
+        """Have the file uploaded in `in_s` seconds, unless it is uploaded before. Replaces an earlier plan."""
         dirty_file.trying.due = trio.current_time() + in_s
         if not self._closed:
             planned = dirty_file.trying.due, next(self._numbers), dirty_file
             heapq.heappush(self._due, planned)
-            if self._due[0] is planned:  # otherwise `run` wakes earlier anyway
+            if self._due[0] is planned:  # otherwise `run` wakes for an earlier one anyway
                 self._changed.set()
 
     def close(self) -> None:
@@ -89,7 +94,8 @@ class Queue:
                 due, _, dirty_file = heapq.heappop(self._due)
                 if dirty_file.trying.due != due:
                     continue
-                dirty_file.trying.due = math.inf  # also if no attempt begins, so that a later plan counts
+                # Also if no attempt begins below; otherwise the file would count as planned (`DirtyFile.waits`).
+                dirty_file.trying.due = math.inf
                 if dirty_file.between:
                     dirty_file.trying.overdue = True  # the next close or fsync begins the upload
                 elif dirty_file.attempt is None:
@@ -102,6 +108,7 @@ class Queue:
                 await self._changed.wait()
 
     async def _in_background(self, dirty_file: DirtyFile) -> None:
+        """Upload a file whose upload is due, in this task; return at the end of the attempt."""
         try:
             attempt, is_new = await self._joined(dirty_file)
             if is_new and attempt is not None:
@@ -137,9 +144,9 @@ class Queue:
                 raise type(attempt.error)(*attempt.error.args) from attempt.error
 
     async def halt(self, dirty_file: DirtyFile, *, gives_up: bool = False) -> None:
-        """End the running attempt. The caller holds the dirty file's `turn`, so that none begins. An attempt is cancelled,
-        or waited for if the origin may already be carrying it out. `gives_up`: raises `DiskHangs` while a disk is known to
-        hang, because the last step of an attempt, its row, waits for the disk without a limit."""
+        """End the running attempt: cancel it, or wait for it if the origin may already be carrying it out. The caller holds
+        the dirty file's `trying.turn`, so that no other attempt begins. `gives_up`: raise `DiskHangs` while a disk is known
+        to hang, because the last step of an attempt, the removal of its row, waits for the disk without a limit."""
         while (attempt := dirty_file.attempt) is not None:
             if not dirty_file.sender.final:
                 attempt.scope.cancel()
@@ -162,7 +169,7 @@ class Queue:
         """(the running attempt, False), or (a new one, True), which the caller must carry out at once. The attempt is None
         if there is nothing to upload, or not now."""
         if dirty_file.attempt is None:
-            async with taken(dirty_file.trying.turn):  # a rename holds it
+            async with taken(dirty_file.trying.turn):  # a rename or a removal may hold it
                 if dirty_file.attempt is not None or dirty_file.discarded or not self._is_quiet(dirty_file):
                     return dirty_file.attempt, False
                 if dirty_file.dirty and (info := dirty_file.clear_suspicion()) is not None:
@@ -175,7 +182,7 @@ class Queue:
         return dirty_file.attempt, False
 
     async def _unchanged(self, dirty_file: DirtyFile, info: ObjectInfo) -> None:
-        """Handle a file that no process has changed, contrary to the suspicion: the origin has its content."""
+        """Handle a file that counted as changed, and was not (`DirtyFile.suspect_change`): the origin has its content."""
         self._committed(dirty_file, info)
         await self._records.forget(dirty_file)
         if not dirty_file.handles and not dirty_file.dirty:
@@ -194,20 +201,21 @@ class Queue:
         return False
 
     async def _attempt(self, dirty_file: DirtyFile, attempt: Attempt) -> None:
+        """Carry out an attempt. If it fails, its waiters get the error, and the next attempt is planned."""
         sender = dirty_file.sender
         sender.background = not attempt.waiters
         try:
             with attempt.scope, dirty_file.file.used():
                 async with taken(dirty_file.lock):
-                    if dirty_file.kernel.in_passthrough:  # since `_joined` has checked it
+                    if dirty_file.kernel.in_passthrough:  # opened so after `_joined` had checked it
                         attempt.scope.cancel()
                         await trio.lowlevel.checkpoint()
-                    if dirty_file.between and not attempt.waiters:  # since the plan was due
+                    if dirty_file.between and not attempt.waiters:  # changed after the plan was due
                         dirty_file.trying.overdue = True
                         attempt.scope.cancel()
                         await trio.lowlevel.checkpoint()
                     if dirty_file.kernel.shared:
-                        # After the sync each store through a mapping changes the file's mtime, so the next look finds it.
+                        # After the sync, a write through a mapping changes the file's mtime, so the next look finds it.
                         dirty_file.look()
                         await dirty_file.file.sync()
                     dirty_file.file.check()
@@ -222,37 +230,38 @@ class Queue:
                     await self._stored(dirty_file, stored, patient=not attempt.waiters)
         except Exception as exc:
             attempt.error = error = expected(exc)
-            dirty_file.trying.unsure |= isinstance(error, ABOUT_THE_STORE)
+            dirty_file.trying.unsure |= isinstance(error, RETRYABLE)
             with trio.CancelScope(shield=True):
                 await self._failed(dirty_file, error)
-            wait_s = self._again(dirty_file, error)
+            wait_s = self._plan_retry(dirty_file, error)
             self.warn(dirty_file, exc, f"{error}; trying again in {wait_s:.1f} s")
         finally:
             dirty_file.content.end()
             attempt.begun.set()
             attempt.done.set()
-            if dirty_file.waits:  # the attempt was cancelled, or the file written meanwhile
+            if dirty_file.waits:  # the attempt was cancelled, or the file was changed meanwhile
                 self.plan(dirty_file, self.delay_s)
         if not dirty_file.dirty and not dirty_file.handles:
             await self._settle(dirty_file)
 
     async def _finish(self, dirty_file: DirtyFile, pieces: list[Piece], size: int) -> tuple[ObjectInfo, bool]:
-        """Upload; returns (the version that the origin shows, whether that is another client's, which came right after)."""
+        """Upload; returns (the version at the origin, whether that is another client's, which has replaced the upload)."""
         earlier = list(dirty_file.record.tokens)
         try:
             try:
                 preconditions = await self._preconditions(dirty_file)
                 return await dirty_file.sender.finish(pieces, size, preconditions), False
             except Conflict as exc:
-                # The object may be that of an earlier attempt whose reply was lost, perhaps with the process.
+                # The object at the origin may be that of an earlier attempt whose reply was lost, perhaps in a crash.
                 dirty_file.base = await self._ours(dirty_file, earlier, exc)
                 preconditions = await self._preconditions(dirty_file)
                 return await dirty_file.sender.finish(pieces, size, preconditions), False
         except ObjectChanged:
-            # The upload succeeded, and then another client's object replaced it: the last one wins.
+            # The upload has succeeded, and then another client's object has replaced it: the last upload wins.
             return await dirty_file.origin.head(dirty_file.key), True
 
     async def _ours(self, dirty_file: DirtyFile, tokens: list[str], conflict: Conflict) -> str:
+        """The etag of the object at the origin, if it has one of these tokens; otherwise raises `conflict`."""
         for token in reversed(tokens):
             try:
                 return (await dirty_file.origin.ours(dirty_file.key, token, None, conflict)).etag
@@ -261,19 +270,20 @@ class Queue:
         raise conflict
 
     async def _preconditions(self, dirty_file: DirtyFile) -> Preconditions:
-        """The preconditions of the next request, with a new token, which the record gets first."""
+        """The preconditions of the next request, with a new token. The dirty file remembers the token before the request."""
         token = new_token()
         dirty_file.has_token(token)
         if not self._conditional:
             return Preconditions(token=token)
         if dirty_file.acknowledged:
-            # Before the request, so that a later run knows its own object.
+            # Before the request, so that a later run recognizes the object as its own.
             await self._records.keep(dirty_file)
         return Preconditions(dirty_file.base, dirty_file.base is None, token)
 
     async def _stored(self, dirty_file: DirtyFile, stored: Stored, *, patient: bool) -> None:
+        """Handle a successful upload: note the version, and remove the row if nothing has changed meanwhile."""
         info, trying = stored.info, dirty_file.trying
-        if not info.mtime_ns:  # a HEAD for it would double the time of a small file
+        if not info.mtime_ns:  # a HEAD for the origin's mtime would double the time of a small upload
             info = replace(info, mtime_ns=dirty_file.mtime_ns)
         dirty_file.content.stored_as(replace(stored, info=info))
         dirty_file.base = info.etag
@@ -288,6 +298,7 @@ class Queue:
             await self._records.forget(dirty_file, patient=patient)
 
     async def _failed(self, dirty_file: DirtyFile, error: CachefsError) -> None:
+        """Handle a failed upload: acknowledge the file, so that it survives a crash."""
         dirty_file.trying.failure, dirty_file.trying.told = error, False
         self._metrics.upload_failures += 1
         try:
@@ -295,7 +306,7 @@ class Queue:
         except CachefsError as exc:
             self.warn(dirty_file, exc, f"{dirty_file.origin.name(dirty_file.key)}: {exc}")
 
-    def _again(self, dirty_file: DirtyFile, error: CachefsError) -> float:
+    def _plan_retry(self, dirty_file: DirtyFile, error: CachefsError) -> float:
         """Plan the next attempt; returns in how many seconds."""
         dirty_file.trying.failures += 1
         wait_s = LONGEST_RETRY_S
@@ -306,8 +317,9 @@ class Queue:
         return wait_s
 
     def warn(self, dirty_file: DirtyFile, exc: Exception, text: str) -> None:
-        """Log why a file is not at the origin, or not kept here: each kind of error of a source once a minute, so that a
-        user whose files fail cannot fill the log; at level debug each time. The status counts all of them."""
+        """Log why a file was not uploaded, or not stored on this disk. Each kind of error of a source is logged once a
+        minute, so that a user whose files fail cannot fill the log; at level debug, each error is. The status counts all of
+        them."""
         left_out: int | None = 0
         if not log.isEnabledFor(logging.DEBUG):
             left_out = self._repeats.admit((dirty_file.origin.source, type(exc)))
@@ -320,5 +332,5 @@ class Queue:
 
 
 def in_vain(error: CachefsError) -> bool:
-    """True if a retry would most probably fail with the same error."""
-    return not isinstance(error, ABOUT_THE_STORE)
+    """True if a retry would probably fail with the same error."""
+    return not isinstance(error, RETRYABLE)

@@ -26,14 +26,19 @@ UNSENT = 512 << 20
 """Bytes of one file that may wait to be sent. Guessed: seconds of a fast origin, and less than a node's page cache."""
 
 WAIT_S = 30.0
-"""How long a writer waits for space. Guessed: as long as programs wait for a slow disk before a user looks."""
+"""Seconds that a writer waits for space. Guessed: as long as a program may wait for a slow disk before its user looks into
+it."""
 
 LEFT_TO_OTHERS = 10
-"""One part of so many of the space kept free is left to other programs. Guessed: 1 % of the disk, of the usual 10 %."""
+"""1 / `LEFT_TO_OTHERS` of the space that is kept free is left to other programs. Guessed: 1 % of the disk, of the usual
+10 %."""
 
 UNASKED = 1 << 30
-"""Free space below which a writer gets no passthrough, because each write has to be admitted. Derived: a disk of 4 GB/s
-(PCIe 3.0, 4 lanes) writes so many bytes between two looks (`LOOK_S`)."""
+"""Free bytes below which a writer gets no passthrough, because each of its writes has to be admitted. Derived: a disk of 4
+GB/s (PCIe 3.0, 4 lanes) writes so many bytes between two checks of the free space (`LOOK_S`)."""
+
+WholeVersion = tuple[ObjectId, bytes]
+"""(version, its whole content)."""
 
 
 class Cache(Protocol):
@@ -46,15 +51,16 @@ class Cache(Protocol):
     async def adopt(self, obj_id: ObjectId, path: Path) -> bool:
         """Make the file, which is a version's whole content, its cache file. False if it is refused and still at `path`."""
 
-    async def adopt_bytes(self, versions: Sequence[tuple[ObjectId, bytes]]) -> list[bool]:
+    async def adopt_bytes(self, versions: Sequence[WholeVersion]) -> list[bool]:
         """`adopt` for several whole contents in memory. False for each that is refused."""
 
     def take_out(self, backing: Any, users: int, path: Path) -> int | None:
-        """Rename a version's cache file to `path`; its users go on with it. Returns a descriptor; None while others use
-        it."""
+        """Rename a version's cache file to `path`. The caller's `users` continue to read it. Returns a descriptor for
+        reading only; None, with nothing changed, if it has other users."""
 
     async def recast(self, old: ObjectId, new: ObjectId) -> bool:
-        """Make the cached blocks of `old` those of `new`, its name at the origin now. False if they are not."""
+        """Make the cached blocks of `old` those of `new`, which the origin has copied or moved it to. False if they are
+        not."""
 
     async def evict_to_hold(self, wanted: int) -> bool:
         """Evict until the disk has `wanted` bytes more than are kept free. False if nothing more can be evicted."""
@@ -62,7 +68,8 @@ class Cache(Protocol):
 
 @dataclass(eq=False, repr=False)
 class StagingRoom:
-    """Space on the disk of the staging files. `_hopeful` returns whether other uploads are running that will free some."""
+    """Space on the disk of the staging files. `_hopeful(dirty_file)` begins the planned uploads of all other dirty files,
+    and returns True if uploads of these are running or due, which will free space."""
 
     _directory: Path
     _keep_free: int
@@ -89,21 +96,21 @@ class StagingRoom:
             return False
 
     def _is_ahead(self, dirty_file: DirtyFile) -> bool:
-        """True if parts of it are being sent, and too many of its bytes are unsent."""
+        """True if a file is written faster than it is sent: parts are in flight, and too many of its bytes are unsent."""
         return bool(dirty_file.parts.under_way) and dirty_file.parts.waiting_bytes > UNSENT
 
     async def admit(self, dirty_file: DirtyFile, count: int) -> None:
-        """Wait until `count` bytes may be written. Raises `NoRoom`."""
+        """Wait until `count` bytes may be written. Raises `NoRoom`, `CacheUnusable`."""
         while self._is_ahead(dirty_file):
             await dirty_file.sender.part_ended()
         if self.free_bytes() < count and not await self.more(dirty_file, count):
-            kept = self._keep_free - self._keep_free // LEFT_TO_OTHERS
-            if self.free_bytes() + kept < count:
+            usable = self._keep_free - self._keep_free // LEFT_TO_OTHERS
+            if self.free_bytes() + usable < count:
                 raise NoRoom(f"the disk of {self._directory} has no room for what is written")
 
     async def relieve(self) -> None:
-        """Evict if the free space is used up, and upload waiting files if eviction does not help. Called while there are
-        passthrough writers, whose writes are not admitted."""
+        """Evict if no space is left but what is kept free, and upload waiting files if eviction does not help. Called while
+        there are passthrough writers, whose writes are not admitted."""
         if self.free_bytes() < 0 and not await self._cache.evict_to_hold(0):
             self._hopeful(None)
 
@@ -111,14 +118,14 @@ class StagingRoom:
         """Have the cache evict, then wait for uploads, `WAIT_S` at most. True if `count` bytes may be written now."""
         since = trio.current_time()
         while True:
-            gives_way = await self._cache.evict_to_hold(count)
+            evicted = await self._cache.evict_to_hold(count)
             if self.free_bytes() >= count:
                 return True
             now = trio.current_time()
-            if now < self._impatient_until or not (gives_way or self._hopeful(dirty_file)):
+            if now < self._impatient_until or not (evicted or self._hopeful(dirty_file)):
                 return False
             if now >= since + WAIT_S:
-                # After a wait in vain, further writes do not wait for a while.
+                # Further writes do not wait, either, for `WAIT_S` from now.
                 self._impatient_until = now + WAIT_S
                 return False
             await trio.sleep(LOOK_S)

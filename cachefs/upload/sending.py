@@ -1,4 +1,5 @@
-"""Sending one dirty file to one key: parts while it is written and the rest at the commit, or all in one request.
+"""Sending one dirty file to one key of an origin: either in parts, some of them while the file is written, or in one
+request.
 
 If no part was sent before, the commit sends a small file whole, in one request, and a larger one in parts, several at a
 time. A multipart upload that the origin does not know any more (`NoSuchUpload`) is begun again, once.
@@ -32,11 +33,11 @@ from cachefs.upload.staging import StagingFile
 log = logging.getLogger(__name__)
 
 PUT_BYTES = 16 << 20
-"""Largest file that is sent in one request, if no part was sent before. Derived: at 100 MB/s a connection and 20 ms a round
-trip, two concurrent parts and the requests around them take as long."""
+"""Most bytes of a file that is sent in one request, if no part was sent before. Derived: at 100 MB/s a connection and 20 ms
+a round trip, two concurrent parts and the requests around them take as long."""
 
 HASHED = 1 << 20
-"""Bytes of one read for a digest."""
+"""Bytes of each read when a part is hashed."""
 
 AT_ONCE = 16
 """Parts of one dirty file in flight while it is written, and as many at its commit. Derived: 128 MiB hide a round trip of
@@ -54,7 +55,8 @@ class Preconditions:
 
 
 class Piece(NamedTuple):
-    """Part `number` as bytes [start, stop) of the file; `touches` counts its changes, to tell its contents apart."""
+    """Part `number` as bytes [start, stop) of the file. `touches` counts the changes of these bytes, so two pieces are equal
+    only if they have the same content."""
 
     number: int
     start: int
@@ -70,19 +72,18 @@ class Parts:
         self.size = size
         self.under_way: dict[int, Piece] = {}
         self._limits = limits
-        self._cuts = [0]
-        self._frontier = 0
+        self._cuts = [0]  # ends of parts, as far as they were needed: part n is [_cuts[n - 1], _cuts[n])
+        self._frontier = 0  # end of the bytes that were written from the beginning without a gap
         self._next = 1  # number of the first part that was not sent early
-        self._touches: dict[int, int] = {}
-        self._rewrites = 0
-        self._sent: dict[int, Piece] = {}
+        self._touches: dict[int, int] = {}  # changes of each part, by number
+        self._rewrites = 0  # changes of all parts
+        self._sent: dict[int, Piece] = {}  # parts that the origin has, as they were when they were sent
         self._bytes_under_way = 0
 
     # Changes of the file.
 
     def wrote(self, offset: int, length: int) -> None:
-        """Note a write of [offset, offset + length). If it begins behind the end, the gap is zeros, and its parts are
-        longer."""
+        """Note a write of [offset, offset + length). If it begins behind the file's end, the gap is filled with zeros."""
         if not length:
             return
         end = offset + length
@@ -106,7 +107,7 @@ class Parts:
         self._rewrites += 1
 
     def resumed(self) -> None:
-        """Send no present part early, because an earlier run has sent some: the commit compares them."""
+        """Have no present part sent before the commit, which compares the parts that an earlier run has sent."""
         self._frontier, self._next = self.size, self._number(self.size)
 
     # Parts to send.
@@ -133,7 +134,7 @@ class Parts:
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes that could be sent, or are in flight."""
+        """Bytes that could be sent now, or are in flight."""
         return max(0, self._frontier - self._cut(self._next - 1)) + self._bytes_under_way
 
     @property
@@ -144,6 +145,7 @@ class Parts:
     # Progress of parts.
 
     def begin(self, piece: Piece) -> None:
+        """Note that a part is in flight."""
         self.under_way[piece.number] = piece
         self._bytes_under_way += piece.stop - piece.start
         if piece.number == self._next:
@@ -161,8 +163,8 @@ class Parts:
         return piece == self._piece(piece.number)
 
     def forget(self) -> None:
-        """Note that the origin has no parts: the multipart upload is completed, aborted or lost. Parts in flight do not
-        count."""
+        """Note that the origin has no parts, because the multipart upload is completed, aborted or lost. Parts in flight
+        do not count as stored when they end."""
         self._sent.clear()
         self._next = 1
 
@@ -191,7 +193,8 @@ class Parts:
 
 
 class Sent(Protocol):
-    """The file to send, its key, and the calls that record an upload, so that a crash does not leave it at the origin."""
+    """What a `Sender` needs of a dirty file: the file, its key, and calls that record a multipart upload, so that a crash
+    does not leave it at the origin."""
 
     origin: Origin
     key: str
@@ -208,8 +211,9 @@ class Sent(Protocol):
 
 
 class Sender:
-    """Sends a dirty file. `final`: the origin may be carrying a commit out, so it must not be cancelled. `failed` is the
-    error after which no part is sent early. `background`: no caller waits."""
+    """Sends a dirty file. `final`: the origin may be carrying out the last request, so it must not be cancelled. `failed`:
+    the error of a part that was sent early; no more parts are sent before the commit. `background`: no caller waits.
+    `upload` is the multipart upload, if one is begun."""
 
     def __init__(self, what: Sent, parts: Parts) -> None:
         self.parts = parts
@@ -228,7 +232,8 @@ class Sender:
     # While the file is written.
 
     def push(self, nursery: trio.Nursery) -> None:
-        """Send ready parts, up to `AT_ONCE` in flight. After a failure none is sent until the commit, which reports it."""
+        """Send parts that are ready, up to `AT_ONCE` in flight. After a failure no part is sent until the commit, which
+        sends the missing parts and reports their failures."""
         if self._quiet or self.failed is not None:
             return
         while len(self._early) < AT_ONCE and (piece := self.parts.ready()):
@@ -241,13 +246,13 @@ class Sender:
             with scope:
                 await self._send(piece)
         except Exception as exc:
-            # If the part has changed meanwhile, the failure does not count. A commit (`_quiet`) sends missing parts itself.
+            # The failure does not count if the part has changed meanwhile, or if a commit (`_quiet`) sends it again itself.
             if self.parts.is_current(piece) and not self._quiet:
                 self.failed = expected(exc)
                 bug = None if isinstance(exc, CachefsError) else exc
                 log.info("%s; trying again at the commit", self.failed, exc_info=bug)
         finally:
-            del self._early[piece.number]  # before the tasks run that its end has woken
+            del self._early[piece.number]  # before any task runs that the part's end has woken
             self.push(nursery)
 
     async def part_ended(self) -> None:
@@ -255,7 +260,7 @@ class Sender:
         await self._part_ended.park()
 
     async def break_off(self) -> None:
-        """Cancel the parts that are sent early, and send no more. Parts that the origin has stay."""
+        """Cancel the parts that are being sent early, and send no more of them. Parts that the origin has are kept."""
         self._quiet = True
         for scope in self._early.values():
             scope.cancel()
@@ -263,7 +268,8 @@ class Sender:
             await self._part_ended.park()
 
     def resume(self, upload: Upload) -> None:
-        """Continue an earlier run's multipart upload. Parts with the same bytes as the file are not sent again."""
+        """Continue the multipart upload of an earlier run. Parts at the origin that have the file's bytes are not sent
+        again."""
         self.upload, self._found = upload, None
 
     # At the commit.
@@ -295,7 +301,7 @@ class Sender:
         """End all transfers and abort the multipart upload. An upload that cannot be aborted is recorded, also if this is
         cancelled."""
         self._quiet = True
-        if self._early:  # only then, because a scope costs as much as the rest of a removal here
+        if self._early:  # only then, because a cancel scope costs as much as the rest of a removal
             with trio.CancelScope(shield=True):
                 await self.break_off()
         upload, self.upload, self._found = self.upload, None, {}
@@ -305,13 +311,14 @@ class Sender:
                 await upload.abort()
             except (
                 BaseException
-            ) as exc:  # also if cancelled, because nothing else refers to the upload any more
+            ) as exc:  # also if cancelled, because no other object refers to the upload any more
                 await self._what.orphaned(upload)
                 if not isinstance(exc, CachefsError):
                     raise
                 log.info("%s; trying again later", exc)
 
     async def _finish(self, pieces: list[Piece], size: int, preconditions: Preconditions) -> ObjectInfo:
+        """Upload in one request, or send the missing parts and complete the multipart upload."""
         parts = self.parts
         if not pieces:
             await self.abandon()
@@ -356,7 +363,8 @@ class Sender:
         await self._send(piece)
 
     async def _send(self, piece: Piece) -> None:
-        """Send a part that is marked as in flight, and unmark it at the end."""
+        """Send a part, unless the origin has it with these bytes from an earlier run. The caller has noted that it is in
+        flight; this notes its end."""
         upload, stored = None, False
         try:
             upload = await self._open_upload()
@@ -372,10 +380,11 @@ class Sender:
             self._part_ended.unpark_all()
 
     async def _open_upload(self) -> Upload:
+        """The multipart upload, which is begun if there is none."""
         async with self._beginning:
             if self.upload is None:
                 if self.failed is not None:
-                    # Another early part has failed to begin the upload, so this one does not try.
+                    # The task of another early part has failed to begin the upload, so this one does not try.
                     raise self.failed
                 # Shielded for at most the origin's deadline, because an upload must be recorded once it exists.
                 with trio.CancelScope(shield=True):
@@ -384,6 +393,7 @@ class Sender:
             return self.upload
 
     async def _begin(self) -> None:
+        """Begin a multipart upload and record it; abort it if it cannot be recorded."""
         upload = await self._what.origin.begin_upload(self._what.key)
         try:
             await self._what.begun(upload)
@@ -394,6 +404,7 @@ class Sender:
 
     @contextmanager
     def _ticket(self) -> Iterator[Ticket]:
+        """A ticket for one request, which `promote` gives the priority of demand while the block runs."""
         ticket = Ticket(self.background)
         self._tickets.add(ticket)
         try:
@@ -403,15 +414,16 @@ class Sender:
 
 
 def expected(exc: Exception) -> CachefsError:
-    """The error that the committing caller gets. An unexpected one, a bug, becomes `OriginFailed`, and ends neither the
-    nursery nor the file."""
+    """The error that the caller of a commit gets for an exception. An unexpected exception, which is a bug, becomes
+    `OriginFailed`; so it ends neither the nursery nor the dirty file."""
     if isinstance(exc, CachefsError):
         return exc
     return OriginFailed(f"unexpected {type(exc).__name__}")
 
 
 def same(part: Part, fd: int, start: int, length: int) -> bool:
-    """True if the origin's part has these bytes, because its etag is their MD5, as on S3. False if that is unknown."""
+    """True if the etag of the origin's part is the MD5 of these bytes of the file, as on S3. False if the bytes differ, or
+    if the etag is no MD5. Blocking."""
     wanted = part.etag.strip('"').lower()
     if part.size != length or len(wanted) != 32:
         return False

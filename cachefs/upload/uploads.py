@@ -1,10 +1,11 @@
 """All dirty files of this node: a write begins one, a commit uploads it, and it is kept until the origin has its content.
 
-By default a commit is an upload. With `writeback` a commit syncs the bytes and a row of the journal, and the upload follows
-in the background. Without it, a dirty file has a row only if a crash would leave something to remove at the origin (an
-upload in parts), or something to keep (its upload failed, and the writer got the error).
+By default a commit is an upload. With `writeback` a commit makes the bytes and a row of the journal durable on this disk,
+and the upload follows in the background. Without `writeback`, a dirty file has a row in three cases: an upload in parts has
+begun, which a crash would leave at the origin; an upload has failed, and the writer got the error; or a rename uploads the
+file.
 
-At last the cache adopts the staging file as the version's cache file, so that files written here are cached here.
+After the upload the cache adopts the staging file as the version's cache file, so that files written here are cached here.
 
 A rename takes the dirty file's `trying.turn` and first ends the running attempt: it cancels it, or waits for it if the
 origin may already be carrying it out. The origin's object at the old key may then be the dirty file's *own*: the version it
@@ -22,7 +23,7 @@ from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, S
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 from uuid import uuid4
 
 import trio
@@ -41,7 +42,7 @@ from cachefs.upload.dirty_file import DirtyFile, Way
 from cachefs.upload.journal import NOTES, Journal, JournalRemoved, Records, WaitingFile, recover
 from cachefs.upload.passthrough import Passthrough
 from cachefs.upload.queue import IN_BACKGROUND, Queue, in_vain
-from cachefs.upload.room import UNASKED, Cache, StagingRoom
+from cachefs.upload.room import UNASKED, Cache, StagingRoom, WholeVersion
 from cachefs.upload.staging import (
     LOOK_S,
     Buffer,
@@ -55,26 +56,26 @@ from cachefs.upload.staging import (
 log = logging.getLogger(__name__)
 
 FLUSH_RETRY_S = 5.0
-"""Longest wait of `flush` before it tries a failed upload again. Guessed: a user waits for it."""
+"""Most seconds that `flush` waits before it tries a failed upload again. Guessed: a user waits for `flush`."""
 
 SHOWN = 20
-"""Dirty files that are shown one by one. Derived: a screen of 24 lines has place for them and for a
-heading."""
+"""Most dirty files that the status lists. Derived: a screen of 24 lines has space for them and for a heading."""
 
 GIVING_UP_S = 3.0
-"""How long a stop may take to give up each remaining file. Guessed: after a second signal a user waits for it. Less than the
-shortest deadline of an upload (5 s), so that it fails no upload first."""
+"""Most seconds that a stop spends on each file that it gives up. Guessed: after a second signal a user waits for the stop.
+Less than the shortest deadline of an upload (5 s), so that no upload fails before."""
 
 REPEATED_S = 2.0
-"""How long the upload of a file that was not open when a daemon died waits, because the kernel may repeat an open of it that
-was not answered. Guessed: the kernel repeats all requests at once."""
+"""Seconds before a new daemon uploads a file that no process had open when the previous daemon died. The kernel may first
+repeat an open request that was not answered. Guessed: the kernel repeats all requests at once."""
 
 PIECE = 1 << 20
 """Bytes of one read of the base version: a block."""
 
 TOGETHER, TOGETHER_S = 16, 0.1
-"""Small files that are given to the cache together, and how long the first of them waits for others at most. Derived: a call
-in a thread and a task cost as much as making one cache file; the files' memory is in use until then (`MEMORY_KEPT`)."""
+"""Most small files that are given to the cache together, and most seconds that the first of them waits for others. Derived:
+a call in a worker thread and a task cost as much as making one cache file; the files take memory until then
+(`MEMORY_KEPT`)."""
 
 OnConflict = Literal["overwrite", "fail"]
 
@@ -85,6 +86,15 @@ class Reader(Protocol):
     def open(self, origin: Origin, object_id: ObjectId) -> Any: ...
     def close(self, opened: Any) -> None: ...
     async def read(self, opened: Any, offset: int, size: int, pid: int) -> Buffer: ...
+
+
+class _Resumable(NamedTuple):
+    """The record of a dirty file that goes on from the memory of the previous daemon. `mtime_ns` may be newer than that of
+    the `row`."""
+
+    mtime_ns: int
+    row: dict[str, Any]
+    origin: Origin
 
 
 class Together:
@@ -111,14 +121,19 @@ class Together:
 
 
 class Uploads:
-    """The dirty files, and their uploads. `reader` reads the version that a dirty file begins with. `keep_free_bytes` of the
-    disk stay free. `on_committed` is called with each version that the origin has got, before its waiters wake; its
-    `mtime_ns` is the dirty file's if the origin's would cost a request. `on_settling` is called before a dirty file is
-    settled; while it returns False, settling waits. `on_settled` is called once the content lies in the cache or at the
-    origin alone; until then the dirty file can be opened. `on_changed` is called when a file in passthrough was written.
-    With `memory`, which outlives this process, files that are being written outlive it, too. For `killed` see `Database`.
+    """The dirty files, and their uploads.
 
-    The constructor opens the journal, which blocks, so call it before mounting. Raises `CacheUnusable`."""
+    `reader` reads the version that a dirty file begins with. Written files leave `keep_free_bytes` of the disk free while
+    that is possible (`room.py`). With `memory`, which outlives this process, files that are being written outlive it, too.
+    For `killed` see `Database`.
+
+    A dirty file is *settled* at its end: the cache adopts its staging file, or the file is removed, and the dirty file is
+    forgotten. The filesystem sets the callbacks. `on_committed` is called with each version that the origin has got, before
+    its waiters wake; its `mtime_ns` is the dirty file's if the origin's would cost a request. `on_settling` is called before
+    a dirty file is settled; while it returns False, settling waits. `on_settled` is called once the dirty file is settled;
+    until then it can be opened. `on_changed` is called when a change in passthrough was found.
+
+    The constructor opens the journal, which blocks, so call it before mounting. Raises `NoRoom`, `CacheUnusable`."""
 
     def __init__(
         self,
@@ -181,8 +196,8 @@ class Uploads:
         mtime_ns: int | None = None,
         attrs: Mapping[str, Any] | None = None,
     ) -> DirtyFile:
-        """Make a dirty file for `key`, with the content of `base` (its first `upto` bytes) or empty. If conflicts are
-        failures, `base` is also the version that it may replace (None: it may replace nothing).
+        """Make a dirty file for `key`, with the first `upto` bytes of `base` (None: all of them), or empty without `base`.
+        If conflicts are failures, `base` is also the version that the upload may replace (None: it may replace none).
 
         Raises `NoRoom`, `CacheUnusable`, and the errors of reading `base`; then no staging file is left."""
         name = uuid4().hex
@@ -199,7 +214,7 @@ class Uploads:
             attrs=attrs or {},
         )
         try:
-            if not dirty_file.file.ends_in_memory:  # too many files have their end in memory
+            if not dirty_file.file.ends_in_memory:  # shared memory has no place for one more file
                 with dirty_file.file.used():
                     await dirty_file.file.spill()
             if base is not None and count:
@@ -221,8 +236,8 @@ class Uploads:
         self, origin: Origin, base: ObjectInfo, backing: Any, users: int, attrs: Mapping[str, Any]
     ) -> DirtyFile | None:
         """Make a dirty file whose staging file is the cache file of `base`. It has the content of `base`, so it is clean;
-        its changes will replace `base`. The kernel has the file as `backing`, with `users`, all of them the caller's. None
-        if the file has other users, or passthrough is impossible."""
+        an upload of its changes will replace `base`. The kernel has the cache file open as `backing`; `users` are the
+        caller's uses of it. None if the file has other users, or passthrough is impossible."""
         name = uuid4().hex
         path = self._disk.directory / name
         fd = self._store.take_out(backing, users, path) if self.passthrough.possible else None
@@ -254,7 +269,7 @@ class Uploads:
             self.noted(dirty_file)
 
     def release(self, dirty_file: DirtyFile) -> None:
-        """Remove a user. After the last one, a dirty file is uploaded in the background, and a clean one is settled."""
+        """Remove a user. After the last one, changes are uploaded in the background, and a clean file is settled."""
         if dirty_file.handles == 1 and self._shown_from_cache(dirty_file):
             self._release_later(dirty_file)
             return
@@ -265,7 +280,7 @@ class Uploads:
         if dirty_file.backing is not None:
             self.passthrough.released(dirty_file)
         if dirty_file.discarded:
-            if not dirty_file.trying.turn.locked():  # otherwise its removal is not done, and may fail
+            if not dirty_file.trying.turn.locked():  # otherwise its removal is still running, and may fail
                 self._dirty_files.pop(dirty_file.id, None)
                 self._forget(dirty_file)
         elif not dirty_file.dirty:
@@ -276,7 +291,7 @@ class Uploads:
     def _settle_soon(self, dirty_file: DirtyFile) -> None:
         """Begin to settle a clean file that is not in use."""
         if dirty_file.content.adopted:
-            # At once, because the cache has its file, so it cannot be opened here any more.
+            # At once, because the cache has the staging file, so the dirty file cannot be opened any more.
             self._settled(dirty_file)
         elif not dirty_file.file.in_memory or dirty_file.kernel.way is not Way.HERE:
             contained(self._queue.nursery, f"settling {dirty_file.key}", self._settle, dirty_file)
@@ -284,11 +299,13 @@ class Uploads:
             self._together.add(dirty_file)
 
     def _shown_from_cache(self, dirty_file: DirtyFile) -> bool:
-        """True if the cache has its file while a name still shows the dirty file. It must then stay open, because a reader
-        that comes by this name cannot open a closed one."""
+        """True if the cache has adopted the staging file while a name still shows the dirty file. The dirty file must then
+        stay open, because a reader of that name could not open it again."""
         return dirty_file.content.adopted and not self.on_settling(dirty_file)
 
     def _release_later(self, dirty_file: DirtyFile) -> None:
+        """Remove a user after `LOOK_S`."""
+
         async def release() -> None:
             await trio.sleep(LOOK_S)
             if dirty_file.handles:
@@ -299,8 +316,8 @@ class Uploads:
     def enable_passthrough(
         self, tell: Callable[[BackingFile], None], retire: Callable[[BackingFile], None]
     ) -> None:
-        """Let the kernel write files by itself; see `Passthrough.to`. Without `writeback`, where parts are sent while a file
-        is written, only files that it has open for readers."""
+        """Let the kernel read and write staging files without the daemon; see `Passthrough.to`. Without `writeback`, parts
+        are sent while a file is written, so only files that readers have open are in passthrough."""
         self.passthrough.to(tell, retire, direct=not self._writeback)
 
     async def open_backing(self, dirty_file: DirtyFile) -> BackingFile | None:
@@ -308,7 +325,9 @@ class Uploads:
         a dirty file get the same one. Nothing is uploaded until `returned`; this waits for an upload that a caller waits
         for."""
         if dirty_file.backing is None and (self.room.free_bytes() < UNASKED or self.journal.removed):
-            return None  # without a journal a commit is an upload, which cannot wait for passthrough writers
+            return (
+                None  # without a journal a commit is an upload, which does not wait for passthrough writers
+            )
         if dirty_file.backing is None and self.passthrough.new_files.is_likely_small(dirty_file):
             return None
         return await self.passthrough.open_backing(dirty_file)
@@ -326,7 +345,7 @@ class Uploads:
         while dirty_file.kernel.mapped:
             await trio.sleep(LOOK_S)
             if dirty_file.kernel.writers or dirty_file.discarded:
-                return  # the last writer's close starts this again, if need be
+                return  # the close of the last writer starts this again, if need be
             with suppress(CachefsError):
                 dirty_file.look_for_mappings()
             self._plan(dirty_file)
@@ -340,6 +359,7 @@ class Uploads:
         self.passthrough.unmounted(self._dirty_files.values())
 
     async def _after_release(self, dirty_file: DirtyFile) -> None:
+        """Handle the last close of a file that has changes: acknowledge it with `writeback`, and plan its upload."""
         if self._writeback:
             try:
                 await self._records.acknowledge(dirty_file)
@@ -350,8 +370,9 @@ class Uploads:
 
     async def commit(self, dirty_file: DirtyFile) -> None:
         """Make the present content durable: at the origin, or with `writeback` on this disk, to be uploaded later. If the
-        journal was removed, at the origin. Raises the error; then the dirty file stays pending, and its upload is retried in
-        the background. With `writeback`, also raises the failure of an upload since the last commit, once."""
+        journal was removed, the content is uploaded in any case. Raises the error; then the dirty file stays pending, and
+        its upload is retried in the background. With `writeback`, a failure of an upload since the last commit is also
+        raised, once."""
         dirty_file.look()
         if dirty_file.discarded or not dirty_file.dirty:
             return
@@ -362,7 +383,7 @@ class Uploads:
         wanted = dirty_file.content.generation
         try:
             await self._records.acknowledge(dirty_file)
-        except JournalRemoved:  # this disk cannot make it durable until the next mount, but the origin can
+        except JournalRemoved:  # only the origin can make it durable until the next mount
             await self._queue.upload(dirty_file)
             if not dirty_file.has(wanted):
                 raise
@@ -376,6 +397,7 @@ class Uploads:
             raise type(dirty_file.failure)(*dirty_file.failure.args) from dirty_file.failure
 
     def _plan(self, dirty_file: DirtyFile) -> None:
+        """Plan the upload of a file that has changes, unless one is planned or running."""
         if dirty_file.waits:
             self._queue.plan(dirty_file, self._queue.delay_s)
 
@@ -385,7 +407,8 @@ class Uploads:
             await self._store.recast(old, new)
 
     def nameless(self) -> list[DirtyFile]:
-        """The dirty files that were removed, and that are open. After `recover`: those of the previous daemon's handles."""
+        """The dirty files whose names are removed, which handles have open. After `recover`: files of handles of the
+        previous daemon."""
         return [dirty_file for dirty_file in self._dirty_files.values() if dirty_file.discarded]
 
     def pending(self) -> list[DirtyFile]:
@@ -398,12 +421,11 @@ class Uploads:
 
     @property
     def elsewhere(self) -> list[WaitingFile]:
-        """(source, size in bytes) of each file of an earlier run that this one cannot upload, because the source is not
-        mounted."""
+        """The files of an earlier run that this one cannot upload, because their sources are not mounted."""
         return self._records.elsewhere
 
     async def note(self, name: str, row: Mapping[str, Any] | None) -> None:
-        """Store a JSON object durably, for the rooms above; None removes it. Raises `NoRoom`, `CacheUnusable`."""
+        """Store a JSON object durably for the filesystem; None removes it. Raises `NoRoom`, `CacheUnusable`."""
         await self.journal.write(NOTES, name, row, within_s=HANGS_AFTER_S)
 
     def notes(self) -> dict[str, dict[str, Any]]:
@@ -421,11 +443,12 @@ class Uploads:
                 self.noted(dirty_file)
 
     def noted(self, dirty_file: DirtyFile) -> None:
+        """Write or remove the record of a dirty file for the next daemon, after a change of its state."""
         if self._disk.shared is None or not dirty_file.ino or dirty_file.discarded:
             return
         if dirty_file.handles or not dirty_file.acknowledged:
             self._put_record(dirty_file)
-        else:  # the journal has it, and a record would become out of date
+        else:  # the journal has the file, and a record would become out of date
             self._forget(dirty_file)
 
     def _is_noted(self, dirty_file: DirtyFile) -> bool:
@@ -448,23 +471,24 @@ class Uploads:
         return self.passthrough.resume(dirty_file, backing_id, writes=writes)
 
     async def _resume(self, open_inos: Container[int]) -> tuple[dict[str, DirtyFile], set[str]]:
-        """(dirty files of the previous daemon by id, ids of the files that they have replaced). Ends of files that were in
-        memory are on the disk afterwards. `open_inos` are the inodes that the kernel has open."""
+        """Make the dirty files that go on from the memory of the previous daemon: those with changes, and those that the
+        kernel has open (`open_inos`). Returns (dirty files by id, ids of the files that they have replaced). Ends of files
+        that were in memory are on the disk afterwards."""
         assert self._disk.shared is not None
         records, found = self._disk.shared.records, dict[str, DirtyFile]()
         rows = records.found()
         over = {row["over"] for _, row in rows.values() if row["over"] is not None}
-        going_on = dict[str, tuple[int, dict[str, Any], Origin]]()
+        resumable = dict[str, _Resumable]()
         for name, (mtime_ns, row) in rows.items():
             origin = self._records.origin(row["source"], row["key"])
             row["removed"] |= name in over
-            # A file in passthrough, or one that is mapped, may have been written without this being known.
-            is_new = (row["dirty"] or row["way"] != Way.HERE.name) and not row["removed"]
-            if origin is not None and (is_new or row["ino"] in open_inos):
-                going_on[name] = mtime_ns, row, origin
+            # A file in passthrough, or one that is mapped, may have been changed without the daemon's knowledge.
+            has_changes = (row["dirty"] or row["way"] != Way.HERE.name) and not row["removed"]
+            if origin is not None and (has_changes or row["ino"] in open_inos):
+                resumable[name] = _Resumable(mtime_ns, row, origin)
             else:
                 records.drop(name)
-        files = {row["file"]: mtime_ns for mtime_ns, row, _ in going_on.values()}
+        files = {row["file"]: mtime_ns for mtime_ns, row, _ in resumable.values()}
         lost = dict[str, str]()
         for tail in self._disk.shared.tails.found():
             if tail.name in files:  # otherwise no dirty file needs it
@@ -474,11 +498,11 @@ class Uploads:
                 except OSError as exc:
                     lost[tail.name] = str(exc)
             tail.release()
-        for name, (mtime_ns, row, origin) in going_on.items():
+        for name, (mtime_ns, row, origin) in resumable.items():
             try:
                 if row["file"] in lost:
                     raise CacheUnusable(lost[row["file"]])
-                dirty_file = self._again(name, row, mtime_ns, origin)
+                dirty_file = self._rebuild(name, row, mtime_ns, origin)
                 dirty_file.resumed(row)
                 found[name] = dirty_file
             except (OSError, CachefsError) as exc:
@@ -487,8 +511,8 @@ class Uploads:
                     log.error("%s was being written, and is lost: %s", origin.name(row["key"]), str(exc))  # noqa: TRY400
         return found, over
 
-    def _again(self, name: str, row: Mapping[str, Any], mtime_ns: int, origin: Origin) -> DirtyFile:
-        """Make the dirty file of an earlier run again, from its row; its multipart upload is resumed."""
+    def _rebuild(self, name: str, row: Mapping[str, Any], mtime_ns: int, origin: Origin) -> DirtyFile:
+        """Make the dirty file of an earlier run again from its row, and resume its multipart upload."""
         file = StagingFile(self._disk, row["file"])
         size, base, attrs = file.path.stat().st_size, row["base"], row["attrs"]
         dirty_file = DirtyFile(
@@ -505,7 +529,7 @@ class Uploads:
             self._disk.shared.records.drop(dirty_file.id)
 
     def _drop(self, dirty_file: DirtyFile) -> None:
-        """Remove the staging file of a dirty file that has lost its name. Open handles can still use it."""
+        """Remove the staging file of a dirty file whose name is removed. Open handles can still use it."""
         if self._disk.shared is not None and dirty_file.ino and dirty_file.handles:
             self._put_record(dirty_file)
         else:
@@ -528,13 +552,14 @@ class Uploads:
         upload: bool = True,
         leaves: Callable[[ObjectInfo], Awaitable[object]] | None = None,
     ) -> bool:
-        """Move a dirty file to `key` (of the same origin). `base` is the etag of the version to replace there, `over` the
-        dirty file to replace, which the caller discards: after a crash at most one of the two is back. This makes no upload
-        if the origin has no version of the file. Otherwise the file is uploaded under the new key first. If it is half
-        written, or clean, or without `upload`, the origin's object is copied instead.
+        """Move a dirty file to `key` (of the same origin). `base` is the etag of the version to replace there. `over` is the
+        dirty file to replace, which the caller discards; a crash restores at most one of the two.
 
-        True if the origin still has a version of it at the old key, which the caller deletes. `leaves` is called with that
-        version before a crash could bring the dirty file back under the new key. Raises the errors of uploads and copies;
+        If the origin has no version of the file, nothing is sent. Otherwise the file is uploaded under the new key. If it is
+        half written, or clean, or without `upload`, the origin copies its object instead.
+
+        True if the origin still has a version of the file at the old key, which the caller deletes. `leaves` is called with
+        that version before a crash could restore the dirty file under the new key. Raises the errors of uploads and copies;
         then the file has its old key."""
         async with dirty_file.trying.turn:
             await self._queue.halt(dirty_file, gives_up=True)
@@ -555,7 +580,7 @@ class Uploads:
             else:
                 await self._copy(dirty_file, own, origin, key, over)
             if dirty_file.dirty and not first:
-                self._soon(dirty_file)
+                self._retry_soon(dirty_file)
         if first:
             await self._send_renamed(dirty_file, *before)
         return own is not None
@@ -573,6 +598,7 @@ class Uploads:
     async def _copy(
         self, dirty_file: DirtyFile, own: ObjectInfo, origin: Origin, key: str, over: DirtyFile | None
     ) -> None:
+        """Move a dirty file to another key, where the origin has copied its object `own` first."""
         info = await origin.copy(dirty_file.key, key, size=own.size, etag=own.etag)
         source = dirty_file.origin.source
         await self._move(dirty_file, origin, key, info.etag, over)
@@ -587,8 +613,9 @@ class Uploads:
     async def _move(
         self, dirty_file: DirtyFile, origin: Origin, key: str, base: str | None, over: DirtyFile | None
     ) -> None:
+        """Move a dirty file to another key; its multipart upload is aborted. After an error it has its old key."""
         before = dirty_file.origin, dirty_file.key, dirty_file.base
-        await dirty_file.sender.abandon()  # parts written since the attempt ended are given up, too
+        await dirty_file.sender.abandon()  # also aborts parts that were sent after the attempt has ended
         try:
             dirty_file.record.over = over
             dirty_file.moved(origin, key, base)
@@ -605,8 +632,7 @@ class Uploads:
     async def _send_renamed(
         self, dirty_file: DirtyFile, origin: Origin, key: str, base: str | None, tokens: list[str]
     ) -> None:
-        """Upload the file under its new key. If that fails, the file gets its old `key` at `origin`, with `base` and
-        `tokens`, back."""
+        """Upload the file under its new key. If that fails, restore its old `origin`, `key`, `base` and `tokens`."""
         wanted = dirty_file.content.generation
         error: CachefsError = OriginFailed(
             f"{dirty_file.origin.name(dirty_file.key)} is being written: it keeps its name"
@@ -631,13 +657,14 @@ class Uploads:
         base: str | None,
         tokens: list[str],
     ) -> None:
+        """Restore the old key of a file, unless the content of the generation `wanted` was uploaded meanwhile."""
         async with dirty_file.trying.turn:
             await self._queue.halt(dirty_file)
             if not dirty_file.has(wanted) and not dirty_file.discarded:
                 await self._move(dirty_file, origin, key, base, None)
                 dirty_file.record.tokens, dirty_file.trying.unsure = tokens, True
 
-    def _soon(self, dirty_file: DirtyFile) -> None:
+    def _retry_soon(self, dirty_file: DirtyFile) -> None:
         """Retry a failed upload at once, because the file has another key now."""
         if dirty_file.trying.failures and dirty_file.acknowledged:
             dirty_file.trying.failures = 0
@@ -652,10 +679,10 @@ class Uploads:
         replaced: bool = False,
         instead: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
-        """Give a dirty file up, because its name is removed. Nothing of it is uploaded any more; its users can still read
-        and write it. `instead` removes the name; it is called when no upload is running. Until it has returned, the dirty
-        file survives a crash; if it raises, nothing has changed. Unless another file has `replaced` the name, an object that
-        a last upload may have made is deleted at the origin."""
+        """Give up a dirty file, because its name is removed. It is not uploaded any more; its users can still read and write
+        it. `instead` removes the name; it is called when no upload is running. Until `instead` has returned, the dirty file
+        survives a crash; if it raises, the dirty file is as before. Unless another file has `replaced` the name, an object
+        that a last upload may have made is deleted at the origin."""
         stored = dirty_file.stored
         dirty_file.content.removed = True
         async with taken(dirty_file.trying.turn):
@@ -667,7 +694,7 @@ class Uploads:
                 dirty_file.content.removed = False
                 if dirty_file.dirty and (dirty_file.acknowledged or not dirty_file.handles):
                     self._queue.plan(dirty_file, 0.0)
-                elif not dirty_file.handles:  # its last user has closed it meanwhile
+                elif not dirty_file.handles:  # the last user has closed the file meanwhile
                     self._settle_soon(dirty_file)
                 raise
             try:
@@ -676,13 +703,15 @@ class Uploads:
                 try:
                     with trio.CancelScope(shield=True):
                         if dirty_file.file.lost_with_its_row:
-                            with suppress(CachefsError):  # then its users meet EIO if this daemon dies
+                            with suppress(
+                                CachefsError
+                            ):  # after a failure its users get EIO, if this daemon dies
                                 await dirty_file.file.try_spill()
-                        # The cache may be adopting the file of a clean one.
+                        # Not if the dirty file is clean, because the cache may be adopting its staging file.
                         unlinks = dirty_file.content.is_ours and dirty_file.dirty
                         await self._records.forget(dirty_file, HANGS_AFTER_S, unlinks=unlinks)
                 finally:
-                    # Otherwise a file that is replaced again and again would keep all of its predecessors in memory.
+                    # Otherwise a file that is replaced again and again would keep all earlier ones in memory.
                     dirty_file.record.over = None
                     self._drop(dirty_file)
             made = dirty_file.trying.unsure or dirty_file.stored is not stored
@@ -692,7 +721,7 @@ class Uploads:
     # -- called by dirty files ----------------------------------------------------------------------
 
     def wrote(self, dirty_file: DirtyFile) -> None:
-        """Handle a change of its content here: set its mtime, and send parts that are ready."""
+        """Handle a change that was made through the daemon: set the mtime, and send parts that are ready."""
         dirty_file.mtime_ns = self._now_ns()
         self.changed(dirty_file)
         self._push(dirty_file)
@@ -708,11 +737,12 @@ class Uploads:
             self._disk.shared.records.touch(dirty_file.id, dirty_file.mtime_ns)
 
     def _push(self, dirty_file: DirtyFile) -> None:
+        """Send parts that are ready, if that is possible before a commit."""
         if not (self._writeback or dirty_file.discarded or dirty_file.kernel.shared):
             dirty_file.sender.push(self._queue.nursery)
 
     async def renew(self, dirty_file: DirtyFile) -> StagingFile:
-        """A new staging file with its content, because the cache has the old one."""
+        """Copy a dirty file's content to a new staging file, because the cache has adopted the old one."""
         file = StagingFile(self._disk, uuid4().hex, new=True)
         try:
             await dirty_file.file.copy_to(file, dirty_file.size)
@@ -722,6 +752,7 @@ class Uploads:
         return file
 
     async def keep(self, dirty_file: DirtyFile) -> None:
+        """Write the row of a dirty file."""
         await self._records.keep(dirty_file)
 
     def journaled(self, dirty_file: DirtyFile) -> bytes | None:
@@ -733,7 +764,8 @@ class Uploads:
         await self._records.orphaned(dirty_file.origin.source, upload.key, upload.state())
 
     def _hopeful(self, dirty_file: DirtyFile | None) -> bool:
-        """True if uploads of other dirty files are running or due. Those that only wait for `upload_delay_s` begin now."""
+        """True if uploads of other dirty files are running or planned, without retries of failed ones. Planned ones begin
+        now."""
         found = False
         for other in self._dirty_files.values():
             if other is dirty_file:
@@ -749,7 +781,7 @@ class Uploads:
     async def _settle_together(self, waiting: Sequence[DirtyFile]) -> None:
         """Settle small files that are in memory and not in use: one call in a thread makes all their cache files. Files that
         were removed meanwhile are left out."""
-        going = list[DirtyFile]()
+        chosen = list[DirtyFile]()
         for dirty_file in waiting:
             if self._dirty_files.get(dirty_file.id) is not dirty_file:
                 continue
@@ -760,17 +792,17 @@ class Uploads:
             else:
                 dirty_file.lock.acquire_nowait()
                 dirty_file.content.settle()
-                going.append(dirty_file)
+                chosen.append(dirty_file)
         try:
-            await self._give_to_cache(going)
+            await self._give_to_cache(chosen)
         finally:
-            for dirty_file in going:
+            for dirty_file in chosen:
                 dirty_file.lock.release()
-        for dirty_file in going:
+        for dirty_file in chosen:
             await self._settle(dirty_file, adopt=False)
 
     def _goes_with_others(self, dirty_file: DirtyFile) -> bool:
-        """True if it can be given to the cache with others. If not, `_settle` handles it."""
+        """True if a file can be given to the cache together with others. Otherwise `_settle` handles it alone."""
         if dirty_file.handles or dirty_file.discarded or dirty_file.lock.locked():
             return False
         if dirty_file.content.state is not State.CLEAN or dirty_file.sender.upload is not None:
@@ -778,7 +810,7 @@ class Uploads:
         return dirty_file.file.in_memory and dirty_file.size > 0 and not dirty_file.file.spoiled
 
     async def _settle_sent(self, dirty_file: DirtyFile) -> None:
-        """Settle one whose upload has ended by itself: with others, if it may wait for them."""
+        """Settle a dirty file after its upload: together with others, if it may wait for them."""
         if self._goes_with_others(dirty_file):
             self._together.add(dirty_file)
         else:
@@ -791,7 +823,7 @@ class Uploads:
             try:
                 if dirty_file.kernel.in_passthrough and not dirty_file.reclaim():
                     return
-            except CachefsError:  # its file cannot be examined now
+            except CachefsError:  # the staging file cannot be examined now
                 self._settle_later(dirty_file)
                 return
             info = dirty_file.committed
@@ -803,13 +835,13 @@ class Uploads:
                 self._settle_later(dirty_file)
                 return
             if dirty_file.sender.upload is not None:
-                # For example after a completion that another client's newer object hides.
+                # For example if an upload was completed, and the reply shows another client's newer object.
                 await dirty_file.sender.abandon()
             if not dirty_file.content.adopted and adopt:
                 dirty_file.content.settle()
                 await self._give_to_cache([dirty_file])
             if dirty_file.handles or dirty_file.dirty or dirty_file.discarded:
-                return  # a user has opened it meanwhile, and the last `release` settles it
+                return  # a user has opened the file meanwhile; the last `release` settles it
             if not self.on_settling(dirty_file):
                 self._settle_later(dirty_file)
                 return
@@ -818,13 +850,14 @@ class Uploads:
             self._settled(dirty_file)
 
     def _settled(self, dirty_file: DirtyFile) -> None:
+        """Forget a dirty file that is settled."""
         self._forget(dirty_file)
         if self._dirty_files.pop(dirty_file.id, None) is not None:
             self.on_settled(dirty_file)
 
     async def _give_to_cache(self, dirty_files: Sequence[DirtyFile]) -> None:
-        """Give the files of these to the cache, which may refuse. The caller holds their locks. All are in the state
-        SETTLING, and none is afterwards."""
+        """Give the staging files of these dirty files to the cache, which may refuse some. The caller holds their locks. All
+        are in the state SETTLING before, and none is afterwards."""
         adopted, stored = (
             [False] * len(dirty_files),
             [dirty_file.content.stored for dirty_file in dirty_files],
@@ -842,12 +875,14 @@ class Uploads:
                 for dirty_file, done in zip(dirty_files, adopted, strict=True):
                     dirty_file.content.settled(done)
             for dirty_file, done in zip(dirty_files, adopted, strict=True):
-                # While the removal is running (`turn` is locked), the file stays: it may fail, or `_drop` removes the file.
+                # While a removal is running (`turn` is locked), the staging file stays. If the removal succeeds, `_drop`
+                # removes the staging file.
                 if dirty_file.discarded and not done and not dirty_file.trying.turn.locked():
                     dirty_file.file.remove()
                 if not done or dirty_file.handles or dirty_file.discarded:
                     continue
-                # The cache has its file, which cannot be opened here after `used` has ended. So no await comes before that.
+                # The cache has the staging file, which cannot be opened any more once the block of `used` has ended. So
+                # there is no await from here to that end.
                 if self._shown_from_cache(dirty_file):
                     dirty_file.open()
                     self._release_later(dirty_file)
@@ -856,7 +891,7 @@ class Uploads:
 
     async def _adopt(self, dirty_files: Sequence[DirtyFile], stored: Sequence[Stored | None]) -> list[bool]:
         """Give each file to the cache as its version in `stored`. Returns for each whether the cache has taken it."""
-        adopted, in_memory = [False] * len(dirty_files), dict[int, tuple[ObjectId, bytes]]()
+        adopted, in_memory = [False] * len(dirty_files), dict[int, WholeVersion]()
         try:
             for place, (dirty_file, one) in enumerate(zip(dirty_files, stored, strict=True)):
                 file = dirty_file.file
@@ -888,13 +923,15 @@ class Uploads:
         return adopted
 
     async def _adopted_as(self, dirty_file: DirtyFile, stored: Stored) -> None:
-        """After the cache has taken it as `stored`: if it was renamed meanwhile, have it cached as its new version."""
+        """If a file was renamed while the cache adopted it as `stored`, have it cached as the version under its new key."""
         while (now := dirty_file.content.stored) is not None and now is not stored:
             source = dirty_file.origin.source
             await self.moved(stored.info.version(source), now.info.version(source))
             stored = now
 
     def _settle_later(self, dirty_file: DirtyFile) -> None:
+        """Settle a dirty file after `LOOK_S`."""
+
         async def settle() -> None:
             await trio.sleep(LOOK_S)
             await self._settle(dirty_file)
@@ -902,10 +939,10 @@ class Uploads:
         contained(self._queue.nursery, f"settling {dirty_file.key}", settle)
 
     def _hangs(self) -> bool:
-        """True if the disk is known to hang. Once a caller's deadline has passed, the others need not wait for their own."""
+        """True if the disk is known to hang. After one caller has waited for its deadline in vain, others need not wait."""
         return self._store.hangs or self.journal.hangs or self._disk.hangs
 
-    # -- the life of the room ----------------------------------------------------------------------
+    # -- start, run and stop -----------------------------------------------------------------------
 
     async def run(self) -> None:
         """Upload due files and clear up at the origin, until cancelled."""
@@ -921,16 +958,17 @@ class Uploads:
         *,
         at_the_end: bool = False,
     ) -> list[DirtyFile]:
-        """Wait until the origin has all acknowledged or closed dirty files (of those that `under` chooses). Files with
-        changes that are neither closed nor synced are left out, unless `at_the_end`. Without a deadline each upload is tried
-        once; with one, repeated until then, unless a retry would be in vain. Returns the files that the origin does not
-        have."""
+        """Wait until the origin has all dirty files that are acknowledged or closed, and for which `under` returns True.
+        Files with changes that are neither closed nor synced are left out, unless `at_the_end`. Without a deadline each
+        upload is tried once. With a deadline it is retried until then, unless a retry would be in vain. Returns the files
+        that the origin does not have."""
         chosen = [
             dirty_file for dirty_file in self.pending() if dirty_file.acknowledged or not dirty_file.handles
         ]
         chosen = [d for d in chosen if (under is None or under(d)) and (at_the_end or not d.between)]
 
         async def one(dirty_file: DirtyFile) -> None:
+            """Upload one file; return when the origin has it, or when no further attempt is to be made."""
             while True:
                 try:
                     await self._queue.upload(dirty_file)
@@ -946,9 +984,10 @@ class Uploads:
         return [dirty_file for dirty_file in chosen if dirty_file.dirty and not dirty_file.discarded]
 
     async def recover(self, open_inos: Container[int] = frozenset()) -> list[DirtyFile]:
-        """Restore what an earlier run has left. Call once, before anything else. Acknowledged dirty files are pending again,
-        and are returned. All else is removed, at the origin in the background; with `memory`, files that were being written
-        go on. `open_inos` are the inodes that the kernel has open."""
+        """Restore the dirty files that an earlier run has left. Called once, before any other method. Acknowledged files are
+        pending again, and are returned. With `memory`, files that were being written go on, too. All others are removed or
+        moved aside (`journal.py`); their multipart uploads are aborted in the background. `open_inos` are the inodes that
+        the kernel has open."""
         resumed, over = (
             (dict[str, DirtyFile](), set[str]())
             if self._disk.shared is None
@@ -958,12 +997,13 @@ class Uploads:
         for dirty_file in resumed.values():
             self._dirty_files[dirty_file.id] = dirty_file
             if dirty_file.discarded:
-                # The new record says that it is removed: that of the file that replaced it may be dropped earlier.
+                # The new record says that the file is removed. Otherwise only the record of the file that has replaced it
+                # says so, which may be dropped first.
                 self._put_record(dirty_file)
             elif dirty_file.ino not in open_inos:
-                # It has had its last close. The upload waits, because the kernel may repeat an open.
+                # No process has the file open. The upload waits, because the kernel may repeat an open request.
                 if self._writeback:
-                    with suppress(CachefsError):  # its upload meets the error again
+                    with suppress(CachefsError):  # the upload fails with the error again
                         await self._records.acknowledge(dirty_file)
                 self._queue.plan(dirty_file, max(REPEATED_S, self._queue.delay_s if self._writeback else 0.0))
         for dirty_file in found:
@@ -972,15 +1012,16 @@ class Uploads:
         return found
 
     def _revive(self, name: str, row: Mapping[str, Any], origin: Origin) -> DirtyFile:
-        dirty_file = self._again(name, row, row["mtime_ns"], origin)
+        """Make the acknowledged dirty file of an earlier run again, from its row."""
+        dirty_file = self._rebuild(name, row, row["mtime_ns"], origin)
         dirty_file.content.row = Row.ACKNOWLEDGED
-        dirty_file.may_be_written()  # a process of that run's time may still write it in passthrough
+        dirty_file.may_be_written()  # a process that opened it in that run may still write it in passthrough
         dirty_file.content.synced = dirty_file.content.generation
         return dirty_file
 
     async def hand_over(self) -> None:
-        """Close the journal for a daemon that takes over all dirty files. Instead of `aclose`, after all tasks have
-        ended."""
+        """Close the journal for the next daemon, which takes over all dirty files. Called instead of `aclose`, after all
+        tasks have ended."""
         with trio.CancelScope(shield=True):
             with trio.move_on_after(GIVING_UP_S):
                 await self._disk.quiet()
@@ -1004,6 +1045,8 @@ class Uploads:
         return left
 
     async def _give_up(self, dirty_file: DirtyFile) -> None:
+        """End a dirty file at a stop: settle it if it is clean, leave it to the next run if it is acknowledged or closed,
+        and discard it otherwise."""
         if not dirty_file.dirty:
             while dirty_file.handles:
                 dirty_file.release()
@@ -1024,12 +1067,12 @@ class Uploads:
             await self.discard(dirty_file, replaced=True)
 
     def status(self) -> dict[str, Any]:
-        """Plain values for `cachefs status`; the files that were changed longest ago come first."""
+        """Plain values for `cachefs status`; the file whose last change is the oldest comes first."""
         return {"writeback": self._writeback, **_status(self.pending(), self._now_ns())}
 
     async def _fill(self, dirty_file: DirtyFile, base: ObjectId, count: int) -> None:
-        """Write the first `count` bytes of `base` into it, reading them in order, as a program does, so that readahead
-        works."""
+        """Copy the first `count` bytes of `base` into a new dirty file. They are read in order, as a program does, so that
+        readahead works."""
         opened = self._reader.open(dirty_file.origin, base)
         try:
             for at in range(0, count, PIECE):
@@ -1044,10 +1087,11 @@ class Uploads:
 
 
 def _is_pending(dirty_file: DirtyFile) -> bool:
+    """True if the origin may not have the present content."""
     try:
         return dirty_file.look() or dirty_file.dirty
     except CachefsError:
-        return True  # its file cannot be examined now, and may have changed
+        return True  # the staging file cannot be examined now, and may have changed
 
 
 def _status(pending: Sequence[DirtyFile], now_ns: int) -> dict[str, Any]:
