@@ -317,6 +317,27 @@ def test_multipart(s3: Any, bucket: str) -> None:
     assert "Uploads" not in s3.list_multipart_uploads(Bucket=bucket)
 
 
+@pytest.mark.parametrize("count", [1, 3, 70])  # 70 parts are more than an object keeps as they are
+def test_an_object_of_parts_is_whole(s3: Any, bucket: str, count: int) -> None:
+    where = {"Bucket": bucket, "Key": "k"}
+    parts = [content(number, 5_000) for number in range(count)]
+    upload = {**where, "UploadId": s3.create_multipart_upload(**where)["UploadId"]}
+    etags = [s3.upload_part(**upload, PartNumber=i, Body=part)["ETag"] for i, part in enumerate(parts, 1)]
+    listed = {"Parts": [{"PartNumber": i, "ETag": etag} for i, etag in enumerate(etags, 1)]}
+    before = s3.put_object(**where, Body=b"before")["ETag"]
+    complete = s3.complete_multipart_upload
+    assert refused(complete, **upload, MultipartUpload=listed, IfNoneMatch="*")[0] == "PreconditionFailed"
+    complete(**upload, MultipartUpload=listed, IfMatch=before)  # the refused request has taken no part away
+    whole = b"".join(parts)
+    assert s3.get_object(**where, Range="bytes=4000-11000")["Body"].read() == whole[4000:11001]
+    s3.copy_object(Bucket=bucket, Key="copy", CopySource=f"{bucket}/k")
+    body = s3.get_object(**where)["Body"]
+    first = body.read(10)
+    s3.put_object(**where, Body=b"after")
+    assert first + body.read() == whole  # a reader has the version that it opened
+    assert s3.get_object(Bucket=bucket, Key="copy")["Body"].read() == whole
+
+
 def test_copy_delete_and_buckets(s3: Any, bucket: str) -> None:
     s3.create_bucket(Bucket="another-bucket")
     s3.put_object(Bucket=bucket, Key="ä/k", Body=b"bytes")

@@ -18,14 +18,17 @@ import threading
 import time
 import zlib
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench.lab.dataset import content
 
 _UNDECODED = re.compile("[\ud800-\udfff]")
+JOINED = 64
+"""Most parts of an object that keeps them as they are."""
+
 _INVERSE = bytes(255 - value for value in range(256))
 
 
@@ -87,6 +90,49 @@ class _OpenFile(OpenBody):
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedBody(Body):
+    """The bytes of stored parts, one after the other. The parts belong to the object: they are discarded with it."""
+
+    parts: tuple[Stored, ...]
+
+    def opened(self) -> OpenBody:
+        with ExitStack() as opened:
+            bodies = [(part.size, part.body.opened()) for part in self.parts]
+            for _, body in bodies:
+                opened.callback(body.close)
+            return _OpenJoined(bodies, opened.pop_all())
+
+    def discard(self) -> None:
+        for part in self.parts:
+            part.body.discard()
+
+
+class _OpenJoined(OpenBody):
+    def __init__(self, bodies: list[tuple[int, OpenBody]], opened: ExitStack) -> None:
+        self._bodies = bodies
+        self._opened = opened
+
+    def _spans(self, offset: int, count: int) -> Iterator[tuple[OpenBody, int, int]]:
+        """(body, offset in it, bytes) for each part of a range."""
+        start = 0
+        for size, body in self._bodies:
+            begin, end = max(offset, start), min(offset + count, start + size)
+            if begin < end:
+                yield body, begin - start, end - begin
+            start += size
+
+    def read(self, offset: int, count: int) -> bytes:
+        return b"".join(body.read(at, length) for body, at, length in self._spans(offset, count))
+
+    def send(self, sock: socket.socket, offset: int, count: int) -> None:
+        for body, at, length in self._spans(offset, count):
+            body.send(sock, at, length)
+
+    def close(self) -> None:
+        self._opened.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,16 +298,6 @@ class Blob:
         self._md5.update(data)
         self.size += len(data)
 
-    def append(self, stored: Stored) -> None:
-        """The content of an object in a file; `digest` is not computed from it."""
-        assert isinstance(stored.body, FileBody)
-        self._file.flush()
-        with open(stored.body.path, "rb") as source:
-            at = 0
-            while at < stored.size:
-                at += os.sendfile(self._file.fileno(), source.fileno(), at, stored.size - at)
-        self.size += stored.size
-
     def done(self, headers: dict[str, str] | None = None) -> Stored:
         self._file.close()
         return Stored(
@@ -319,16 +355,18 @@ class Warehouse:
             blob.drop()
             raise
 
-    def join(self, parts: Iterable[Stored], etag: str, headers: dict[str, str]) -> Stored:
-        """A new object of the bytes of stored objects, copied by the kernel."""
-        blob = self.blob()
-        try:
-            for part in parts:
-                blob.append(part)
-            return replace(blob.done(headers), etag=etag)
-        except BaseException:
-            blob.drop()
-            raise
+    def join(self, parts: Sequence[Stored], etag: str, headers: dict[str, str]) -> Stored:
+        """A new object of the bytes of stored parts, which belong to it from now on. It is made without a copy, as in an
+        object store: copying 256 MiB takes longer than its last part needs to arrive. An object of many parts is copied,
+        because a reader holds a descriptor of each part."""
+        if len(parts) <= JOINED:
+            return Stored(
+                sum(part.size for part in parts), etag, time.time(), JoinedBody(tuple(parts)), headers
+            )
+        whole = self.store(itertools.chain.from_iterable(_pieces(part) for part in parts), headers)
+        for part in parts:
+            part.body.discard()
+        return replace(whole, etag=etag)
 
     def change(self, bucket: str, key: str) -> Stored | None:
         """Give the object another version: same size, every byte different. None if there is no such object."""
@@ -360,6 +398,11 @@ class Warehouse:
             raise ValueError("count must be within 1..10,000,000")
         with self.lock:
             self.bucket(name).add_run(Run(prefix, count, size, time.time()))
+
+
+def _pieces(stored: Stored) -> Iterator[bytes]:
+    with closing(stored.body.opened()) as body:
+        yield from body.pieces(stored.size)
 
 
 def _files(folder: str, prefix: str) -> Iterator[tuple[str, Stored]]:

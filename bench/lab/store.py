@@ -14,6 +14,7 @@ import argparse
 import ctypes
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -77,6 +78,9 @@ def main() -> None:
     )
     parser.add_argument("--parent", type=int, help="process id of the parent to die with")
     options = parser.parse_args()
+    # A reader of an object that was uploaded in parts holds a descriptor of each part.
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if options.parent:
         die_with(options.parent)
     lab = Lab(Warehouse(options.root))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from urllib.parse import unquote
@@ -195,6 +195,7 @@ def complete_upload(exchange: Exchange) -> None:
         raise S3Error("MalformedXML", "no parts")
     if [number for number, _ in wanted] != sorted({number for number, _ in wanted}):
         raise S3Error("InvalidPartOrder")
+    tag = hashlib.md5(b"".join(bytes.fromhex(etag) for _, etag in wanted), usedforsecurity=False).hexdigest()
     with warehouse.lock:
         upload = _upload(exchange)
         parts = []
@@ -203,22 +204,26 @@ def complete_upload(exchange: Exchange) -> None:
             if part is None or part.etag.strip('"') != etag:
                 raise S3Error("InvalidPart")
             parts.append(part)
-    digests = b"".join(bytes.fromhex(etag) for _, etag in wanted)
-    tag = hashlib.md5(digests, usedforsecurity=False).hexdigest()
-    stored = warehouse.join(parts, f'"{tag}-{len(parts)}"', upload.headers)
-    _commit(exchange, stored)
-    _forget(exchange)
+        bucket = the_bucket(exchange)
+        _check(
+            exchange, bucket.get(request.key)
+        )  # before the object gets the parts, for another try may follow
+        stored = warehouse.join(parts, f'"{tag}-{len(parts)}"', upload.headers)
+        bucket.put(request.key, stored)
+        _forget(exchange, used={number for number, _ in wanted})
     etag = "" if Quirk.NO_ETAG in exchange.lab.quirks else stored.etag
     names = leaf("Bucket", request.bucket), leaf("Key", request.key), leaf("ETag", etag)
     exchange.reply(200, XML, markup.document("CompleteMultipartUploadResult", *names))
 
 
-def _forget(exchange: Exchange) -> None:
+def _forget(exchange: Exchange, used: Container[int] = ()) -> None:
+    """End the upload. Its parts are discarded, but not those that an object has."""
     with exchange.lab.warehouse.lock:
         upload = _upload(exchange)
         del exchange.lab.warehouse.uploads[exchange.request.query["uploadId"]]
-    for part in upload.parts.values():
-        part.body.discard()
+    for number, part in upload.parts.items():
+        if number not in used:
+            part.body.discard()
 
 
 def abort_upload(exchange: Exchange) -> None:

@@ -721,10 +721,17 @@ class Attempts:
         transfer: Transfer | None = None,
         retries: int | None = None,
         patience: int = 1,
+        now: Callable[[], Awaitable[T | None]] | None = None,
     ) -> T:
-        """As `repeat`, for an `attempt` that blocks: it runs in a worker thread."""
+        """As `repeat`, for an `attempt` that blocks: it runs in a worker thread. `now` does the same on the trio thread; it
+        returns None, and has sent nothing, if it cannot."""
+
+        async def once() -> T:
+            found = await now() if now is not None else None
+            return await self.in_thread(attempt) if found is None else found
+
         return await self.repeat(
-            lambda: self.in_thread(attempt),
+            once,
             action,
             counter,
             key,

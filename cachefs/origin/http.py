@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -50,6 +50,7 @@ from cachefs.origin.protocol import (
     CompletionInProgress,
     ConnectionEnded,
     Lister,
+    ListPage,
     ObjectInfo,
     Taker,
     Writer,
@@ -135,6 +136,11 @@ class SignedHttp:
     async def ask_now(self, request: Request) -> Reply | None:
         """As `ask`, on the trio thread, for a request without a body, or a PUT of a small body in memory. None, and nothing
         is sent, if signing it would have to wait."""
+        reply = await self.exchange_now(request)
+        return None if reply is None else self.checked(request, reply)
+
+    async def exchange_now(self, request: Request) -> Reply | None:
+        """As `exchange`, where `ask_now` is as `ask`."""
         given, body, size = _prepared(request)
         sign = self.place.signer()
         if sign is None:
@@ -144,7 +150,7 @@ class SignedHttp:
         if not isinstance(body, bytes):
             exchange.pieces.extend(body.chunks())
         await self.transport.run(exchange)
-        return self.checked(request, Reply(exchange.status, exchange.reply_headers, exchange.body, url))
+        return Reply(exchange.status, exchange.reply_headers, exchange.body, url)
 
     def checked(self, request: Request, reply: Reply) -> Reply:
         """The reply if it is a success; else raises the error of its refusal."""
@@ -155,8 +161,16 @@ class SignedHttp:
     def head(self, key: str) -> tuple[ObjectInfo, Mapping[str, str]]:
         """(the object, all headers of the reply) from a HEAD."""
         headers = self.ask(Request("HEAD", key)).headers
+        return self._described(key, headers), headers
+
+    async def head_now(self, key: str) -> ObjectInfo | None:
+        """The object from a HEAD, where `ask_now` is as `ask`."""
+        reply = await self.ask_now(Request("HEAD", key))
+        return None if reply is None else self._described(key, reply.headers)
+
+    def _described(self, key: str, headers: Mapping[str, str]) -> ObjectInfo:
         try:
-            return _object_of(key, int(headers["content-length"]), headers), headers
+            return _object_of(key, int(headers["content-length"]), headers)
         except (KeyError, ValueError) as exc:
             raise OriginFailed(f"{self.name(key)}: the origin's reply does not describe an object") from exc
 
@@ -322,6 +336,8 @@ class HttpClient:
         self.can_list = True
         self.writer = writer
         self.list_page = lister.list_page
+        self.list_now: Callable[..., Awaitable[ListPage | None]] | None = getattr(lister, "list_now", None)
+        self.head_now = http.head_now
         self.fetch, self.begin = http.fetch, http.begin
         self.patience_s = http.transport.stall_s
         self.renew = http.place.credentials.renew

@@ -6,6 +6,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
@@ -57,6 +58,11 @@ class Origin:
         self._client = attempts.client
         self._attempts = attempts
         self._probes = Probes(attempts)
+        # A client that can ask without a thread has these, too.
+        self._list_now: Callable[..., Awaitable[ListPage | None]] | None
+        self._list_now = getattr(attempts.client, "list_now", None)
+        self._head_now: Callable[[str], Awaitable[ObjectInfo | None]] | None
+        self._head_now = getattr(attempts.client, "head_now", None)
         self.limit, self.name = attempts.limit, attempts.name
         self.read, self.begin = attempts.read, attempts.begin
         self.read_only = False  # True: callers refuse writes, although the client could
@@ -143,12 +149,17 @@ class Origin:
             f"listing {self.name(prefix)}",
             "origin_list",
             prefix,
+            now=None if self._list_now is None else partial(self._list_now, prefix, token, limit),
         )
 
     async def head(self, key: str) -> ObjectInfo:
         """Size, mtime and etag of the current object."""
         return await self._attempts.call(
-            lambda: self._client.head(key), f"looking up {self.name(key)}", "origin_head", key
+            lambda: self._client.head(key),
+            f"looking up {self.name(key)}",
+            "origin_head",
+            key,
+            now=None if self._head_now is None else partial(self._head_now, key),
         )
 
     async def look(self, key: str) -> tuple[ObjectInfo, str]:

@@ -28,6 +28,8 @@ from urllib.parse import quote, unquote_plus
 from xml.etree.ElementTree import Element, ParseError, fromstring
 from xml.sax.saxutils import escape
 
+import trio
+
 from cachefs.base.errors import (
     CachefsError,
     ConfigError,
@@ -357,18 +359,23 @@ class S3Objects(Writer):
         self._token_header = f"{dialect.vendor}meta-cachefs-stamp"
 
     def list_page(self, prefix: str, token: str | None, limit: int) -> ListPage:
-        parameters = {
-            "list-type": "2",
-            "delimiter": "/",
-            "encoding-type": "url",  # or control characters in keys would make the XML invalid
-            "max-keys": str(limit),
-            "prefix": prefix,
-            "continuation-token": token,
-        }
-        request = Request("GET", parameters=parameters, about=prefix)
+        request = _listing(prefix, token, limit)
         reply, place = self._http.exchange(request), self._http.place
         if reply.status != 200 and isinstance(place, Bucket) and place.moved(reply):
             reply = self._http.exchange(request)
+        return self._page(request, reply)
+
+    async def list_now(self, prefix: str, token: str | None, limit: int) -> ListPage | None:
+        """As `list_page`, on the trio thread. None if `list_page` must ask: nothing was sent, or the bucket has moved."""
+        request, place = _listing(prefix, token, limit), self._http.place
+        reply = await self._http.exchange_now(request)
+        if reply is None or (reply.status != 200 and isinstance(place, Bucket) and place.moved(reply)):
+            return None
+        if len(reply.body) < UNREAD_BYTES or next_token(reply.body) is not None:
+            return self._page(request, reply)
+        return await trio.to_thread.run_sync(self._page, request, reply)
+
+    def _page(self, request: Request, reply: Reply) -> ListPage:
         self._http.checked(request, reply)
 
         def read() -> ListPage:
@@ -376,7 +383,7 @@ class S3Objects(Writer):
                 return parse_page(reply.body)
             except ValueError as exc:
                 raise OriginFailed(
-                    f"{self._http.name(prefix)}: the origin's listing is not S3's XML: {exc}"
+                    f"{self._http.name(request.about or '')}: the origin's listing is not S3's XML: {exc}"
                 ) from exc
 
         following = next_token(reply.body) if len(reply.body) >= UNREAD_BYTES else None
@@ -527,6 +534,18 @@ class S3Objects(Writer):
 
 
 _TRUNCATED, _TOKEN = b"<IsTruncated>true<", re.compile(rb"<NextContinuationToken>([^<&]+)<")
+
+
+def _listing(prefix: str, token: str | None, limit: int) -> Request:
+    parameters = {
+        "list-type": "2",
+        "delimiter": "/",
+        "encoding-type": "url",  # or control characters in keys would make the XML invalid
+        "max-keys": str(limit),
+        "prefix": prefix,
+        "continuation-token": token,
+    }
+    return Request("GET", parameters=parameters, about=prefix)
 
 
 def next_token(body: bytes) -> str | None:

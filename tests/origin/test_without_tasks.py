@@ -140,9 +140,7 @@ def test_a_small_file_costs_the_trio_thread_few_calls(store: Lab, cache_dir: Pat
     in_trio(play)()
 
 
-def test_a_small_object_is_put_and_deleted_without_a_thread(
-    store: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_requests_need_no_thread(store: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     async def no_thread(*_: object, **__: object) -> None:
         raise AssertionError("a thread gets a turn")
 
@@ -153,13 +151,18 @@ def test_a_small_object_is_put_and_deleted_without_a_thread(
                 "first", InMemory(SMALL), len(SMALL), settle=False
             )  # its thread looks for credentials
             threads.replace(monkeypatch, no_thread)
-            await origin.put("small", InMemory(SMALL), len(SMALL), settle=False)
+            made = await origin.put("small", InMemory(SMALL), len(SMALL), settle=False)
+            assert (await origin.head("small")).etag == made.etag
+            page = await origin.list_page("", limit=2)
+            rest = await origin.list_page("", token=page.next_token)
+            assert [info.key for info in page.objects + rest.objects][-2:] == ["first", "small"]
             await origin.delete("small")
             await origin.delete("small")  # a missing object is no error
         finally:
             monkeypatch.undo()
             await origin.aclose()
-        assert [request["kind"] for request in store.store.requests()] == ["put", "put", "delete", "delete"]
+        kinds = [request["kind"] for request in store.store.requests()]
+        assert kinds == ["put", "put", "head", "list", "list", "delete", "delete"]
 
     in_trio(play)()
 

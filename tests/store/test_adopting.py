@@ -20,6 +20,7 @@ import trio
 
 from cachefs.base.names import ObjectId
 from cachefs.store import adopting, scrub
+from cachefs.store.space import SPILL_ABOVE
 from cachefs.store.tier import RAM, SSD
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
 from tests.store.lab import (
@@ -795,6 +796,47 @@ async def test_what_lies_in_memory_is_adopted_as_a_file_is(cache_dir: Path, size
         assert await lab.read(object_id) == data and len(lab.origin.gets) == gets
         assert await lab.store.adopt_bytes([(object_id, data)]) == [False], "it is there"
         assert await lab.store.adopt_bytes([(lab.origin.put("empty", b""), b"")]) == [False]
+        lab.check_accounts()
+
+
+@in_trio
+async def test_contents_go_to_ram_as_long_as_it_need_not_spill_for_them(cache_dir: Path) -> None:
+    async with running(cache_dir, ram=8 * MIB) as lab:
+        ram, ssd = lab.store.tiers
+        spills_above = int(SPILL_ABOVE * ram.limit_bytes())
+        versions = [(lab.origin.put(f"k{n}", content(n, MIB)), content(n, MIB)) for n in range(9)]
+        for version in versions:
+            assert await lab.store.adopt_bytes([version]) == [True]
+        there = [[layout["tier"] for layout in lab.store.layout(object_id)] for object_id, _ in versions]
+        in_ram = there.count(["ram"])
+        assert in_ram == spills_above // MIB and there[in_ram:] == [["ssd"]] * (9 - in_ram)
+        assert ram.immutable(versions[0][0].digest) and not lab.metrics.spilled_blocks
+        for object_id, data in versions:
+            assert await lab.read(object_id) == data
+        backing = Backend(lab).open_backing(*versions[0])
+        assert backing is not None and backing.tier is ram
+        assert lab.store.take_out(backing, 1, ssd.path / "taken") is None, "it is on another file system"
+        lab.store.release_backing(backing)
+        assert not lab.origin.gets
+        lab.check_accounts()
+    async with running(cache_dir, lab.origin, ram=8 * MIB) as lab:
+        for object_id, data in versions:
+            assert await lab.read(object_id) == data
+        assert not lab.origin.gets and lab.metrics.checksum_failures == 0
+        lab.check_accounts()
+
+
+@in_trio
+async def test_a_copy_of_what_lies_in_ram_is_the_same_file_there(cache_dir: Path) -> None:
+    async with running(cache_dir, ram=8 * MIB) as lab:
+        data = content(1, BLOCK + 1)
+        old, new = lab.origin.put("tmp", data), lab.origin.put("final", data)
+        assert await lab.store.adopt_bytes([(old, data)]) == [True]
+        inode = lab.store.tiers[0].file_path(old.digest).stat().st_ino
+        assert await lab.store.recast(old, new)
+        assert lab.store.tiers[0].file_path(new.digest).stat().st_ino == inode
+        assert await lab.read(new) == data and not lab.origin.gets
+        assert lab.store.cached_bytes(old) == 0
         lab.check_accounts()
 
 
