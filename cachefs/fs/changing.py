@@ -36,6 +36,7 @@ from cachefs.fs.dirty_files import check_key, check_name, writable
 from cachefs.fs.freshness import EVERY_NAME
 from cachefs.fs.keys import mark_of_directory, name_in, name_of
 from cachefs.fs.local_changes import Node
+from cachefs.fs.name_locks import Place
 from cachefs.fs.rows import Row, encode
 from cachefs.fs.tree import Directory, Found, is_below
 from cachefs.fs.tree_queries import object_of
@@ -58,8 +59,6 @@ log = logging.getLogger(__name__)
 
 NOREPLACE = 1
 """RENAME_NOREPLACE of renameat2."""
-
-Place = tuple[Directory, bytes]
 
 Find = Callable[["Origin", str], Awaitable[Place]]
 

@@ -36,6 +36,7 @@ from cachefs.base.shared_memory import Times
 from cachefs.fs import xattrs
 from cachefs.fs.attributes import DIRECTORY_SIZE, FOREVER, FREE_NAMES, Attributes, Entry, Options, Space
 from cachefs.fs.directories import DirectoryHandle, DirectoryReader
+from cachefs.fs.dirty_files import Opened
 from cachefs.fs.files import (
     DIRTY_FILE,
     FileHandle,
@@ -72,10 +73,6 @@ DAEMON_BITS = 40
 InvalidateHook = Callable[[int, int, bytes], None]
 """(ino, parent, name): tells the kernel to drop its pages of this inode (0: of none) and its entry of this name (b"": of
 none)."""
-
-Opened = tuple[int, int]
-"""(handle, backing id). With backing id 0 the file is not in passthrough, and the daemon answers its reads. The kernel may
-keep the pages that it has of this inode."""
 
 Created = tuple[Attributes, float, Opened]
 """Attributes of a new file, for how many seconds the kernel may keep them, and how it was opened."""

@@ -22,6 +22,7 @@ from cachefs.base.names import ObjectId
 from cachefs.fs.files import DIRTY_FILE
 from cachefs.fs.inodes import inode_key
 from cachefs.fs.keys import mark_of_directory
+from cachefs.fs.name_locks import Place
 from cachefs.fs.pages import Lost, move, pin, write_answer
 from cachefs.fs.rows import NO_ROW, Row, encode
 from cachefs.fs.tree import Directory, Found, Tree, is_below, named
@@ -39,10 +40,6 @@ if TYPE_CHECKING:
 
 DIRTY_FILE_ETAG = "draft "
 """The beginning of a dirty file's version, which stands in place of an etag. No origin has such etags."""
-
-
-Place = tuple[Directory, bytes]
-"""The directory and the name of a file."""
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -31,7 +31,8 @@ from cachefs.base.linux import MNT_DETACH, MNT_FORCE, is_dead, mount_at, syscall
 from cachefs.base.metrics import Metrics
 from cachefs.base.tasks import contained
 from cachefs.fs import Backing, Entry, FileSystem
-from cachefs.fs.filesystem import Created, Opened
+from cachefs.fs.dirty_files import Opened
+from cachefs.fs.filesystem import Created
 from cachefs.fs.reader import Buffer
 from cachefs.fuse import callers, connection, protocol
 from cachefs.fuse.connection import CONGESTION, MAX_BACKGROUND, MOUNTING_S

@@ -24,7 +24,8 @@ from cachefs.base.linux import HANGS_AFTER_S, memory_limit
 from cachefs.base.logs import Repeats
 from cachefs.base.metrics import Metrics
 from cachefs.fs import Attributes, Entry, FileSystem, Space
-from cachefs.fs.filesystem import Created, Opened
+from cachefs.fs.dirty_files import Opened
+from cachefs.fs.filesystem import Created
 from cachefs.fs.reader import Buffer
 from cachefs.fuse.callers import Writers
 from cachefs.fuse.errno_table import OURS, errno_of_foreign, tell

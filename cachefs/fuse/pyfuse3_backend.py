@@ -22,7 +22,8 @@ from cachefs.base.errors import MountError
 from cachefs.base.linux import mount_at
 from cachefs.base.metrics import Metrics
 from cachefs.fs import Attributes, Backing, Entry, FileSystem, Space
-from cachefs.fs.filesystem import Created, Opened
+from cachefs.fs.dirty_files import Opened
+from cachefs.fs.filesystem import Created
 from cachefs.fuse.connection import abort, device_of, end
 from cachefs.fuse.operations import Errno, Looked, Operations, Pending, Shown, Waiting
 
