@@ -136,7 +136,7 @@ class Database:
         self.on_cut_short: Callable[[], None] = lambda: (
             None
         )  # called in any thread, until `renew` has succeeded
-        self._turn = threading.Lock()  # held to write, to open again and to close
+        self._write_lock = threading.Lock()  # held to write, to open again and to close
         self._reading: list[None] = []  # an entry for each reader; appending and popping are atomic
         try:
             durable.make_directory(path)
@@ -330,15 +330,15 @@ class Database:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        if not self._turn.acquire(timeout=WAIT_S):
+        if not self._write_lock.acquire(timeout=WAIT_S):
             raise CacheUnusable(f"the database in {self.path} is stuck: its disk does not answer")
         try:
             yield
         finally:
-            self._turn.release()
+            self._write_lock.release()
 
     def _reopen(self) -> None:
-        """Open the file again, without readers; it then has all acknowledged rows. The caller has `_turn`. Raises
+        """Open the file again, without readers; it then has all acknowledged rows. The caller has `_write_lock`. Raises
         `CacheUnusable`; the next reader or writer tries again."""
         if self._closed:
             raise self._unreadable("it is closed")

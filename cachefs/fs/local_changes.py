@@ -228,7 +228,7 @@ class LocalChanges:
             self._files.nameless.pop(node.ino, None)  # a listing may have just shown another client's version
             self._make_pending(node)
             self._files.forget_warm()
-            self._files.turn(node.ino, self.version(node), node.dirty_file.mtime_ns)
+            self._files.switch(node.ino, self.version(node), node.dirty_file.mtime_ns)
             self._writer.outlive(node.dirty_file, node.ino, named=True)
 
     def _make_pending(self, node: Node) -> None:
@@ -323,7 +323,7 @@ class LocalChanges:
         self._overrides.put(node.ino, node.attrs)
         self._let_go(node)
         self._freshness.note_answer(node.directory, node.name, node.ino, self._tree.clock())
-        self._files.turn(node.ino, self.version(node), info.mtime_ns)
+        self._files.switch(node.ino, self.version(node), info.mtime_ns)
         self._forget(node)
 
     @contextmanager
