@@ -717,21 +717,12 @@ class Attempts:
         counter: str,
         key: str,
         *,
-        ticket: Ticket | None = None,
-        transfer: Transfer | None = None,
         retries: int | None = None,
         patience: int = 1,
     ) -> T:
         """As `repeat`, for an `attempt` that blocks: it runs in a worker thread."""
         return await self.repeat(
-            lambda: self.in_thread(attempt),
-            action,
-            counter,
-            key,
-            ticket=ticket,
-            transfer=transfer,
-            retries=retries,
-            patience=patience,
+            lambda: self.in_thread(attempt), action, counter, key, retries=retries, patience=patience
         )
 
     async def repeat(
