@@ -130,8 +130,15 @@ class Recorder:
         lines: list[str] = []
         while self._lines and len(lines) < LINES_AT_ONCE:
             at, origin, obj, offset, length, pid = self._lines.popleft()
-            line = {"t": round(at - self._began, 6), "path": self._path_of(origin, obj), "size": obj.size}
-            lines.append(json.dumps({**line, "offset": offset, "length": length, "pid": pid}))
+            line = {
+                "t": round(at - self._began, 6),
+                "path": self._path_of(origin, obj),
+                "size": obj.size,
+                "offset": offset,
+                "length": length,
+                "pid": pid,
+            }
+            lines.append(json.dumps(line))
         dropped, self._dropped = self._dropped, 0
         return lines, dropped
 

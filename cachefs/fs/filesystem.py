@@ -109,12 +109,27 @@ class FileSystem:
         self._directories = DirectoryReader(self._tree, self._freshness, self._lister, self._shape)
         self._files = OpenFiles(reader, self._of_handle, self._tree.clock, wall)
         self.tree_queries = TreeQueries(self._tree, self._freshness, self._looker, self._directories)
-        known = (self._tree, self._freshness, self._lister)
-        self._refreshing = Refreshing(*known, self._files.forget_warm, self._tell, lambda: self.told())
+        self._refreshing = Refreshing(
+            self._tree,
+            self._freshness,
+            self._lister,
+            self._files.forget_warm,
+            self._tell,
+            lambda: self.told(),
+        )
         self._writing: Writing | None = None
         if writer is not None:
-            parts = (self._tree, self._freshness, self._looker, self._lister, self._files)
-            self._writing = Writing(*parts, writer, options, wall, times or Times())
+            self._writing = Writing(
+                self._tree,
+                self._freshness,
+                self._looker,
+                self._lister,
+                self._files,
+                writer,
+                options,
+                wall,
+                times or Times(),
+            )
 
     @property
     def origins(self) -> list[Origin]:

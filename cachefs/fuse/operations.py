@@ -469,9 +469,18 @@ class Operations:
         self._changing()
         self.metrics.fuse_change += 1
         mode = None if mode is None else stat.S_IMODE(mode)
-        times = {"atime_ns": atime_ns, "mtime_ns": mtime_ns}
-        wanted = {"size": size, "mode": mode, "uid": uid, "gid": gid, **times, "fh": fh}
-        work = partial(self._fs.setattr, inode, **wanted, clear=clear)
+        work = partial(
+            self._fs.setattr,
+            inode,
+            size=size,
+            mode=mode,
+            uid=uid,
+            gid=gid,
+            atime_ns=atime_ns,
+            mtime_ns=mtime_ns,
+            fh=fh,
+            clear=clear,
+        )
         return Pending(SETATTR, thread, partial(self._walked_to, thread, work))
 
     def write(
