@@ -1267,7 +1267,7 @@ def test_an_environment_that_is_useless_twice_cannot_be_read(
             db._read(take)
     else:
         assert db._read(take) == "read"
-    assert len(opened_again) == min(panics, 1) and not db._reading and not db._turn.locked()
+    assert len(opened_again) == min(panics, 1) and not db._reading and not db._write_lock.locked()
     db.close()
 
 
@@ -1399,13 +1399,13 @@ def test_a_writer_that_does_not_end_is_not_waited_for_for_ever(
     fds, left = len(os.listdir("/proc/self/fd")), db._opened
     assert left is not None
     monkeypatch.setattr(database, "WAIT_S", 0.02)
-    db._turn.acquire()
+    db._write_lock.acquire()
     with pytest.raises(CacheUnusable, match="does not answer"):
         db.write([("a", b"l", b"v")])
     assert db.get("a", b"k") == b"v", "readers do not wait for it"
     db.close()
     assert len(os.listdir("/proc/self/fd")) == fds - 1, "the lock is given back"
-    db._turn.release()
+    db._write_lock.release()
     left.close()
     again = opened(tmp_path / "db")
     assert not again.was_clean and dict(again.scan("a")) == {b"k": b"v"}

@@ -26,6 +26,7 @@ from scripts import reference
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 README = ROOT / "README.md"
+SOURCES = [path for place in ("bench", "cachefs", "tests") for path in (ROOT / place).rglob("*.py")]
 OTHERS_OPTIONS = {"--device", "--user", "--vfs-cache-mode", "--budget"}
 """Of docker, rclone and scripts/mutate, where a page names them alone."""
 MAN = ("man/cachefs.1", "man/mount.cachefs.8")
@@ -141,6 +142,8 @@ def test_every_file_that_a_page_names_is_there() -> None:
             name for name in named if not (ROOT / name).exists() and not (ROOT / "cachefs" / name).exists()
         }
         assert not gone, f"{shown(page)}: {gone}"
+        for name in re.findall(r"`([\w/]+\.py)`", page.read_text()):
+            assert any(path.as_posix().endswith(f"/{name}") for path in SOURCES), f"{shown(page)}: {name}"
 
 
 @pytest.mark.parametrize(

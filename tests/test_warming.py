@@ -95,9 +95,9 @@ class World:
         return ["10.0.0.9:7070"]
 
     async def prefetch(
-        self, origin: Any, obj: ObjectId, start: int, stop: int, *, ahead: bool, keep: bool
+        self, origin: Any, obj: ObjectId, start: int, stop: int, *, prefetched: bool, keep: bool
     ) -> int:
-        assert keep and not ahead
+        assert keep and not prefetched
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         try:

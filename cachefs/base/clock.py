@@ -11,8 +11,9 @@ import struct
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
+
+from cachefs.base.linux import boot_id
 
 _STATE = struct.Struct(">d")
 
@@ -20,16 +21,12 @@ _STATE = struct.Struct(">d")
 _boottime = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
 
 
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
 class Machine(NamedTuple):
     """The clocks of a machine: seconds since the epoch, seconds since the boot, and the identifier of the boot."""
 
     wall: Callable[[], float] = time.time
     since_boot: Callable[[], float] = _boottime
-    boot_id: Callable[[], str] = _boot_id
+    boot_id: Callable[[], str] = boot_id
 
 
 class SteadyClock:

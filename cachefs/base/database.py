@@ -36,12 +36,10 @@ they wait for the disk, so call them in a worker thread.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import itertools
 import logging
-import mmap
 import os
 import re
 import shutil
@@ -60,7 +58,7 @@ import xxhash
 
 from cachefs.base import durable, ownership
 from cachefs.base.errors import CacheInUse, CacheUnusable, NoRoom
-from cachefs.base.linux import end_with_parent
+from cachefs.base.linux import boot_id, end_with_parent, resident_bytes, unmap_pages
 
 log = logging.getLogger(__name__)
 
@@ -88,9 +86,6 @@ MARK = "version"
 _MARK = re.compile(r"([ -~]+)\n((?:open|closed) [!-~]+)\n")
 
 _NO_ROOM = 2  # the exit status of a rewrite
-
-_libc = ctypes.CDLL(None)
-_MADV_DONTNEED = 4
 
 T = TypeVar("T")
 Put = tuple[str, bytes, bytes | None]
@@ -141,7 +136,7 @@ class Database:
         self.on_cut_short: Callable[[], None] = lambda: (
             None
         )  # called in any thread, until `renew` has succeeded
-        self._turn = threading.Lock()  # held to write, to open again and to close
+        self._write_lock = threading.Lock()  # held to write, to open again and to close
         self._reading: list[None] = []  # an entry for each reader; appending and popping are atomic
         try:
             durable.make_directory(path)
@@ -335,15 +330,15 @@ class Database:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        if not self._turn.acquire(timeout=WAIT_S):
+        if not self._write_lock.acquire(timeout=WAIT_S):
             raise CacheUnusable(f"the database in {self.path} is stuck: its disk does not answer")
         try:
             yield
         finally:
-            self._turn.release()
+            self._write_lock.release()
 
     def _reopen(self) -> None:
-        """Open the file again, without readers; it then has all acknowledged rows. The caller has `_turn`. Raises
+        """Open the file again, without readers; it then has all acknowledged rows. The caller has `_write_lock`. Raises
         `CacheUnusable`; the next reader or writer tries again."""
         if self._closed:
             raise self._unreadable("it is closed")
@@ -475,14 +470,15 @@ class Database:
         """Unmap the pages that reads have mapped, if they are more than `above_bytes`."""
         name = str(self.path / "data.mdb")
         resident = start = 0
-        for line in Path("/proc/self/smaps").read_text().splitlines() if _file_pages() > above_bytes else ():
+        looking = resident_bytes(of_files=True) > above_bytes  # much cheaper than what follows
+        for line in Path("/proc/self/smaps").read_text().splitlines() if looking else ():
             if line.endswith(name):
                 start, stop = (int(edge, 16) for edge in line.partition(" ")[0].split("-"))
             elif start and line.startswith("Rss:"):
                 resident = int(line.split()[1]) << 10
                 break
         if resident > above_bytes:
-            _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_DONTNEED)
+            unmap_pages(start, stop)
 
     def sync(self) -> None:
         """Sync the file to the disk. Blocking."""
@@ -548,11 +544,6 @@ class _Environment:
     def close(self) -> None:
         self.env.close()
         os.close(self._fd)
-
-
-def _file_pages() -> int:
-    """Resident bytes of this process that are backed by files."""
-    return int(Path("/proc/self/statm").read_text().split()[2]) * mmap.PAGESIZE
 
 
 def _open_env(path: Path, tables: int, *, fsync: bool) -> Any:
@@ -640,7 +631,7 @@ def read_mark(path: Path) -> tuple[str, str]:
 
 def _boot_id() -> str:
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return boot_id()
     except OSError:
         return "unknown"
 

@@ -24,10 +24,16 @@ the lock of a name, say, waits no longer, and a stop leaves to the next start wh
 docs/guarantees.md: disks retry a bad sector for a second or two, and a request has 60 s (`--timeout`)."""
 
 CAP_SYS_ADMIN = 21
-MNT_DETACH = 2
+MNT_FORCE, MNT_DETACH, UMOUNT_NOFOLLOW = 1, 2, 8
+"""Flags of umount2(2)."""
 
 libc = ctypes.CDLL(None, use_errno=True)
+libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
 _PR_SET_PDEATHSIG = 1
+_MADV_DONTNEED = 4
+_PUNCH = 0x03  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
 _OPENAT2, _AT_FDCWD, _RESOLVE_CACHED = 437, -100, 0x20
 _HOW = (ctypes.c_uint64 * 3)(os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, 0, _RESOLVE_CACHED)
@@ -58,11 +64,47 @@ def cached_lstat(path: str) -> os.stat_result | None:
         os.close(fd)
 
 
+def boot_id() -> str:
+    """The identifier of this boot of the machine. Raises `OSError` without /proc."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+# -- calls that `os` does not have -----------------------------------------------------------------
+
+
+def checked(result: int, path: str | Path | None = None) -> int:
+    """The result of a function of libc. Raises `OSError` with errno if it is negative."""
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), None if path is None else str(path))
+    return result
+
+
+def syscall(number: int, *arguments: int | bytes | None) -> int:
+    """syscall(2). Raises `OSError`."""
+    wide = (ctypes.c_long(given) if isinstance(given, int) else given for given in arguments)
+    return checked(libc.syscall(ctypes.c_long(number), *wide))
+
+
+def mount(source: str, path: str | Path, fstype: str, flags: int = 0, options: str = "") -> None:
+    """mount(2). Raises `OSError`."""
+    checked(libc.mount(source.encode(), os.fsencode(path), fstype.encode(), flags, options.encode()), path)
+
+
 def umount(path: str | Path, flags: int = 0) -> None:
     """umount2(2). Raises `OSError`."""
-    if libc.umount2(os.fsencode(path), flags) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), str(path))
+    checked(libc.umount2(os.fsencode(path), flags), path)
+
+
+def punch(fd: int, offset: int, length: int) -> bool:
+    """Punch a hole into an open file. False if the file system cannot do that."""
+    done: int = libc.fallocate(fd, _PUNCH, offset, length)
+    return done == 0
+
+
+def unmap_pages(start: int, stop: int) -> None:
+    """Give back the memory of the pages at the addresses [start, stop) of this process. Those of a file are read again."""
+    libc.madvise(start, stop - start, _MADV_DONTNEED)
 
 
 # -- mounts ----------------------------------------------------------------------------------------
@@ -315,9 +357,10 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
-def resident_bytes() -> int:
-    """Resident memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def resident_bytes(*, of_files: bool = False) -> int:
+    """Resident memory of this process; with `of_files`, the part that is backed by files."""
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[2 if of_files else 1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def has_capability(capability: int) -> bool:

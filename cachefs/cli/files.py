@@ -10,6 +10,8 @@ import os
 import stat
 import time
 from collections.abc import Iterator, Mapping
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -244,14 +246,10 @@ def explain(known: Mapping[str, Any], now: float) -> Iterator[str]:
         yield f"whole and verified on {known['passthrough_on']}: the kernel reads it by itself from the next open on"
     elif known["cached_bytes"] >= known["size"] > 0:
         yield "whole, but in several tiers or not verified yet: it is read through the daemon"
-    runs: list[tuple[int, int, str]] = []
-    for row in known["extents"]:
-        text = _extent(row, now)
-        if runs and runs[-1][2] == text:
-            runs[-1] = runs[-1][0], row["extent"], text
-        else:
-            runs.append((row["extent"], row["extent"], text))
-    for first, last, text in runs[:EXTENTS_LISTED]:
+    texts = ((_extent(row, now), row["extent"]) for row in known["extents"])
+    runs = [(text, [number for _, number in run]) for text, run in groupby(texts, itemgetter(0))]
+    for text, numbers in runs[:EXTENTS_LISTED]:
+        first, last = numbers[0], numbers[-1]
         number = f"extent {first}" if first == last else f"extents {first}-{last}"
         yield f"{number:<16}  {text}"
     left = len(runs) - EXTENTS_LISTED

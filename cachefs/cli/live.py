@@ -109,9 +109,10 @@ def stats(mountpoint: Path | None, interval: str | None, count: int | None, as_j
                 "time": round(time.time(), 3),
                 "seconds": round(seconds, 3),
                 "blocked_s": round(blocked_s, 6),
+                "waiting": after["reads"]["waiting"],
+                "loop_pause_s": after["loop_pause_s"],
             }
-            waiting, pauses = after["reads"]["waiting"], after["loop_pause_s"]
-            show.data({**line, "waiting": waiting, "loop_pause_s": pauses, **grown}, line=True)
+            show.data(line | grown, line=True)
             continue
         if number % HEADS_EVERY == 0:
             say(_line(tuple(head for head, _ in COLUMNS)))
@@ -310,8 +311,15 @@ def ledger(mountpoint: Path | None, prices: Path | None, as_json: bool) -> None:
             if row["requests"]
         ]
         since_s = round(time.time() - float(known["started"]), 1)
-        answer = {"since_s": since_s, "total": total, "datasets": datasets, "processes": processes}
-        show.data({**answer, "currency": price.currency if price else None})
+        show.data(
+            {
+                "since_s": since_s,
+                "total": total,
+                "datasets": datasets,
+                "processes": processes,
+                "currency": price.currency if price else None,
+            }
+        )
         return
     shown = [kind for kind in ORIGIN_REQUESTS if total["requests"].get(kind)]
     heads = [

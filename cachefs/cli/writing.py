@@ -102,8 +102,10 @@ def recover(place: Path, to: Path | None, remove: bool, as_json: bool) -> None:
                     "size": orphan.size,
                     "mtime": orphan.mtime_ns / 1e9,
                     "waiting": orphan.waiting,
+                    "copied": copied and str(copied),
+                    "error": why,
                 }
-                rows.append({**row, "copied": copied and str(copied), "error": why})
+                rows.append(row)
             elif to is None:
                 say(_row(orphan, name))
             else:

@@ -82,6 +82,10 @@ def parsed(text: str) -> Line:
     return Line(path, size, offset, length)
 
 
+Recorded = tuple[float, Origin, ObjectId, int, int, int]
+"""(time by the recorder's clock, origin, version, offset, length, pid)."""
+
+
 class Recorder:
     """Records opens and reads. `path_of` gives the path below the mount, `clock` is in seconds."""
 
@@ -89,7 +93,7 @@ class Recorder:
         self._path_of = path_of
         self._clock = clock
         self._began = clock()
-        self._lines: deque[tuple[float, Origin, ObjectId, int, int, int]] = deque()
+        self._lines: deque[Recorded] = deque()
         self._runs: dict[Any, list[_Run]] = {}
         self._dropped = 0
 
@@ -126,8 +130,15 @@ class Recorder:
         lines: list[str] = []
         while self._lines and len(lines) < LINES_AT_ONCE:
             at, origin, obj, offset, length, pid = self._lines.popleft()
-            line = {"t": round(at - self._began, 6), "path": self._path_of(origin, obj), "size": obj.size}
-            lines.append(json.dumps({**line, "offset": offset, "length": length, "pid": pid}))
+            line = {
+                "t": round(at - self._began, 6),
+                "path": self._path_of(origin, obj),
+                "size": obj.size,
+                "offset": offset,
+                "length": length,
+                "pid": pid,
+            }
+            lines.append(json.dumps(line))
         dropped, self._dropped = self._dropped, 0
         return lines, dropped
 

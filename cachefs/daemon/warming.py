@@ -391,7 +391,7 @@ class Jobs:
         for start in range(begin, end, SLICE_BYTES):
             stop = min(end, start + SLICE_BYTES)
             fetched = await self._fetcher.prefetch(
-                wanted.origin, wanted.object, start, stop, ahead=False, keep=True
+                wanted.origin, wanted.object, start, stop, prefetched=False, keep=True
             )
             job.fetched_bytes += fetched  # `+= await …` would lose what other tasks add meanwhile
             job.done_bytes += stop - start

@@ -72,7 +72,7 @@ class Transfers:
         found: Counter[str] = Counter()
         for block in missing:
             fetch = in_flight.get(block)
-            joins, late = fetch is not None, fetch is not None and fetch.ahead
+            joins, late = fetch is not None, fetch is not None and fetch.prefetched
             extent = block // BLOCKS_PER_EXTENT
             found[metrics.ledger.misses.missed(obj.id, extent, joins=joins, prefetch_in_flight=late)] += 1
         return found
@@ -87,9 +87,9 @@ def count_misses(metrics: Metrics, reasons: Counter[str]) -> None:
 
 
 class InFlightFetch:
-    """Fetches the blocks of one cache write, and holds their object until it is over. `ahead`: it began before any reader
-    waited. `elsewhere`: peers are being asked. `error` is set if it failed. `policy` is told when all is written, `on_end`
-    when it is over. A fetch that was given up ends without its blocks and without an error."""
+    """Fetches the blocks of one cache write, and holds their object until it is over. `prefetched`: it began before any
+    reader waited. `elsewhere`: peers are being asked. `error` is set if it failed. `policy` is told when all is written,
+    `on_end` when it is over. A fetch that was given up ends without its blocks and without an error."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class InFlightFetch:
         cache_write: CacheWrite,
         token: trio.lowlevel.TrioToken,
         *,
-        ahead: bool,
+        prefetched: bool,
         elsewhere: bool,
         policy: Readahead | None,
         on_end: OnEnd | None,
@@ -108,7 +108,7 @@ class InFlightFetch:
         self.origin = origin
         self.object = obj
         self.cache_write = cache_write
-        self.ahead = ahead
+        self.prefetched = prefetched
         self.elsewhere = elsewhere
         self.policy = policy
         self.on_end = on_end
@@ -116,7 +116,7 @@ class InFlightFetch:
         self.error: Exception | None = None
         self.waits: list[Wait] = []  # of reads that wait for it
         self._began = trio.current_time()
-        self._ticket = Ticket(background=ahead)
+        self._ticket = Ticket(background=prefetched)
         self._end_early: Callable[[], None] | None = None  # cancels the current transfer
         self._given_up = False
         self._failed: tuple[CachefsError, float] | None = None  # (error, begin) of the attempt without a task
@@ -135,7 +135,7 @@ class InFlightFetch:
         late = {
             b
             for b in blocks
-            if self.ahead and self.cache_write.start_block <= b < self.cache_write.stop_block
+            if self.prefetched and self.cache_write.start_block <= b < self.cache_write.stop_block
         }
         late -= self._joined
         self._joined |= late
@@ -619,13 +619,13 @@ class Fetcher:
         start: int = 0,
         stop: int | None = None,
         *,
-        ahead: bool = True,
+        prefetched: bool = True,
         keep: bool = False,
     ) -> int:
         """Fetch all blocks of [start, stop) in the background, before a reader asks for them (`stop` None: the object's
         end). Returns how many bytes this call fetched: what is cached or in flight costs nothing.
 
-        With `ahead` the store evicts only the lowest priority classes for it; without, as for a reader. `keep`: extents
+        With `prefetched` the store evicts only the lowest priority classes for it; without, as for a reader. `keep`: extents
         that other nodes own are kept here, too. Raises `NoRoom` when the store takes no more, and what a read raises.
         Cancelled, it ends the fetches that it began and no reader waits for; what is written stays."""
         obj = self._store.object(object_id)
@@ -643,7 +643,9 @@ class Fetcher:
                     if failures:
                         break
                     async with self._prefetching:
-                        count = await self._prefetch_run(origin, obj, first, last, ahead=ahead, keep=keep)
+                        count = await self._prefetch_run(
+                            origin, obj, first, last, prefetched=prefetched, keep=keep
+                        )
                     fetched += count
             except CachefsError as exc:
                 failures.append(exc)
@@ -678,9 +680,9 @@ class Fetcher:
                 group.append(((obj, 0, blocks), done))
             else:
                 others.append(object_id)
-        cache_writes = self._begin_all([run for run, _ in group], ahead=True)
+        cache_writes = self._begin_all([run for run, _ in group], prefetched=True)
         for ((obj, *_), done), cache_write in zip(group, cache_writes, strict=True):
-            if self._start(origin, obj, cache_write, ahead=True, on_end=done) is None:
+            if self._start(origin, obj, cache_write, prefetched=True, on_end=done) is None:
                 done(0, NoRoom(f"no tier takes {obj.id.key} now"))
         return others
 
@@ -741,27 +743,27 @@ class Fetcher:
             if cache_write is None:
                 raise Busy("no tier takes it now")
             cache_write.requester = requester
-            self._start(origin, obj, cache_write, ahead=background, straight=not background)
+            self._start(origin, obj, cache_write, prefetched=background, straight=not background)
 
     # -- beginning and ending fetches --------------------------------------------------------------
 
     def _begin(
-        self, obj: CachedObject, start: int, stop: int, *, ahead: bool = False, keep: bool = False
+        self, obj: CachedObject, start: int, stop: int, *, prefetched: bool = False, keep: bool = False
     ) -> CacheWrite | None:
         """Reserve space for blocks of one extent, by their priority here; None if no tier takes them."""
-        return self._begin_all([(obj, start, stop)], ahead=ahead, keep=keep)[0]
+        return self._begin_all([(obj, start, stop)], prefetched=prefetched, keep=keep)[0]
 
     def _begin_all(
-        self, wanted: Sequence[Run], *, ahead: bool = False, keep: bool = False
+        self, wanted: Sequence[Run], *, prefetched: bool = False, keep: bool = False
     ) -> list[CacheWrite | None]:
         """`_begin` for runs of several versions, with one search for space unless other nodes may own some of them."""
         if keep or not self._shared:
-            return self._store.begin_writes(wanted, ahead=ahead)
+            return self._store.begin_writes(wanted, prefetched=prefetched)
         cache_writes = []
         for run in wanted:
             obj, start, _ = run
             remote_owned = not self._upstream.keeps(obj.id, start)
-            cache_writes += self._store.begin_writes([run], ahead=ahead, remote_owned=remote_owned)
+            cache_writes += self._store.begin_writes([run], prefetched=prefetched, remote_owned=remote_owned)
         return cache_writes
 
     def _attached(self, opened: OpenedObject) -> CachedObject:
@@ -781,10 +783,10 @@ class Fetcher:
                 b for b in range(block_count(opened.id.size, self._block_size)) if not self._store.has(obj, b)
             ]
         for start, stop in runs([b for b in wanted if b not in self.transfers.of(obj)]):
-            self._start(opened.origin, obj, self._begin(obj, start, stop), ahead=False)
+            self._start(opened.origin, obj, self._begin(obj, start, stop), prefetched=False)
         for block in missing:
             if block not in self.transfers.of(obj) and not self._store.has(obj, block):
-                self._start(opened.origin, obj, self._store.begin_bypass(obj, block), ahead=False)
+                self._start(opened.origin, obj, self._store.begin_bypass(obj, block), prefetched=False)
         found = self.transfers.of(obj)
         in_flight = list(dict.fromkeys(found[block] for block in missing if block in found))
         for fetch in in_flight:
@@ -830,13 +832,13 @@ class Fetcher:
         for start, stop in runs(blocks, part):
             cache_write = None
             if self._ahead_bytes < self._ahead_limit:
-                cache_write = self._begin(obj, start, stop, ahead=True)
-            if self._start(origin, obj, cache_write, ahead=True, policy=policy) is None:
+                cache_write = self._begin(obj, start, stop, prefetched=True)
+            if self._start(origin, obj, cache_write, prefetched=True, policy=policy) is None:
                 policy.declined(start)
                 break
 
     async def _prefetch_run(
-        self, origin: Origin, obj: CachedObject, start: int, stop: int, *, ahead: bool, keep: bool
+        self, origin: Origin, obj: CachedObject, start: int, stop: int, *, prefetched: bool, keep: bool
     ) -> int:
         """Fetch blocks [start, stop) of one extent, joining what is in flight. Returns the bytes fetched."""
         fetched = 0
@@ -849,8 +851,8 @@ class Fetcher:
             if fetch is None:
                 in_flight = self.transfers.of(obj)
                 first, last = next(runs([b for b in missing if b not in in_flight]))
-                cache_write = self._begin(obj, first, last, ahead=ahead, keep=keep)
-                fetch = self._start(origin, obj, cache_write, ahead=True)
+                cache_write = self._begin(obj, first, last, prefetched=prefetched, keep=keep)
+                fetch = self._start(origin, obj, cache_write, prefetched=True)
                 if fetch is None:
                     raise NoRoom(f"no tier takes {obj.id.key} now")
             try:
@@ -880,7 +882,7 @@ class Fetcher:
         obj: CachedObject,
         cache_write: CacheWrite | None,
         *,
-        ahead: bool,
+        prefetched: bool,
         policy: Readahead | None = None,
         straight: bool = False,
         on_end: OnEnd | None = None,
@@ -896,7 +898,7 @@ class Fetcher:
             obj,
             cache_write,
             self._token,
-            ahead=ahead,
+            prefetched=prefetched,
             elsewhere=not straight and self._asks(obj.id, cache_write.start_block),
             policy=policy,
             on_end=on_end,
@@ -905,7 +907,7 @@ class Fetcher:
         misses.fetched(obj.id)
         if not fetch.elsewhere:
             misses.asked(obj.id.digest, cache_write.start_block // BLOCKS_PER_EXTENT, "origin")
-        if ahead:
+        if prefetched:
             self._metrics.prefetched += cache_write.stop_block - cache_write.start_block
             self._ahead_bytes += cache_write.stop - cache_write.start
         if policy is not None:
@@ -965,7 +967,7 @@ class Fetcher:
         """Stop counting a fetch as in flight."""
         cache_write = fetch.cache_write
         self._in_flight.discard(fetch)
-        if fetch.ahead:
+        if fetch.prefetched:
             self._ahead_bytes -= cache_write.stop - cache_write.start
         if fetch.policy is not None:
             fetch.policy.under_way -= cache_write.stop_block - cache_write.start_block
@@ -1012,7 +1014,7 @@ class Fetcher:
                 continue  # the next attempt takes another tier, or the heap
             if isinstance(error, ObjectChanged):
                 raise error
-            if fetch.ahead:
+            if fetch.prefetched:
                 continue  # it began without a reader, and the reader's own fetch decides
             if isinstance(error, CachefsError):
                 opened.failed(error)

@@ -36,6 +36,7 @@ from cachefs.fs.dirty_files import check_key, check_name, writable
 from cachefs.fs.freshness import EVERY_NAME
 from cachefs.fs.keys import mark_of_directory, name_in, name_of
 from cachefs.fs.local_changes import Node
+from cachefs.fs.name_locks import Place
 from cachefs.fs.rows import Row, encode
 from cachefs.fs.tree import Directory, Found, is_below
 from cachefs.fs.tree_queries import object_of
@@ -58,8 +59,6 @@ log = logging.getLogger(__name__)
 
 NOREPLACE = 1
 """RENAME_NOREPLACE of renameat2."""
-
-Place = tuple[Directory, bytes]
 
 Find = Callable[["Origin", str], Awaitable[Place]]
 
@@ -327,22 +326,22 @@ class Changing:
         row = node.row._replace(mtime_ns=node.dirty_file.mtime_ns)
         node.attrs["ctime_ns"] = self._local_changes.now_ns()
         self._local_changes.moves((node.directory, node.name), to, row)
-        self._files.turn(node.ino, self._local_changes.version(node), row.mtime_ns)
+        self._files.switch(node.ino, self._local_changes.version(node), row.mtime_ns)
         self._overrides.put(node.ino, node.attrs)
 
     def _moved(self, place: Place, row: Row, to: Place, info: ObjectInfo) -> None:
         """Record that a file has another name, and that its object there is `info`. The caller is `applying`."""
         generation = to[0].listed.generation
         self._local_changes.moves(place, to, _row_of(row, info)._replace(generation=generation))
-        self._turn_to_copy(to[0], row, info)
+        self._switch_to_copy(to[0], row, info)
         overrides = _of_copy(self._overrides.get(row.ino), row.mtime_ns, info)
         self._overrides.put(row.ino, {**overrides, "ctime_ns": self._local_changes.now_ns()})
 
-    def _turn_to_copy(self, directory: Directory, row: Row, info: ObjectInfo) -> None:
+    def _switch_to_copy(self, directory: Directory, row: Row, info: ObjectInfo) -> None:
         """Make the readers of a file go on with its copy."""
         assert directory.origin is not None
         version = info.version(directory.origin.source)
-        self._files.turn(row.ino, version, info.mtime_ns, reopen=directory.origin)
+        self._files.switch(row.ino, version, info.mtime_ns, reopen=directory.origin)
 
     async def _delete(self, origin: Origin, key: str, place: Place, to: Place) -> None:
         """Delete the object under the old name, which is hidden meanwhile because its file has the new name."""
@@ -485,7 +484,7 @@ class Changing:
         """Record that the object of a file below a renamed directory is `info`. The file keeps its attribute overrides. The
         caller is `applying`."""
         self._tree.database.write([("names", directory.key + name, encode(_row_of(row, info)))])
-        self._turn_to_copy(directory, row, info)
+        self._switch_to_copy(directory, row, info)
         overrides = self._overrides.get(row.ino)
         if overrides or self._files.is_open(row.ino):
             self._overrides.put(row.ino, _of_copy(overrides, row.mtime_ns, info))
@@ -497,7 +496,7 @@ class Changing:
         clean = dirty_file.committed is not None
         node.stored = clean or left
         if node.pending:
-            self._files.turn(node.ino, self._local_changes.version(node), node.row.mtime_ns)
+            self._files.switch(node.ino, self._local_changes.version(node), node.row.mtime_ns)
             return
         row = self._tree.row(node.directory, node.name)
         assert dirty_file.committed is not None

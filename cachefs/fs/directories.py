@@ -192,7 +192,7 @@ class DirectoryReader:
             elif listing is None or rest:
                 return False
             else:
-                await listing.turn.wait()
+                await listing.next_page.wait()
 
     def _entries(
         self, handle: DirectoryHandle, rows: list[tuple[bytes, Row]], listing: Listing | None

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from cachefs.upload import DirtyFile, Uploads
 
 Opened = tuple[int, int]
+"""(handle, backing id). With backing id 0 the file is not in passthrough, and the daemon answers its reads. The kernel may
+keep the pages that it has of this inode."""
 
 TAKEN_S = 1.0
 """How long a writer waits for other users of a cache file that readers have in passthrough, such as reads for another node.

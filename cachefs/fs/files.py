@@ -379,7 +379,7 @@ class OpenFiles:
         self.handles[fh] = handle
         return fh
 
-    def turn(self, ino: int, version: ObjectId, mtime_ns: int, reopen: Origin | None = None) -> None:
+    def switch(self, ino: int, version: ObjectId, mtime_ns: int, reopen: Origin | None = None) -> None:
         """Give the handles of an inode another version. With `reopen`, handles that read through the daemon open the same
         content there, under its new key."""
         for handle in self._by_ino.get(ino, ()):

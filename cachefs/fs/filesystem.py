@@ -36,6 +36,7 @@ from cachefs.base.shared_memory import Times
 from cachefs.fs import xattrs
 from cachefs.fs.attributes import DIRECTORY_SIZE, FOREVER, FREE_NAMES, Attributes, Entry, Options, Space
 from cachefs.fs.directories import DirectoryHandle, DirectoryReader
+from cachefs.fs.dirty_files import Opened
 from cachefs.fs.files import (
     DIRTY_FILE,
     FileHandle,
@@ -73,10 +74,6 @@ InvalidateHook = Callable[[int, int, bytes], None]
 """(ino, parent, name): tells the kernel to drop its pages of this inode (0: of none) and its entry of this name (b"": of
 none)."""
 
-Opened = tuple[int, int]
-"""(handle, backing id). With backing id 0 the file is not in passthrough, and the daemon answers its reads. The kernel may
-keep the pages that it has of this inode."""
-
 Created = tuple[Attributes, float, Opened]
 """Attributes of a new file, for how many seconds the kernel may keep them, and how it was opened."""
 
@@ -112,12 +109,27 @@ class FileSystem:
         self._directories = DirectoryReader(self._tree, self._freshness, self._lister, self._shape)
         self._files = OpenFiles(reader, self._of_handle, self._tree.clock, wall)
         self.tree_queries = TreeQueries(self._tree, self._freshness, self._looker, self._directories)
-        known = (self._tree, self._freshness, self._lister)
-        self._refreshing = Refreshing(*known, self._files.forget_warm, self._tell, lambda: self.told())
+        self._refreshing = Refreshing(
+            self._tree,
+            self._freshness,
+            self._lister,
+            self._files.forget_warm,
+            self._tell,
+            lambda: self.told(),
+        )
         self._writing: Writing | None = None
         if writer is not None:
-            parts = (self._tree, self._freshness, self._looker, self._lister, self._files)
-            self._writing = Writing(*parts, writer, options, wall, times or Times())
+            self._writing = Writing(
+                self._tree,
+                self._freshness,
+                self._looker,
+                self._lister,
+                self._files,
+                writer,
+                options,
+                wall,
+                times or Times(),
+            )
 
     @property
     def origins(self) -> list[Origin]:

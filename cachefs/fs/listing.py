@@ -83,7 +83,7 @@ class Listing:
     hidden: int = 0
     failures: int = 0
     asked: Asked | None = None  # the request for the next page, sent ahead
-    turn: Outcome[None] = field(default_factory=Outcome)  # ends when the next page is written
+    next_page: Outcome[None] = field(default_factory=Outcome)  # ends when that page is written
 
     def covers(self, name: bytes) -> bool:
         """True if the pages so far decide whether `name` exists, as a file or as a directory."""
@@ -93,10 +93,10 @@ class Listing:
         """The leading ones of these rows (mark, row) whose names the pages so far decide."""
         return list(takewhile(lambda one: self.covers(name_in(one[0])), rows))
 
-    def next_turn(self, failure: CachefsError | None = None) -> None:
+    def wake(self, failure: CachefsError | None = None) -> None:
         """Wake the tasks that wait for the next page."""
-        turn, self.turn = self.turn, Outcome()
-        turn.end(failure=failure)
+        page, self.next_page = self.next_page, Outcome()
+        page.end(failure=failure)
 
 
 @dataclass(eq=False, repr=False)
@@ -166,7 +166,7 @@ class Lister:
         if listing is not None:
             if (scope := self._running.get(listing)) is not None:
                 scope.cancel()
-            listing.next_turn()
+            listing.wake()
 
     def active(self) -> int:
         return len(self._running)
@@ -206,7 +206,7 @@ class Lister:
             listing.allowed = listing.pages
             if listing.failures > 1 and directory.listing is listing:
                 directory.listing = None  # the token may be the reason, so the next demand begins again
-        listing.next_turn(failure)
+        listing.wake(failure)
 
     async def _ask(self, asked: Asked, origin: Origin, prefix: str) -> None:
         """Request a page, and end `asked.page` with it. Never raises."""
@@ -274,7 +274,7 @@ class Lister:
         await self.lost(directory, written.lost)
         if done and current:
             await self._write_state(directory)
-        listing.next_turn()
+        listing.wake()
         return done and current and listing.leftovers
 
     async def is_empty(self, directory: Directory) -> None:

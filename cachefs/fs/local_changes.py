@@ -22,6 +22,7 @@ from cachefs.base.names import ObjectId
 from cachefs.fs.files import DIRTY_FILE
 from cachefs.fs.inodes import inode_key
 from cachefs.fs.keys import mark_of_directory
+from cachefs.fs.name_locks import Place
 from cachefs.fs.pages import Lost, move, pin, write_answer
 from cachefs.fs.rows import NO_ROW, Row, encode
 from cachefs.fs.tree import Directory, Found, Tree, is_below, named
@@ -39,10 +40,6 @@ if TYPE_CHECKING:
 
 DIRTY_FILE_ETAG = "draft "
 """The beginning of a dirty file's version, which stands in place of an etag. No origin has such etags."""
-
-
-Place = tuple[Directory, bytes]
-"""The directory and the name of a file."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -231,7 +228,7 @@ class LocalChanges:
             self._files.nameless.pop(node.ino, None)  # a listing may have just shown another client's version
             self._make_pending(node)
             self._files.forget_warm()
-            self._files.turn(node.ino, self.version(node), node.dirty_file.mtime_ns)
+            self._files.switch(node.ino, self.version(node), node.dirty_file.mtime_ns)
             self._writer.outlive(node.dirty_file, node.ino, named=True)
 
     def _make_pending(self, node: Node) -> None:
@@ -326,7 +323,7 @@ class LocalChanges:
         self._overrides.put(node.ino, node.attrs)
         self._let_go(node)
         self._freshness.note_answer(node.directory, node.name, node.ino, self._tree.clock())
-        self._files.turn(node.ino, self.version(node), info.mtime_ns)
+        self._files.switch(node.ino, self.version(node), info.mtime_ns)
         self._forget(node)
 
     @contextmanager

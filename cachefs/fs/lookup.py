@@ -108,9 +108,9 @@ class Looker:
             listing = self._lister.demand(directory, self._freshness.horizon(directory, since, now))
             if listing.pages:
                 break
-            turn = listing.turn
+            page = listing.next_page
             self._lister.allow(directory, listing, AHEAD + 1 if directory.ttls.ttl else 1)
-            await turn.wait()
+            await page.wait()
             answer = self._freshness.decide(directory, name, since, self._tree.clock())
             if answer is not None:
                 return answer

@@ -17,7 +17,8 @@ from cachefs.fs.keys import name_in
 if TYPE_CHECKING:
     from cachefs.fs.tree import Directory
 
-Name = tuple["Directory", bytes]
+Place = tuple["Directory", bytes]
+"""The directory and the name of a file or directory."""
 
 
 class _Claim:
@@ -26,7 +27,7 @@ class _Claim:
 
     __slots__ = ("directories", "granted", "names", "trees")
 
-    def __init__(self, names: tuple[Name, ...], trees: bool) -> None:
+    def __init__(self, names: tuple[Place, ...], trees: bool) -> None:
         self.names = {(directory.ino, name) for directory, name in names}
         self.directories = [directory for directory, _ in names]
         self.trees = trees
@@ -55,7 +56,7 @@ class NameLocks:
         return len(self._held) + len(self._waiting)
 
     @asynccontextmanager
-    async def claimed(self, *names: Name, trees: bool = False) -> AsyncIterator[None]:
+    async def claimed(self, *names: Place, trees: bool = False) -> AsyncIterator[None]:
         """Hold a claim of the names. Look them up inside the block, because they may have changed during the wait for it."""
         claim = _Claim(names, trees)
         if any(claim.conflicts(other) for other in (*self._held, *self._waiting)):

@@ -21,7 +21,7 @@ from cachefs.fs.files import DIRTY_FILE
 from cachefs.fs.inodes import ROOT
 from cachefs.fs.keys import name_in
 from cachefs.fs.local_changes import LocalChanges, Node
-from cachefs.fs.name_locks import Name, NameLocks
+from cachefs.fs.name_locks import NameLocks, Place
 from cachefs.fs.overrides import Overrides, without_set_ids, written
 from cachefs.fs.tree import Directory, Found, Tree
 from cachefs.fs.tree_queries import object_of
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from cachefs.fs.rows import Row
     from cachefs.origin import Origin
     from cachefs.upload import DirtyFile, Uploads
-
-__all__ = ["Opened", "Writing"]
 
 T = TypeVar("T")
 
@@ -75,7 +73,7 @@ class Writing:
 
     async def claimed(
         self,
-        places: Callable[[], Sequence[Name]],
+        places: Callable[[], Sequence[Place]],
         change: Callable[..., Awaitable[T]],
         *,
         trees: bool = False,
@@ -322,7 +320,7 @@ class Writing:
                 raise
             await self.truncate(ino, size, fh)  # it lost its name during the wait
 
-    def _place_of(self, ino: int) -> Name:
+    def _place_of(self, ino: int) -> Place:
         directory, mark = self._tree.locate(ino)
         return directory, name_in(mark)
 

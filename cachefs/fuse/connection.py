@@ -22,7 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from cachefs.base.errors import MountError
-from cachefs.base.linux import Mount, libc, mount_at, mounts
+from cachefs.base.linux import MNT_DETACH, MNT_FORCE, Mount, mount_at, mounts, umount
+from cachefs.base.linux import mount as mount_filesystem
 
 READ_AHEAD_KB = 1024
 """Read-ahead of the mount. Derived: FUSE's largest request is 256 pages."""
@@ -31,7 +32,6 @@ MAX_BACKGROUND, CONGESTION = 128, 96
 """Largest number of read-aheads in flight, and the number above which the kernel calls the mount congested and begins no
 more. Guessed; three quarters of it as in the kernel."""
 
-FORCE, DETACH = 1, 2  # flags of umount2(2)
 
 MOUNTING_S = 30.0
 """How long fusermount3, which mounts for users without rights, may take, and the kernel to send its first request (INIT).
@@ -166,14 +166,17 @@ def end(mountpoint: Path, device: str) -> None:
     if mount is None or mount.device != device:
         abort(device)
     else:
-        unmount(mountpoint, FORCE | DETACH)
+        unmount(mountpoint, MNT_FORCE | MNT_DETACH)
 
 
 def unmount(mountpoint: Path, flags: int) -> None:
     """Unmount, if this process may; a failure is ignored. A user without rights can only detach."""
-    if libc.umount2(os.fsencode(mountpoint), flags) != 0 and os.geteuid() != 0:
-        with suppress(MountError):
-            fusermount("-u", "-z", "--", str(mountpoint))
+    try:
+        umount(mountpoint, flags)
+    except OSError:
+        if os.geteuid() != 0:
+            with suppress(MountError):
+                fusermount("-u", "-z", "--", str(mountpoint))
 
 
 # -- tuning ----------------------------------------------------------------------------------------
@@ -195,7 +198,8 @@ def tune(mountpoint: Path, max_background: int = 0) -> list[str]:
     if max_background:
         return [*lines, f"max_background raised to {max_background}"]
     if os.geteuid() == 0 and not any(_CONNECTIONS.glob("*")) and not os.path.ismount(_CONNECTIONS):
-        libc.mount(b"fusectl", str(_CONNECTIONS).encode(), b"fusectl", 0, None)
+        with suppress(OSError):
+            mount_filesystem("fusectl", _CONNECTIONS, "fusectl")
     place = _CONNECTIONS / mount.device.partition(":")[2]
     reason = _write(place / "max_background", MAX_BACKGROUND) or _write(
         place / "congestion_threshold", CONGESTION

@@ -20,7 +20,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -137,10 +137,10 @@ class Held:
         self._state_fd = state_fd
 
     @classmethod
-    def from_environment(cls, environ: MutableMapping[str, str] = os.environ) -> Held | None:
+    def from_environment(cls) -> Held | None:
         """Open what the holder passed; None without a holder. Children inherit neither the variable nor the descriptors."""
-        text = environ.pop(DESCRIPTORS, "")
-        if text and "NOTIFY_SOCKET" in environ:
+        text = os.environ.pop(DESCRIPTORS, "")
+        if text and "NOTIFY_SOCKET" in os.environ:
             # The service manager starts another holder, whose daemon takes over the same connection.
             end_with_parent()
         try:

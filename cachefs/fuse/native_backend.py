@@ -11,7 +11,6 @@ feature is known before any process sees the mount.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import logging
@@ -28,14 +27,15 @@ from typing import Any, NamedTuple, TypeVar
 import trio
 
 from cachefs.base.errors import MountError
-from cachefs.base.linux import libc, mount_at
+from cachefs.base.linux import MNT_DETACH, MNT_FORCE, is_dead, mount_at, syscall
 from cachefs.base.metrics import Metrics
 from cachefs.base.tasks import contained
 from cachefs.fs import Backing, Entry, FileSystem
-from cachefs.fs.filesystem import Created, Opened
+from cachefs.fs.dirty_files import Opened
+from cachefs.fs.filesystem import Created
 from cachefs.fs.reader import Buffer
 from cachefs.fuse import callers, connection, protocol
-from cachefs.fuse.connection import CONGESTION, DETACH, FORCE, MAX_BACKGROUND, MOUNTING_S
+from cachefs.fuse.connection import CONGESTION, MAX_BACKGROUND, MOUNTING_S
 from cachefs.fuse.held import LOOK_S
 from cachefs.fuse.notifier import Notifier
 from cachefs.fuse.operations import (
@@ -232,7 +232,7 @@ class Device:
         return device
 
     def _make(self, name: str, allow_other: bool) -> None:
-        context = _call(_FSOPEN, b"fuse", _CLOEXEC)
+        context = syscall(_FSOPEN, b"fuse", _CLOEXEC)
         try:
             for key, value in {
                 "source": name,
@@ -242,15 +242,15 @@ class Device:
                 "user_id": str(os.getuid()),
                 "group_id": str(os.getgid()),
             }.items():
-                _call(_FSCONFIG, context, _SET_STRING, key.encode(), value.encode(), 0)
+                syscall(_FSCONFIG, context, _SET_STRING, key.encode(), value.encode(), 0)
             # In a writable superblock each passthrough read invalidates the inode's times, and the next fstat is a
             # GETATTR. Measured: a read-only superblock serves 1.75 times as many small files a second.
             flags = ["default_permissions", *(["allow_other"] if allow_other else [])]
             for flag in flags if self._writable else ["ro", *flags]:
-                _call(_FSCONFIG, context, _SET_FLAG, flag.encode(), None, 0)
-            _call(_FSCONFIG, context, _CMD_CREATE, None, None, 0)
+                syscall(_FSCONFIG, context, _SET_FLAG, flag.encode(), None, 0)
+            syscall(_FSCONFIG, context, _CMD_CREATE, None, None, 0)
             attributes = _NOSUID | _NODEV | (0 if self._writable else _RDONLY)
-            self._mount = _call(_FSMOUNT, context, _CLOEXEC, attributes)
+            self._mount = syscall(_FSMOUNT, context, _CLOEXEC, attributes)
         finally:
             os.close(context)
 
@@ -272,7 +272,7 @@ class Device:
 
     def attach(self, mountpoint: Path) -> None:
         """Make the mount visible at `mountpoint`."""
-        _call(_MOVE_MOUNT, self._mount, b"", _AT_FDCWD, os.fsencode(mountpoint), _FROM_FD)
+        syscall(_MOVE_MOUNT, self._mount, b"", _AT_FDCWD, os.fsencode(mountpoint), _FROM_FD)
         os.close(self._mount)  # an open descriptor would keep the mount busy
         self._mount = -1
         self._is_at(mountpoint)
@@ -298,11 +298,11 @@ class Device:
             if self._ended():
                 # Another mount may have this number by now. A dead mount is ours, whose connection has ended.
                 if ours and _is_dead(mountpoint):
-                    connection.unmount(mountpoint, DETACH)
+                    connection.unmount(mountpoint, MNT_DETACH)
             elif ours or not self.number:
                 # By force, because closing does not end the connection while a thread writes to the descriptor: its
                 # notification may wait for a lock whose holder waits for an answer.
-                connection.unmount(mountpoint, FORCE | DETACH)
+                connection.unmount(mountpoint, MNT_FORCE | MNT_DETACH)
             else:
                 connection.abort(self.number)  # unmounted lazily, and still in use
         elif self.number and self.fd >= 0 and not self._ended():
@@ -406,18 +406,8 @@ def _is_dead(mountpoint: Path) -> bool:
     try:
         os.statvfs(mountpoint)  # the kernel does not answer STATFS from a cache
     except OSError as exc:
-        return exc.errno in (errno.ENOTCONN, errno.ECONNABORTED)
+        return is_dead(exc)
     return False
-
-
-def _call(number: int, *arguments: int | bytes | None) -> int:
-    done: int = libc.syscall(
-        ctypes.c_long(number), *(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments)
-    )
-    if done < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    return done
 
 
 # -- the backend -----------------------------------------------------------------------------------

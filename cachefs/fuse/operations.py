@@ -24,7 +24,8 @@ from cachefs.base.linux import HANGS_AFTER_S, memory_limit
 from cachefs.base.logs import Repeats
 from cachefs.base.metrics import Metrics
 from cachefs.fs import Attributes, Entry, FileSystem, Space
-from cachefs.fs.filesystem import Created, Opened
+from cachefs.fs.dirty_files import Opened
+from cachefs.fs.filesystem import Created
 from cachefs.fs.reader import Buffer
 from cachefs.fuse.callers import Writers
 from cachefs.fuse.errno_table import OURS, errno_of_foreign, tell
@@ -468,9 +469,18 @@ class Operations:
         self._changing()
         self.metrics.fuse_change += 1
         mode = None if mode is None else stat.S_IMODE(mode)
-        times = {"atime_ns": atime_ns, "mtime_ns": mtime_ns}
-        wanted = {"size": size, "mode": mode, "uid": uid, "gid": gid, **times, "fh": fh}
-        work = partial(self._fs.setattr, inode, **wanted, clear=clear)
+        work = partial(
+            self._fs.setattr,
+            inode,
+            size=size,
+            mode=mode,
+            uid=uid,
+            gid=gid,
+            atime_ns=atime_ns,
+            mtime_ns=mtime_ns,
+            fh=fh,
+            clear=clear,
+        )
         return Pending(SETATTR, thread, partial(self._walked_to, thread, work))
 
     def write(

@@ -73,7 +73,6 @@ class Init(IntFlag):
     BIG_WRITES = 1 << 5
     DO_READDIRPLUS = 1 << 13
     READDIRPLUS_AUTO = 1 << 14
-    ASYNC_DIO = 1 << 15
     NO_OPEN_SUPPORT = 1 << 17
     PARALLEL_DIROPS = 1 << 18
     MAX_PAGES = 1 << 22

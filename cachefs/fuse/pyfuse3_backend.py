@@ -22,7 +22,8 @@ from cachefs.base.errors import MountError
 from cachefs.base.linux import mount_at
 from cachefs.base.metrics import Metrics
 from cachefs.fs import Attributes, Backing, Entry, FileSystem, Space
-from cachefs.fs.filesystem import Created, Opened
+from cachefs.fs.dirty_files import Opened
+from cachefs.fs.filesystem import Created
 from cachefs.fuse.connection import abort, device_of, end
 from cachefs.fuse.operations import Errno, Looked, Operations, Pending, Shown, Waiting
 
@@ -233,8 +234,10 @@ class Pyfuse3Backend(pyfuse3.Operations):
     async def create(
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: Any
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
-        arguments = ctx.pid, parent_inode, name, flags, mode, ctx.uid, ctx.gid
-        return await self._answer(_created, self.operations.create, *arguments)
+        create = self.operations.create
+        return await self._answer(
+            _created, create, ctx.pid, parent_inode, name, flags, mode, ctx.uid, ctx.gid
+        )
 
     async def read(self, fh: int, off: int, size: int) -> Any:
         return await self._answer(_same, self.operations.read, 0, fh, off, size)
@@ -265,12 +268,12 @@ class Pyfuse3Backend(pyfuse3.Operations):
     async def mknod(
         self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: Any
     ) -> pyfuse3.EntryAttributes:
-        arguments = ctx.pid, parent_inode, name, mode, ctx.uid, ctx.gid
-        return await self._answer(_entry, self.operations.mknod, *arguments)
+        mknod = self.operations.mknod
+        return await self._answer(_entry, mknod, ctx.pid, parent_inode, name, mode, ctx.uid, ctx.gid)
 
     async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: Any) -> pyfuse3.EntryAttributes:
-        arguments = ctx.pid, parent_inode, name, mode, ctx.uid, ctx.gid
-        return await self._answer(_entry, self.operations.mkdir, *arguments)
+        mkdir = self.operations.mkdir
+        return await self._answer(_entry, mkdir, ctx.pid, parent_inode, name, mode, ctx.uid, ctx.gid)
 
     async def unlink(self, parent_inode: int, name: bytes, ctx: Any) -> None:
         await self._answer(_done, self.operations.unlink, ctx.pid, parent_inode, name)
@@ -287,8 +290,10 @@ class Pyfuse3Backend(pyfuse3.Operations):
         flags: int,
         ctx: Any,
     ) -> None:
-        arguments = ctx.pid, parent_inode_old, name_old, parent_inode_new, name_new, flags
-        await self._answer(_done, self.operations.rename, *arguments)
+        rename = self.operations.rename
+        await self._answer(
+            _done, rename, ctx.pid, parent_inode_old, name_old, parent_inode_new, name_new, flags
+        )
 
     async def _link(self, *_: Any, **__: Any) -> NoReturn:
         await self._answer(_done, self.operations.link)

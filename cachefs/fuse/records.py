@@ -54,8 +54,17 @@ class Records:
             try:
                 origin, writes = self._origins[record.volume], record.use == WRITES
                 version = ObjectId(origin.source, record.key, record.etag, record.size)
-                of = (record.fh, record.ino, origin, version, record.mtime_ns, record.backing_id)
-                restored = self._fs.restore(Former(*of, writes, unsaved=record.use != READS))
+                former = Former(
+                    record.fh,
+                    record.ino,
+                    origin,
+                    version,
+                    record.mtime_ns,
+                    record.backing_id,
+                    writes,
+                    unsaved=record.use != READS,
+                )
+                restored = self._fs.restore(former)
                 if restored and writes:
                     writers.resumed(record.fh, record.ino, record.process)
                 elif writes:

@@ -717,8 +717,6 @@ class Attempts:
         counter: str,
         key: str,
         *,
-        ticket: Ticket | None = None,
-        transfer: Transfer | None = None,
         retries: int | None = None,
         patience: int = 1,
         now: Callable[[], Awaitable[T | None]] | None = None,
@@ -730,16 +728,7 @@ class Attempts:
             found = await now() if now is not None else None
             return await self.in_thread(attempt) if found is None else found
 
-        return await self.repeat(
-            once,
-            action,
-            counter,
-            key,
-            ticket=ticket,
-            transfer=transfer,
-            retries=retries,
-            patience=patience,
-        )
+        return await self.repeat(once, action, counter, key, retries=retries, patience=patience)
 
     async def repeat(
         self,

@@ -373,7 +373,7 @@ class AzureObjects(Writer):
 
 def _stored_headers(preconditions: Preconditions) -> dict[str, str]:
     """The conditions of a write, and the headers that the origin stores with the blob."""
-    headers = {"x-ms-blob-content-type": preconditions.content_type or ANY_TYPE}
+    headers = {"x-ms-blob-content-type": ANY_TYPE}
     if preconditions.token:
         headers[TOKEN_HEADER] = preconditions.token
     if preconditions.if_match is not None:

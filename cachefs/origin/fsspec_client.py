@@ -284,8 +284,8 @@ def _http_status(exc: BaseException) -> _Refusal | None:
         metadata = response.get("ResponseMetadata", {})
         code, date = _text(error.get("Code")), _text(metadata.get("HTTPHeaders", {}).get("date"))
         # The reply to a HEAD has no body: botocore then puts the status in place of the code.
-        said = "" if code.isdigit() else code, _text(error.get("Message")), date
-        return _Refusal(int(metadata.get("HTTPStatusCode", 0)), *said)
+        number = int(metadata.get("HTTPStatusCode", 0))
+        return _Refusal(number, "" if code.isdigit() else code, _text(error.get("Message")), date)
     # Only gcsfs's `code` is a status; aiohttp's is 400 for a body that breaks.
     for name in ("code",) if type(exc).__name__ == "HttpError" else ("status_code", "status"):
         status = getattr(exc, name, None)

@@ -225,7 +225,6 @@ class Origin:
         source: Source,
         size: int,
         *,
-        content_type: str | None = None,
         if_match: str | None = None,
         if_absent: bool = False,
         token: str = "",
@@ -248,7 +247,7 @@ class Origin:
             )
         if not token and (if_absent or if_match is not None):
             token = new_token()
-        preconditions = Preconditions(content_type, if_match, if_absent, token)
+        preconditions = Preconditions(if_match, if_absent, token)
         action = f"writing {self.name(key)}"
         try:
             sent = await self._to_send(key, preconditions, self._probes.puts)
@@ -266,7 +265,7 @@ class Origin:
             return await self.ours(key, token, size, exc)
         return await self._settled(key, size, written, untimed=not settle)
 
-    async def begin_upload(self, key: str, *, content_type: str | None = None) -> Upload:
+    async def begin_upload(self, key: str) -> Upload:
         """Begin to write an object in parts. The key shows its old version until `Upload.complete`.
 
         An upload that is neither completed nor aborted costs storage: S3 and Google keep its parts until a lifecycle rule
@@ -274,7 +273,7 @@ class Origin:
         writer = self.writer
         if not writer.limits.most_parts:
             raise Unsupported(f"{self._attempts.label}: this origin takes no parts; put the object whole")
-        preconditions = Preconditions(content_type, token=new_token())
+        preconditions = Preconditions(token=new_token())
         name = await self._attempts.call(
             lambda: writer.begin(key, preconditions),
             f"beginning to write {self.name(key)}",
@@ -427,7 +426,7 @@ class Upload:
 
     @classmethod
     def of_state(cls, origin: Origin, key: str, state: Mapping[str, Any]) -> Upload:
-        preconditions = Preconditions(state.get("content_type"), token=state.get("stamp", ""))
+        preconditions = Preconditions(token=state.get("stamp", ""))
         known = {int(number): Part(etag, size) for number, (etag, size) in state.get("parts", {}).items()}
         upload = cls(origin, key, state["id"], preconditions, known)
         upload._perhaps_complete = True  # the process that took the state may have completed it
@@ -438,7 +437,6 @@ class Upload:
         return {
             "id": self.id,
             "stamp": self._preconditions.token,
-            "content_type": self._preconditions.content_type,
             "parts": {str(number): [part.etag, part.size] for number, part in self.known.items()},
         }
 
@@ -513,9 +511,7 @@ class Upload:
         if not parts:
             raise OriginFailed(f"{self._label}: an upload without parts cannot be completed")
         given = {number: parts[number] for number in sorted(parts)}
-        preconditions = Preconditions(
-            self._preconditions.content_type, if_match, if_absent, self._preconditions.token
-        )
+        preconditions = Preconditions(if_match, if_absent, self._preconditions.token)
         size = None
         if given.keys() <= self.known.keys():
             size = sum(self.known[number].size for number in given)

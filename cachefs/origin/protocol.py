@@ -207,10 +207,9 @@ class Body(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Preconditions:
-    """Conditions and metadata of a write: replace only the version `if_match`; write only if there is no object
-    (`if_absent`); content type; idempotency token ("" for none)."""
+    """Conditions of a write: replace only the version `if_match`; write only if there is no object (`if_absent`). With
+    them goes its idempotency token ("" for none)."""
 
-    content_type: str | None = None
     if_match: str | None = None
     if_absent: bool = False
     token: str = ""
@@ -221,7 +220,7 @@ class Preconditions:
 
     def unconditional(self) -> Preconditions:
         """The same write without its conditions."""
-        return Preconditions(self.content_type, token=self.token)
+        return Preconditions(token=self.token)
 
 
 @dataclass(frozen=True, slots=True)

@@ -510,7 +510,7 @@ class S3Objects(Writer):
     def _stored_headers(self, preconditions: Preconditions) -> dict[str, str]:
         """Headers that the origin stores with the object."""
         token = {self._token_header: preconditions.token} if preconditions.token else {}
-        return {"Content-Type": preconditions.content_type or ANY_TYPE, **token}
+        return {"Content-Type": ANY_TYPE, **token}
 
     def _conditions(self, key: str, preconditions: Preconditions) -> dict[str, str]:
         wanted = preconditions.if_match

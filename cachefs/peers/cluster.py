@@ -76,7 +76,6 @@ class Cluster:
         replicas: int = 1,
         serves: bool = True,
         deadline_s: float = TOTAL_S,
-        clock: Callable[[], float] = trio.current_time,
     ) -> None:
         self.membership = membership
         self.stats = stats
@@ -88,7 +87,7 @@ class Cluster:
         self._deadline_s = deadline_s
         self.patience_s = deadline_s / HASTE
         """How long a reader waits for a peer that sends signs of life, queue included."""
-        self._now = clock
+        self._now = trio.current_time
         self._health: dict[str, Health] = {}
         self._reached: dict[str, Address] = {}
         self._known: dict[str, Member] = {}

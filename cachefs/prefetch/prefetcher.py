@@ -102,33 +102,33 @@ class Awaited:
     def __contains__(self, digest: object) -> bool:
         return self.everything or digest in self.files
 
-    def put(self, ahead: _Prefetched) -> None:
-        self.files[ahead.object.digest] = ahead
-        self.bytes += ahead.size
+    def put(self, file: _Prefetched) -> None:
+        self.files[file.object.digest] = file
+        self.bytes += file.size
 
     def opened(self, digest: bytes) -> _Prefetched | None:
-        ahead = self.files.pop(digest, None)
-        if ahead is not None:
+        file = self.files.pop(digest, None)
+        if file is not None:
             self.end(digest)
-            self.unread[digest] = ahead
-        return ahead
+            self.unread[digest] = file
+        return file
 
     def end(self, digest: bytes) -> _Prefetched | None:
         """Stop counting an opened file as unused: it was used, or counts as not wanted. Returns None if it was not
         counted."""
-        ahead = self.unread.pop(digest, None)
-        if ahead is not None:
-            self.bytes -= ahead.size
-        return ahead
+        file = self.unread.pop(digest, None)
+        if file is not None:
+            self.bytes -= file.size
+        return file
 
-    def drop(self, ahead: _Prefetched) -> bool:
+    def drop(self, file: _Prefetched) -> bool:
         """Forget a file; False if it was opened meanwhile."""
-        digest = ahead.object.digest
-        if self.files.get(digest) is ahead:
+        digest = file.object.digest
+        if self.files.get(digest) is file:
             del self.files[digest]
-            self.bytes -= ahead.size
+            self.bytes -= file.size
             return True
-        if self.unread.get(digest) is ahead:
+        if self.unread.get(digest) is file:
             self.end(digest)
         return False
 
@@ -141,8 +141,8 @@ class _Watched:
         self._shards = shards.shards
 
     def __contains__(self, digest: object) -> bool:
-        ahead = self._files.get(digest)  # type: ignore[call-overload]
-        stream = None if ahead is None else ahead.candidate.stream
+        file = self._files.get(digest)  # type: ignore[call-overload]
+        stream = None if file is None else file.candidate.stream
         return stream is not None and self._shards.must_see_reads(*stream)
 
 
@@ -196,14 +196,14 @@ class Prefetcher:
 
     def _opened(self, ino: int, pid: int, origin: Origin, obj: ObjectId, passthrough: bool) -> None:
         now = trio.current_time()
-        ahead = self.awaited.opened(obj.digest)
-        if ahead is not None:
+        file = self.awaited.opened(obj.digest)
+        if file is not None:
             self._metrics.prefetch_used_files += 1
-            ahead.since = now
-            if ahead.candidate.stream is None or passthrough:
+            file.since = now
+            if file.candidate.stream is None or passthrough:
                 self._use(obj.digest)
-            if ahead.candidate.walk is not None:
-                self._directories.hit(ahead.candidate.walk, self._fetcher.course.epoch(obj), now)
+            if file.candidate.walk is not None:
+                self._directories.hit(file.candidate.walk, self._fetcher.course.epoch(obj), now)
             if self._pause_reason == "no room":
                 self._resume_at = now
             self._wake()
@@ -215,11 +215,11 @@ class Prefetcher:
                 self._wake()
                 return  # the plan says what comes next
         if obj.size > LARGE:
-            counts = ahead is not None or not self._fetcher.whole(obj)
-            cold = ahead is not None or not self._fetcher.cached_bytes(obj)
+            counts = file is not None or not self._fetcher.whole(obj)
+            cold = file is not None or not self._fetcher.cached_bytes(obj)
             self._shards.opened(ino, pid, origin, obj, cold=cold, counts=counts)
             self._wake()
-        elif obj.size and ahead is None and not passthrough and self._still_wanted(obj):
+        elif obj.size and file is None and not passthrough and self._still_wanted(obj):
             self._fetcher.course.comes(obj)
             walk = self._directories.missed(ino, origin, obj, self._fetcher.course.epoch(obj), now)
             if walk is not None and self._nursery is not None:
@@ -236,10 +236,10 @@ class Prefetcher:
             log.exception("a read could not be followed")
 
     def _use(self, digest: bytes) -> None:
-        ahead = self.awaited.end(digest)
-        if ahead is not None:
-            ahead.used = True
-            self._used_bytes += ahead.fetched
+        file = self.awaited.end(digest)
+        if file is not None:
+            file.used = True
+            self._used_bytes += file.fetched
 
     async def _count(self, walk: Any) -> None:
         await self._directories.count(walk)
@@ -339,24 +339,24 @@ class Prefetcher:
             if obj.digest in self.awaited.files:
                 continue  # two plans name it, or it was prefetched during the lookup
             size = min(obj.size, budget // LARGEST_SHARE)
-            ahead = _Prefetched(candidate, obj, size, now)
-            self.awaited.put(ahead)
+            file = _Prefetched(candidate, obj, size, now)
+            self.awaited.put(file)
             transfers = max(1, min(PARTS, size // PART_BYTES))
             self._in_flight += transfers
             if size == obj.size <= LARGE:
-                small.setdefault(origin, []).append(ahead)
+                small.setdefault(origin, []).append(file)
             else:
-                contained(nursery, "prefetch", self._fetch, origin, ahead, transfers)
+                contained(nursery, "prefetch", self._fetch, origin, file, transfers)
         for origin, files in small.items():
             self._start_small(nursery, origin, files)
 
     def _start_small(self, nursery: trio.Nursery, origin: Origin, files: list[_Prefetched]) -> None:
         others = self._fetcher.prefetch_small(
-            origin, [(ahead.object, partial(self._ended, ahead, 1)) for ahead in files]
+            origin, [(file.object, partial(self._ended, file, 1)) for file in files]
         )
-        for ahead in files if others else ():
-            if ahead.object in others:
-                contained(nursery, "prefetch", self._fetch, origin, ahead, 1)
+        for file in files if others else ():
+            if file.object in others:
+                contained(nursery, "prefetch", self._fetch, origin, file, 1)
 
     async def _look_up(self, nursery: trio.Nursery, candidate: Candidate) -> None:
         """Look up a path that no listing has, then fetch it."""
@@ -376,31 +376,31 @@ class Prefetcher:
         elif self._wanted(candidate.found[1]):
             self._start(nursery, [candidate], self._budget())
 
-    async def _fetch(self, origin: Origin, ahead: _Prefetched, transfers: int) -> None:
+    async def _fetch(self, origin: Origin, file: _Prefetched, transfers: int) -> None:
         fetched = 0
         failure: BaseException | None = None
         try:
-            fetched = await self._fetcher.prefetch(origin, ahead.object, 0, ahead.size)
+            fetched = await self._fetcher.prefetch(origin, file.object, 0, file.size)
         except BaseException as exc:
             failure = exc
             if not isinstance(exc, CachefsError):
                 raise
         finally:
-            self._ended(ahead, transfers, fetched, failure)
+            self._ended(file, transfers, fetched, failure)
 
-    def _ended(self, ahead: _Prefetched, transfers: int, fetched: int, failure: BaseException | None) -> None:
+    def _ended(self, file: _Prefetched, transfers: int, fetched: int, failure: BaseException | None) -> None:
         """Note that a transfer has ended, or could not begin."""
         self._in_flight -= transfers
         if failure is None:
-            ahead.fetched, ahead.done = fetched, True
+            file.fetched, file.done = fetched, True
             self._fetched_bytes += fetched
-            self._used_bytes += fetched if ahead.used else 0
+            self._used_bytes += fetched if file.used else 0
             self._metrics.prefetch_files += 1
         else:
             if isinstance(failure, CachefsError):
-                self._failed(failure, ahead.candidate)
-            if self.awaited.drop(ahead) and ahead.candidate.walk is not None:
-                ahead.candidate.walk.policy.failed()
+                self._failed(failure, file.candidate)
+            if self.awaited.drop(file) and file.candidate.walk is not None:
+                file.candidate.walk.policy.failed()
         self._wake()
 
     def _failed(self, exc: CachefsError, candidate: Candidate) -> None:
@@ -433,23 +433,23 @@ class Prefetcher:
 
     async def _sweep(self) -> None:
         """Stop awaiting files that were evicted or are not wanted any more."""
-        for number, ahead in enumerate(list(self.awaited.files.values())):
+        for number, file in enumerate(list(self.awaited.files.values())):
             if number % 64 == 0:
                 await trio.lowlevel.checkpoint()
-            if ahead.done and (self._given_up(ahead) or not self._fetcher.cached_bytes(ahead.object)):
-                self.awaited.drop(ahead)
-        for digest, ahead in list(self.awaited.unread.items()):
-            if ahead.done and ahead.since < trio.current_time() - UNREAD_S:
+            if file.done and (self._given_up(file) or not self._fetcher.cached_bytes(file.object)):
+                self.awaited.drop(file)
+        for digest, file in list(self.awaited.unread.items()):
+            if file.done and file.since < trio.current_time() - UNREAD_S:
                 self.awaited.end(digest)
 
-    def _given_up(self, ahead: _Prefetched) -> bool:
-        item = ahead.candidate.item
+    def _given_up(self, file: _Prefetched) -> bool:
+        item = file.candidate.item
         if item is not None and self._plans.plans.by_name.get(item.plan.name) is item.plan:
             if item.plan.is_past(item.epoch, item.place):
                 return True
             if not item.plan.quiet(self._clock()):
                 return False
-        return ahead.since < trio.current_time() - AWAITED_S
+        return file.since < trio.current_time() - AWAITED_S
 
     def status(self) -> dict[str, Any]:
         """For `cachefs status`: plain values. `paused` is why nothing is fetched, else ""."""

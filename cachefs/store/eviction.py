@@ -740,7 +740,7 @@ ANY: Classes = tuple(Class)
 OURS: Classes = (Class.EVICTABLE, Class.PROTECTED)
 
 Victim = tuple[CachedObject, Copy]
-
+"""A version, and the copy of one of its extents that is evicted."""
 
 Verdict = bool | None
 """Whether a row's copy can be evicted: True, or False if not now; None if it is gone, or the row is out of date."""

@@ -6,7 +6,6 @@ the next daemon of the same cache directory finds what a killed one has left.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import glob
@@ -23,9 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from cachefs.base import ownership
+from cachefs.base import linux, ownership
 from cachefs.base.errors import CacheUnusable
-from cachefs.base.linux import libc
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +58,6 @@ LOOK_S, LOOK_AGAIN_S = 1.0, 0.01
 some microseconds, or while it removes the tier. A daemon that uses the tier is noticed before, at the index."""
 
 _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_NOATIME = 0x2, 0x4, 0x20, 0x400
-_MNT_DETACH, _UMOUNT_NOFOLLOW = 0x2, 0x8
 
 
 @dataclass(frozen=True)
@@ -255,15 +252,15 @@ def _own(path: Path, cap_bytes: int) -> str:
 def _mount(path: Path, flags: int, options: str) -> None:
     # Not noexec: programs may be run from passthrough files.
     flags |= _MS_NOSUID | _MS_NODEV | _MS_NOATIME
-    if libc.mount(b"cachefs-ram", os.fsencode(path), b"tmpfs", ctypes.c_ulong(flags), options.encode()):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+    linux.mount("cachefs-ram", path, "tmpfs", flags, options)
 
 
 def _unmount(path: Path) -> None:
     # Detached, because files of it may be mapped or registered as backing files: the tmpfs ends with the last of them.
-    if libc.umount2(os.fsencode(path), _MNT_DETACH | _UMOUNT_NOFOLLOW):
-        log.warning("cannot unmount %s: %s", path, os.strerror(ctypes.get_errno()))
+    try:
+        linux.umount(path, linux.MNT_DETACH | linux.UMOUNT_NOFOLLOW)
+    except OSError as exc:
+        log.warning("cannot unmount %s: %s", path, exc.strerror)
 
 
 # -- a directory in /dev/shm ---------------------------------------------------------------------------
@@ -288,11 +285,7 @@ def _left_to_others(place: Path) -> int:
 
 
 def _is_tmpfs(path: Path) -> bool:
-    try:
-        mounts = Path("/proc/self/mounts").read_text().splitlines()
-    except OSError:
-        return False
-    return any(line.split()[1] == str(path) and line.split()[2] == "tmpfs" for line in mounts)
+    return any(mount.path == str(path) and mount.fstype == "tmpfs" for mount in linux.mounts())
 
 
 # -- removing ------------------------------------------------------------------------------------------

@@ -727,12 +727,12 @@ class WriteClosed(Exception):
 class CacheWrite:
     """Blocks [start_block, stop_block) of one version, delivered in order from the first byte on.
 
-    `kept`: its bytes can be read after it was closed. `waits`: writing may wait for a disk. `ahead`: it is prefetched, and
-    no reader has read it yet. `counted`: its use was counted. `requester` is the requesting peer."""
+    `kept`: its bytes can be read after it was closed. `waits`: writing may wait for a disk. `prefetched`: no reader waits
+    for it or has read it yet. `counted`: its use was counted. `requester` is the requesting peer."""
 
     kept = False
     waits = False
-    ahead = False
+    prefetched = False
     requester = ""
     counted = False
 
@@ -802,7 +802,7 @@ class CacheWrite:
     @property
     def wanted(self) -> bool:
         """True if a reader asked for it, waits for it, or has read from it."""
-        return not self.ahead or self.wake_at <= self.stop
+        return not self.prefetched or self.wake_at <= self.stop
 
     def take_completed(self) -> list[Completed]:
         """Blocks that became whole since the last call."""
@@ -817,7 +817,7 @@ class CacheWrite:
 
     def read(self, offset: int, size: int) -> bytes:
         """Written bytes (offset + size <= written), for a reader."""
-        self.ahead = False
+        self.prefetched = False
         return self.look(offset, size)
 
     def look(self, offset: int, size: int) -> bytes:
@@ -908,32 +908,38 @@ class CacheWrites:
         self._metrics = space.metrics
 
     def begin(
-        self, obj: CachedObject, start: int, stop: int, *, ahead: bool = False, remote_owned: bool = False
+        self,
+        obj: CachedObject,
+        start: int,
+        stop: int,
+        *,
+        prefetched: bool = False,
+        remote_owned: bool = False,
     ) -> CacheWrite | None:
         """`begin_all` for one range."""
-        return self.begin_all([(obj, start, stop)], ahead=ahead, remote_owned=remote_owned)[0]
+        return self.begin_all([(obj, start, stop)], prefetched=prefetched, remote_owned=remote_owned)[0]
 
     def begin_all(
-        self, wanted: Sequence[Run], *, ahead: bool = False, remote_owned: bool = False
+        self, wanted: Sequence[Run], *, prefetched: bool = False, remote_owned: bool = False
     ) -> list[CacheWrite | None]:
         """Reserve space for blocks of several versions, each in the fastest tier that has it; None for those for which no
         tier has. A tier is asked for space once for all that are left, and for each of them only if there is too little for
-        all. `ahead`: they are prefetched, so they displace only the lowest priority classes, and once written they wait for
-        a reader. `remote_owned`: another node owns them, so they displace only other remote-owned blocks."""
+        all. `prefetched`: no reader waits for them, so they displace only the lowest priority classes, and once written they
+        wait for a reader. `remote_owned`: another node owns them, so they displace only other remote-owned blocks."""
         cache_writes: list[CacheWrite | None] = [None] * len(wanted)
         left = list(range(len(wanted)))
         # Held, because making space may evict blocks of these objects, and with them close their files.
         for obj, _, _ in wanted:
             obj.hold()
         try:
-            for tier, evict in self._places(ahead, remote_owned):
+            for tier, evict in self._places(prefetched, remote_owned):
                 together = len(left) > 1 and self._makes_room(
-                    tier, [wanted[n] for n in left], evict, ahead, remote_owned
+                    tier, [wanted[n] for n in left], evict, prefetched, remote_owned
                 )
                 before = len(left)
                 for n in left:
-                    if together or self._makes_room(tier, [wanted[n]], evict, ahead, remote_owned):
-                        cache_writes[n] = self._write_in(tier, *wanted[n], ahead, remote_owned)
+                    if together or self._makes_room(tier, [wanted[n]], evict, prefetched, remote_owned):
+                        cache_writes[n] = self._write_in(tier, *wanted[n], prefetched, remote_owned)
                 left = [n for n in left if cache_writes[n] is None]
                 if tier.number == RAM and self._moves is not None and len(left) < before:
                     self._moves.filled()
@@ -944,7 +950,7 @@ class CacheWrites:
                 obj.release()
         return cache_writes
 
-    def _places(self, ahead: bool, remote_owned: bool) -> Iterator[tuple[Tier, Classes]]:
+    def _places(self, prefetched: bool, remote_owned: bool) -> Iterator[tuple[Tier, Classes]]:
         """(tier, classes that may be evicted there) in the order to try: the lowest classes of all tiers come before the
         others of any tier."""
         if remote_owned:
@@ -953,30 +959,30 @@ class CacheWrites:
         tiers = [tier for tier in self._tiers if tier.writable()]
         first, last = tiers[:1], tiers[-1:]
         yield from ((tier, REMOTE_OWNED) for tier in tiers[:-1])
-        if not ahead:
+        if not prefetched:
             # This node's own copies may take RAM up to the share where spilling begins, in place of remote-owned ones.
             short = [tier for tier in first if tier.kept_bytes < SPILL_ABOVE * tier.limit_bytes()]
             yield from ((tier, NOTHING) for tier in last)
             yield from ((tier, ANY_REMOTE_OWNED) for tier in short)
         yield from ((tier, LOWEST) for tier in reversed(tiers))
-        if not ahead:
+        if not prefetched:
             yield from ((tier, ANY_REMOTE_OWNED) for tier in first)
             yield from ((tier, ANY) for tier in last)
 
     def _makes_room(
-        self, tier: Tier, wanted: Sequence[Run], evict: Classes, ahead: bool, remote_owned: bool
+        self, tier: Tier, wanted: Sequence[Run], evict: Classes, prefetched: bool, remote_owned: bool
     ) -> bool:
         """True if the tier has space for all of these, after evicting copies of the classes `evict` if need be."""
         block = self._block_size
         needs = [allocated(min(obj.id.size, stop * block) - start * block) for obj, start, stop in wanted]
         largest = max(needs)
-        left = self._space.left_to_readers(tier, largest) if ahead and evict == LOWEST else 0
-        if remote_owned and ahead:
+        left = self._space.left_to_readers(tier, largest) if prefetched and evict == LOWEST else 0
+        if remote_owned and prefetched:
             left = max(largest, tier.limit_bytes() // READERS_SHARE)
         return self._space.evict_for(tier, sum(needs) + left, evict)
 
     def _write_in(
-        self, tier: Tier, obj: CachedObject, start: int, stop: int, ahead: bool, remote_owned: bool
+        self, tier: Tier, obj: CachedObject, start: int, stop: int, prefetched: bool, remote_owned: bool
     ) -> TierWrite | None:
         """Begin a cache write on a tier that has space for it. None if its file is being removed, or a move writes the
         blocks."""
@@ -989,7 +995,7 @@ class CacheWrites:
         if copy.in_progress & bits:
             return None  # a move is writing them, and blocks have one writer
         cache_write = TierWrite(tier, copy, open_file, obj.id.size, self._block_size, start, stop)
-        cache_write.ahead = ahead
+        cache_write.prefetched = prefetched
         if remote_owned:
             self._space.remote_owned(copy)
         else:

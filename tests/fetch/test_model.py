@@ -220,7 +220,7 @@ class Run:
         troubled = self.world.origin.doomed + sum(f.times for f in self.world.origin.failures) > 0
         with trio.move_on_after(math.inf if for_s is None else for_s):
             try:
-                brought = await lab.fetcher.prefetch(self.world.origin, object_id, ahead=ahead)  # type: ignore[arg-type]
+                brought = await lab.fetcher.prefetch(self.world.origin, object_id, prefetched=ahead)  # type: ignore[arg-type]
             except NoRoom:
                 pass
             except CachefsError:

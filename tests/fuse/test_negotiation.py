@@ -315,14 +315,14 @@ def test_a_closed_device_stays_closed() -> None:
 class Ended(NamedTuple):
     """What closing did."""
 
-    unmounted: list[tuple[bytes, int]]
+    unmounted: list[tuple[Path, int]]
     aborted: list[str]
 
 
 @pytest.mark.parametrize(
     ("attached", "number", "there", "gone", "expected"),
     [
-        ("/mnt", "0:57", "0:57", "", Ended([(b"/mnt", 3)], [])),
+        ("/mnt", "0:57", "0:57", "", Ended([(Path("/mnt"), 3)], [])),
         ("/mnt", "0:57", "0:58", "", Ended([], ["0:57"])),  # another mount lies over it, or in its place
         ("/mnt", "0:57", None, "", Ended([], ["0:57"])),  # unmounted lazily
         ("/mnt", "0:57", "0:57", "read", Ended([], [])),  # another mount has the number now
@@ -334,9 +334,9 @@ class Ended(NamedTuple):
             "unread",
             Ended([], []),
         ),  # unmounted, and the number is not known to be ours
-        ("/mnt", "0:57", "0:57", "aborted", Ended([(b"/mnt", 2)], [])),
+        ("/mnt", "0:57", "0:57", "aborted", Ended([(Path("/mnt"), 2)], [])),
         ("/mnt", "0:57", "0:58", "aborted", Ended([], [])),
-        ("/mnt", "", None, "", Ended([(b"/mnt", 3)], [])),  # attached, and not found
+        ("/mnt", "", None, "", Ended([(Path("/mnt"), 3)], [])),  # attached, and not found
         (None, "", "0:57", "", Ended([], [])),  # never attached
     ],
 )
@@ -350,11 +350,7 @@ def test_closing_unmounts_what_is_ours(
 ) -> None:
     done = Ended([], [])
 
-    def umount2(path: bytes, flags: int) -> int:
-        done.unmounted.append((path, flags))
-        return 0
-
-    monkeypatch.setattr(connection, "libc", SimpleNamespace(umount2=umount2))
+    monkeypatch.setattr(connection, "umount", lambda path, flags: done.unmounted.append((path, flags)))
     monkeypatch.setattr(connection, "abort", done.aborted.append)
     monkeypatch.setattr(native_backend, "mount_at", lambda _: there and SimpleNamespace(device=there))
     with Pair() as pair:

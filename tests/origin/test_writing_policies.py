@@ -351,7 +351,7 @@ def test_what_is_sent_to_s3_is_what_was_signed(monkeypatch: pytest.MonkeyPatch) 
         assert isinstance(there.writer, S3Objects)
         there.writer.conditions = HONOURED  # this server answers nothing that could be probed
         for key in ("plain", "sp ace+%2F~é/quo'te(*)!"):
-            await there.put(key, InMemory(DATA), len(DATA), if_match='"old"', content_type="text/plain")
+            await there.put(key, InMemory(DATA), len(DATA), if_match='"old"')
             await there.put(key, InMemory(b""), 0, if_absent=True)
             await there.resume_upload(key, {"id": "a+b/c="}).part_from(7, InMemory(DATA), 1000)
             await there.delete(key)

@@ -39,7 +39,7 @@ def check(cache_write: CacheWrite, start: int, stop: int, lengths: list[int], wa
     first, end = start * BLOCK, min(SIZE, stop * BLOCK)
     assert (cache_write.start, cache_write.stop, cache_write.written) == (first, end, first)
     assert not cache_write.take_completed()
-    cache_write.ahead = True
+    cache_write.prefetched = True
     assert not cache_write.wanted, "no reader has asked for it"
     cache_write.wake_at = wake_at
     assert cache_write.wanted is (wake_at <= end)
@@ -167,7 +167,7 @@ def test_who_reads_what_comes_ahead_wants_it(tier: Tier) -> None:
     path = tier.path / "ahead"
     path.write_bytes(b"")
     filled = TierWrite(tier, Copy(RAM, b"", 0, SIZE), lambda: os.open(path, os.O_RDWR), SIZE, BLOCK, 0, 1)
-    filled.ahead = True
+    filled.prefetched = True
     filled.write(b"12345678")
     assert filled.look(2, 3) == b"345" and not filled.wanted
     assert filled.read(2, 3) == b"345" and filled.wanted

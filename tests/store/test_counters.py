@@ -90,7 +90,7 @@ async def test_a_cache_that_is_used_in_every_way(cache_dir: Path, ram: int, ssd:
                 case 0 | 1 | 2:
                     await lab.read(object_id)
                 case 3:
-                    await lab.fetcher.prefetch(lab.origin, object_id, 0, BLOCK, ahead=False)  # type: ignore[arg-type]
+                    await lab.fetcher.prefetch(lab.origin, object_id, 0, BLOCK, prefetched=False)  # type: ignore[arg-type]
                 case 4:
                     borrow(lab, object_id, 0)
                 case 5:

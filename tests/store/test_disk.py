@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import trio
 
+from cachefs.base import linux
 from cachefs.store import tier
 from cachefs.store.tier import Disk
 from tests.fetch.scripted import content, in_trio
@@ -330,14 +331,12 @@ def test_what_is_punched_is_gone_and_the_rest_is_there(
     plain, path = bytearray(rng.randbytes(pages * page)), tmp_path / "f"
     path.write_bytes(plain)
     sizes: list[int] = []
-    fallocate = tier.libc.fallocate
 
-    def counted(fd: int, how: int, at: Any, length: Any) -> int:
-        sizes.append(length.value)
-        done: int = fallocate(fd, how, at, length)
-        return done
+    def counted(fd: int, offset: int, length: int) -> bool:
+        sizes.append(length)
+        return linux.punch(fd, offset, length)
 
-    monkeypatch.setattr(tier, "libc", SimpleNamespace(fallocate=counted))
+    monkeypatch.setattr(tier, "punch", counted)
     edges = sorted(rng.sample(range(pages + 1), 6))
     ranges = [(a * page, (b - a) * page) for a, b in zip(edges[::2], edges[1::2], strict=True)]
     before = len(os.listdir("/proc/self/fd"))

@@ -137,7 +137,7 @@ async def test_what_is_fetched_ahead_displaces_nothing_that_is_wanted(cache_dir:
         began = 0
         cache_writes = []
         while (
-            cache_write := store.begin_write(obj := store.object(ids[32 + began]), 0, 1, ahead=True)
+            cache_write := store.begin_write(obj := store.object(ids[32 + began]), 0, 1, prefetched=True)
         ) is not None:
             cache_write.write(b"y" * BLOCK)
             store.end_write(obj, cache_write)
@@ -184,14 +184,14 @@ async def test_what_a_reader_left_behind_does_not_keep_the_rest_out(cache_dir: P
         for number in range(4):
             data = b"y" * EXTENT
             obj = store.object(lab.origin.put(f"e/{number}", data))
-            cache_write = store.begin_write(obj, 0, 16, ahead=True)
+            cache_write = store.begin_write(obj, 0, 16, prefetched=True)
             assert cache_write is not None, number
             cache_write.write(data)
             store.end_write(obj, cache_write)
             obj.rest()
             await store.flush()
         obj = store.object(lab.origin.put("e/9", b"y"))
-        assert store.begin_write(obj, 0, 1, ahead=True) is None, (
+        assert store.begin_write(obj, 0, 1, prefetched=True) is None, (
             "all of these wait, and none displaces another"
         )
 
@@ -204,7 +204,7 @@ async def test_a_reader_that_joins_makes_what_came_ahead_a_used_one(cache_dir: P
         states = []
         for object_id, how in zip(ids, ("nobody", "waited", "read"), strict=True):
             obj = store.object(object_id)
-            cache_write = store.begin_write(obj, 0, 1, ahead=True)
+            cache_write = store.begin_write(obj, 0, 1, prefetched=True)
             assert cache_write is not None
             if how == "waited":
                 cache_write.wake_at = 5

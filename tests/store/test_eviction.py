@@ -167,7 +167,7 @@ async def test_what_another_node_owned_has_its_place_when_it_is_ours(cache_dir: 
 async def test_what_is_renewed_goes_later_unless_it_is_protected(cache_dir: Path) -> None:
     async with running(cache_dir) as lab:
         read, waits, last = (lab.origin.put(name, bytes(BLOCK)) for name in ("read", "waits", "last"))
-        assert put(lab, read) and put(lab, waits, ahead=True) and put(lab, last)
+        assert put(lab, read) and put(lab, waits, prefetched=True) and put(lab, last)
         clocks = []
         for object_id in (read, waits):
             obj = lab.store.object(object_id)
@@ -223,10 +223,10 @@ async def test_what_goes_next_is_the_copy_with_the_lowest_key(cache_dir: Path) -
             await lab.read(object_id)
             await lab.store.flush()
         for object_id in used[8:]:
-            assert put(lab, object_id, ahead=True)
+            assert put(lab, object_id, prefetched=True)
         others = [lab.origin.put(f"e/{n}", bytes(BLOCK)) for n in range(6)]
         for n, object_id in enumerate(others):
-            assert put(lab, object_id, ahead=n % 2 == 0, remote_owned=True)
+            assert put(lab, object_id, prefetched=n % 2 == 0, remote_owned=True)
         copies = [c for i in (*used, *others) for c in catalog.copies(catalog.object(i), 1)]
         assert {eviction.key(copy)[1] for copy in copies} == set(Class)
 
@@ -331,7 +331,7 @@ async def test_what_goes_next_is_as_the_plain_rules_say(
                 what = rng.randrange(8)
                 if not here and what < 6:
                     remote, ahead = what % 3 == 0, what % 2 == 0
-                    assert put(lab, object_id, ahead=ahead, remote_owned=remote)
+                    assert put(lab, object_id, prefetched=ahead, remote_owned=remote)
                     copy = store.catalog.copies(obj, SSD)[0]
                     order.copies[key] = copy
                     if remote:

@@ -242,7 +242,7 @@ async def test_prefetch_leaves_a_share_to_readers_and_they_take_it(cache_dir: Pa
         limit = only.limit_bytes() // SMALL
         ids = [lab.origin.put(f"k{number}", bytes(SMALL)) for number in range(blocks + 8)]
         came = 0
-        while cache_object(lab, ids[came], 0, 1, ahead=True, remote_owned=remote) is not None:
+        while cache_object(lab, ids[came], 0, 1, prefetched=True, remote_owned=remote) is not None:
             came += 1
             if came == limit or lab.metrics.evicted_blocks:
                 break

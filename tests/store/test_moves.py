@@ -55,7 +55,7 @@ async def test_a_copy_takes_its_age_and_its_wait_along(cache_dir: Path, ahead: b
         obj = lab.store.object(object_id)
         there = put(lab, object_id, data, SSD)
         lab.store.space.drop(obj, there, 0b110)
-        copy = put(lab, object_id, data, ahead=ahead)
+        copy = put(lab, object_id, data, prefetched=ahead)
         if younger:
             lab.store.eviction.touch(there)
         clock, used = there.clock, there.used

@@ -536,7 +536,7 @@ async def test_a_file_that_came_at_once_can_be_read_before_its_transfer_ends(cac
         obj = lab.store.object(lab.origin.put("k", data))
         woken: list[int] = []
         with obj.held():
-            cache_write = lab.store.begin_write(obj, 0, 1, ahead=True)
+            cache_write = lab.store.begin_write(obj, 0, 1, prefetched=True)
             assert cache_write is not None
             cache_write.on_written = lambda: woken.append(1)
             cache_write.wake_at = 1

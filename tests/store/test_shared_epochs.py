@@ -69,7 +69,7 @@ async def epoch(lab: Lab, own: list[ObjectId], number: int, others: list[ObjectI
         for _ in range(2 if others else 0):
             other = rng.choice(others or [])
             if not lab.store.has(lab.store.object(other), 0):
-                put(lab, other, ahead=True, remote_owned=True)
+                put(lab, other, prefetched=True, remote_owned=True)
         if at % 16 == 0:
             await lab.store.flush()
             if lab.store._moves is not None and lab.store._moves._over(0.9):
@@ -108,7 +108,7 @@ async def test_what_waits_here_for_others_gives_way_to_what_is_kept(cache_dir: P
     async with running(cache_dir, ssd=32 * BLOCK, ram=32 * BLOCK) as lab:
         ram, ssd = lab.store.tiers
         number = 0
-        while put(lab, lab.origin.put(f"other/{number}", bytes(BLOCK)), ahead=True, remote_owned=True):
+        while put(lab, lab.origin.put(f"other/{number}", bytes(BLOCK)), prefetched=True, remote_owned=True):
             number += 1
         assert ram.kept_bytes == 0 and ram.remote_owned_bytes == ram.used_bytes >= 30 * BLOCK
         own = [lab.origin.put(f"own/{n}", bytes(BLOCK)) for n in range(60)]

@@ -287,7 +287,7 @@ async def test_room_for_several_versions_is_looked_for_once(
 
         monkeypatch.setattr(lab.store.space, "evict_for", evict_for)
         objects = [lab.store.object(lab.origin.put(f"k{n}", bytes(BLOCK))) for n in range(8)]
-        cache_writes = lab.store.begin_writes([(obj, 0, 1) for obj in objects], ahead=ahead)
+        cache_writes = lab.store.begin_writes([(obj, 0, 1) for obj in objects], prefetched=ahead)
         assert looked == [8 * BLOCK]
         ram, _ = lab.store.tiers
         assert ram.used_bytes == ram.unlisted_bytes == 8 * BLOCK
@@ -316,9 +316,9 @@ async def test_several_versions_lie_where_each_alone_would(
             objects = [lab.store.object(lab.origin.put(f"k{n}", bytes(BLOCK))) for n in range(12)]
             runs = [(obj, 0, 1) for obj in objects]
             if together:
-                cache_writes = lab.store.begin_writes(runs, ahead=ahead)
+                cache_writes = lab.store.begin_writes(runs, prefetched=ahead)
             else:
-                cache_writes = [lab.store.begin_write(*run, ahead=ahead) for run in runs]
+                cache_writes = [lab.store.begin_write(*run, prefetched=ahead) for run in runs]
             used = [(tier.used_bytes, tier.blocks) for tier in lab.store.tiers]
             found.append(
                 (

@@ -448,7 +448,7 @@ async def test_protected_copies_stay_in_ram_while_ssd_gives_its_room_back(
             copy = store.catalog.copy(obj, SSD, 0)
             assert copy is not None
             store.space.drop(obj, copy, copy.bitmap)
-            assert all(put(lab, object_id, ahead=True) for object_id in ids)
+            assert all(put(lab, object_id, prefetched=True) for object_id in ids)
             await store._moves._spill()
             assert places() == [RAM] * 4
         store.tiers[1].disposal._work(0.0)
@@ -497,7 +497,7 @@ async def test_what_a_spill_does_where_ssd_is_full_or_fails(
         assert all(put(lab, object_id) for object_id in lower)
         await store._moves.save_all()
         ids = [lab.origin.put(f"k{n}", content(n, BLOCK)) for n in range(4)]
-        assert all(put(lab, object_id, ahead=copies == "protected") for object_id in ids)
+        assert all(put(lab, object_id, prefetched=copies == "protected") for object_id in ids)
         for object_id in (*(ids if copies == "pinned" else ()), *(lower if ssd == "pinned copies" else ())):
             store.pin(store.object(object_id))
         if ssd == "younger copies":

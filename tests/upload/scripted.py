@@ -254,7 +254,7 @@ class ScriptedUpload:
         self.known: dict[int, Part] = {}
 
     def state(self) -> dict[str, Any]:
-        return {"id": self.id, "stamp": f"token of {self.id}", "content_type": None, "parts": {}}
+        return {"id": self.id, "stamp": f"token of {self.id}", "parts": {}}
 
     def _parts(self) -> dict[int, bytes]:
         if self.id not in self.store.uploads:
