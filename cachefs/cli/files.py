@@ -31,14 +31,9 @@ EXTENTS_LISTED = 64
 
 CACHED = "user.cachefs.cached"
 
-cached_option = click.option(
-    "--cached", is_flag=True, expose_value=False, help="Has no effect: cached bytes are always shown."
-)
-
 
 @click.command("ls", short_help="Show how much of each file is cached.")
 @click.argument("path", type=Place())
-@cached_option
 @as_json("A list of objects: path, size, cached.")
 def list_cached(path: Path, as_json: bool) -> None:
     """Show size, cached bytes and share of the file PATH, or of each file in the directory PATH."""
@@ -61,7 +56,6 @@ def list_cached(path: Path, as_json: bool) -> None:
 
 @click.command("du", short_help="Add up how much of a directory is cached.")
 @click.argument("path", type=Place())
-@cached_option
 @click.option("-d", "--max-depth", type=click.IntRange(0), help="Show directories down to this depth.")
 @click.option("-s", "--summarize", is_flag=True, help="Show the total alone.")
 @as_json("A list of objects: path, files, size, cached.")

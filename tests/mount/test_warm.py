@@ -52,7 +52,7 @@ def said(mount: Mount, *words: object, code: int = 0) -> str:
 
 
 def cached(mount: Mount) -> dict[str, int]:
-    rows = json.loads(said(mount, "du", "--cached", "--json", mount.path))
+    rows = json.loads(said(mount, "du", "--json", mount.path))
     return {os.path.relpath(row["path"], mount.path): row["cached"] for row in rows}
 
 
@@ -320,12 +320,12 @@ def refused(mount: Mount) -> bool:
 def test_ls_and_du(mounted: Mounted, data: Bucket) -> None:
     mount = mounted(data, prefetch="off")
     said(mount, "warm", mount.path / "train/0", mount.path / "large.bin")
-    listed = said(mount, "ls", "--cached", mount.path).splitlines()
+    listed = said(mount, "ls", mount.path).splitlines()
     assert [line.split()[-1] for line in listed] == ["large.bin", "train/"]
     assert "20.0 MiB   20.0 MiB 100.0 %  large.bin" in listed[0]
     rows = json.loads(said(mount, "ls", "--json", mount.path / "train/1"))
     assert [(row["size"], row["cached"]) for row in rows] == [(100_000 + n, 0) for n in range(1, FILES, 2)]
-    totals = [line.split()[-1] for line in said(mount, "du", "--cached", mount.path).splitlines()]
+    totals = [line.split()[-1] for line in said(mount, "du", mount.path).splitlines()]
     assert [os.path.relpath(path, mount.path) for path in totals] == ["train/0", "train/1", "train", "."]
     assert len(said(mount, "du", "-s", mount.path).splitlines()) == 1
     assert len(said(mount, "du", "-d", "1", mount.path).splitlines()) == 2

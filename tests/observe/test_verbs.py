@@ -258,7 +258,7 @@ def test_ls_and_du_add_up_sizes_and_cached_bytes(monkeypatch: pytest.MonkeyPatch
     files = [{"path": str(tmp_path / "a"), "size": 40, "cached": 10}]
     gone = {"path": str(tmp_path / "gone"), "size": 0, "cached": 0}
     assert json.loads(run("ls", "--json", tmp_path).stdout) == [*files, gone]
-    assert json.loads(run("ls", "--json", "--cached", tmp_path / "a").stdout) == files
+    assert json.loads(run("ls", "--json", tmp_path / "a").stdout) == files
     assert run("ls", tmp_path / "a").stdout.split()[-1] == str(tmp_path / "a")
     below = {"path": str(tmp_path / "b"), "files": 1, "size": 20, "cached": 10}
     total = {"path": str(tmp_path), "files": 3, "size": 60, "cached": 20}
