@@ -459,6 +459,7 @@ class Records:
         """The origin has it, or it was removed: it must not come back. Raises `DiskHangs` after `within_s`. `patient`: no
         caller waits for this. `unlinks`: its file may lose its name in the same turn of the thread."""
         async with self._turn(dirty_file, within_s):
+            await _outlive_row(dirty_file)
             was, dirty_file.content.row = dirty_file.content.row, Row.NONE
             if was is Row.NONE:
                 return
@@ -480,6 +481,7 @@ class Records:
             return
         async with over.record.turn:
             if over.acknowledged:
+                await _outlive_row(over)
                 over.content.row = Row.NOTED
                 over.file.unmark()
                 forget = partial(orphans.forget, over.file.path)
@@ -533,6 +535,13 @@ class Records:
             return
         self.orphans.pop(name, None)
         log.info("aborted the unfinished upload of %s", origin.name(row["key"]))
+
+
+async def _outlive_row(dirty_file: DirtyFile) -> None:
+    """Have the next daemon find the bytes of a file that processes have open, also once the journal has none of it."""
+    if dirty_file.handles and not dirty_file.file.outlive_row():
+        with suppress(CachefsError):  # then its users meet EIO if this daemon dies
+            await dirty_file.file.try_spill()
 
 
 def _mark(dirty_file: DirtyFile, path: Path) -> None:

@@ -102,9 +102,9 @@ class StagingDisk:
         self._quiet = trio.lowlevel.ParkingLot()
         self.unlinked: set[Path] = set()  # names that a thread has removed before `StagingFile.remove`
 
-    def tail(self, name: str, start: int) -> bytearray | Tail | None:
-        """Memory for the bytes of a file from `start` on, none so far; None: they go to the disk at once."""
-        return bytearray() if self.shared is None else self.shared.tails.make(name, start)
+    def tail(self, name: str, start: int, data: bytes = b"") -> bytearray | Tail | None:
+        """Memory with the bytes of a file from `start` on, which are `data` so far; None: they go to the disk at once."""
+        return bytearray(data) if self.shared is None else self.shared.tails.make(name, start, data)
 
     @property
     def outlives(self) -> bool:
@@ -259,11 +259,6 @@ class StagingFile:
     def held(self) -> bytes | None:
         """All of it, if it lies in memory."""
         return bytes(self._held) if self._held is not None and not self._start else None
-
-    @property
-    def lost_with_its_row(self) -> bool:
-        """True if its users are to outlive this process, and the next one would have its bytes from the journal alone."""
-        return isinstance(self._held, bytes) and self._users > 0 and self._disk.outlives
 
     @property
     def removed(self) -> bool:
@@ -554,6 +549,16 @@ class StagingFile:
             if isinstance(self._held, Tail):
                 self._held.release()  # the next daemon has it from the journal
             self._held = content
+
+    def outlive_row(self) -> bool:
+        """Before the journal loses its content: have bytes that are there alone in memory that outlives this process. False if
+        there is none left: then they are to be spilled."""
+        if isinstance(self._held, bytes) and self._disk.outlives:
+            tail = self._disk.tail(self.path.name, self._start, self._held)
+            if tail is None:
+                return False
+            self._held = tail
+        return True
 
     def unmark(self) -> None:
         """Note that the file is not acknowledged any more, or was not at all."""

@@ -675,9 +675,6 @@ class Uploads:
             finally:  # also if the caller is cancelled, because the name is removed
                 try:
                     with trio.CancelScope(shield=True):
-                        if dirty_file.file.lost_with_its_row:
-                            with suppress(CachefsError):  # then its users meet EIO if this daemon dies
-                                await dirty_file.file.try_spill()
                         # The cache may be adopting the file of a clean one.
                         unlinks = dirty_file.content.is_ours and dirty_file.dirty
                         await self._records.forget(dirty_file, HANGS_AFTER_S, unlinks=unlinks)
