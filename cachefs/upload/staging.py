@@ -252,7 +252,7 @@ class StagingFile:
 
     @property
     def in_memory(self) -> bool:
-        """True if all of it lies in memory."""
+        """True if all of it lies in memory. Then there is no file."""
         return self._held is not None and not self._start
 
     @property
@@ -466,7 +466,8 @@ class StagingFile:
         says that it begins where the file ends, and that no process has the file by itself."""
         if self.write_now(offset, data):
             return
-        if appends and len(data) <= SMALL and self._disk.memory_left >= HELD:
+        # Not an empty file on the disk: all of it would lie in memory, and after a kill the file that is there would count.
+        if appends and offset and len(data) <= SMALL and self._disk.memory_left >= HELD:
             with self.used():
                 await self.spill()
             if self._held is None:
@@ -551,8 +552,8 @@ class StagingFile:
             self._held = content
 
     def outlive_row(self) -> bool:
-        """Before the journal loses its content: have bytes that are there alone in memory that outlives this process. False if
-        there is none left: then they are to be spilled."""
+        """Before the journal loses its content: move bytes that are there alone to memory that outlives this process. False if
+        no such memory is left: then they are to be spilled."""
         if isinstance(self._held, bytes) and self._disk.outlives:
             tail = self._disk.tail(self.path.name, self._start, self._held)
             if tail is None:
