@@ -552,7 +552,7 @@ class StagingFile:
             self._held = content
 
     def outlive_row(self) -> bool:
-        """Before the journal loses its content: move bytes that are there alone to memory that outlives this process. False if
+        """Before the journal loses its content: move bytes that it alone has to memory that outlives this process. False if
         no such memory is left: then they are to be spilled."""
         if isinstance(self._held, bytes) and self._disk.outlives:
             tail = self._disk.tail(self.path.name, self._start, self._held)
