@@ -128,7 +128,7 @@ class Journal:
                 f"{exc}; cachefs recover {directory.parent} lists the files that it is about"
             ) from exc
         self._staging = staging
-        self._next = _Batch()
+        self._last = self._next = _Batch()  # the one that was written last, or is being written
         self._sizes: dict[str, int] = {}  # of the contents
         # What a failed transaction has left. The next one removes it together with its own rows, so that the row of a file
         # that was replaced never outlives the row which says so.
@@ -285,7 +285,8 @@ class Journal:
 
     async def _commit(self) -> None:
         """One transaction, of all rows that wait."""
-        batch, self._next = self._next, _Batch()
+        batch = self._last = self._next
+        self._next = _Batch()
         self._since = trio.current_time()
         rows = {**dict.fromkeys(self._left), **batch.rows}
         puts = [(where, name, value) for (where, name), value in rows.items()]
@@ -300,6 +301,13 @@ class Journal:
         else:
             self._refused(batch)
         batch.ended.set()
+
+    async def quiet(self) -> None:
+        """Return when no row waits to be written: to be awaited before `close`, after which none is."""
+        for batch in (self._last, self._next):
+            if batch.rows:
+                batch.hurry.set()
+                await batch.ended.wait()
 
     def _refused(self, batch: _Batch) -> None:
         """The database has what it had before."""

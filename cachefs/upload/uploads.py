@@ -990,15 +990,24 @@ class Uploads:
             async with trio.open_nursery() as nursery:
                 self._queue.nursery = nursery
                 left = await self.flush(deadline_s=deadline_s, at_the_end=True)
+                with trio.move_on_after(GIVING_UP_S):
+                    await self._finish_attempts()
                 for dirty_file in list(self._dirty_files.values()):
                     with trio.move_on_after(GIVING_UP_S):
                         await run_contained(f"giving up {dirty_file.key}", self._give_up, dirty_file)
                 self._queue.close()
                 with trio.move_on_after(GIVING_UP_S):
                     await self._disk.quiet()
+                    await self.journal.quiet()
                 nursery.cancel_scope.cancel()
             await trio.to_thread.run_sync(self.journal.close)
         return left
+
+    async def _finish_attempts(self) -> None:
+        """Wait for the last steps of uploads that the origin has carried out: their rows are being removed."""
+        for dirty_file in list(self._dirty_files.values()):
+            if dirty_file.attempt is not None and not dirty_file.dirty:
+                await dirty_file.attempt.done.wait()
 
     async def _give_up(self, dirty_file: DirtyFile) -> None:
         if not dirty_file.dirty:
