@@ -435,12 +435,12 @@ class DirtyFile:
         self._owner.changed(self)
         self._owner.on_changed(self)
 
-    def suspect_change(self, *, shows: bool) -> None:
-        """Count it as changed, because a process may still write it through a mapping after its last close. `shows`: the
-        file system would show such a write in its mtime."""
+    def suspect_change(self) -> None:
+        """Count it as changed, because a process may still write it through a mapping after its last close. Its mtime would
+        show such a write."""
         never_written = self.kernel.shape is not None and self.kernel.shape.mtime_ns == LONG_AGO_NS
         self.found_changed()
-        if shows and never_written:  # after a write, the next one may leave the same mtime
+        if never_written:  # after a write, the next one may leave the same mtime
             self.kernel.suspected = self.content.generation
 
     def clear_suspicion(self) -> ObjectInfo | None:
