@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from cachefs.base.errors import CachefsError, Conflict, NoRoom, TooLarge
-from cachefs.origin import InMemory, ObjectInfo, Origin, Source, Upload
+from cachefs.origin import InMemory, ObjectInfo, Origin, Source, Upload, new_token
 from cachefs.store.backing import BackingFile
 from cachefs.upload.content import Attempt, Content, Row
 from cachefs.upload.sending import Parts, Sender
@@ -195,7 +195,8 @@ class DirtyFile:
     def is_own(self, etag: str, token: str) -> bool:
         """True if an object of the origin is a version that it began with, or one that it made, even if the reply was
         lost."""
-        return etag in (self.base, self.stored and self.stored.etag) or token in self.record.tokens
+        named = etag in (self.base, self.stored and self.stored.etag) or token in self.record.tokens
+        return named or token.startswith(self._tokens)
 
     @property
     def conflicts(self) -> bool:
@@ -246,6 +247,17 @@ class DirtyFile:
     def noted(self) -> None:
         """Update its record for the next daemon."""
         self._owner.noted(self)
+
+    @property
+    def _tokens(self) -> str:
+        """The beginning of the tokens of its attempts. By this, a later run knows an object of an attempt that no row has."""
+        return f"{self.id}-"
+
+    def new_token(self) -> str:
+        """A token for the next attempt, which is remembered."""
+        token = self._tokens + new_token()
+        self.has_token(token)
+        return token
 
     def has_token(self, token: str) -> None:
         """Remember the token of an attempt: an object with it is its own."""

@@ -495,6 +495,7 @@ class Uploads:
             self, name, origin, row["key"], file, size, base=base, mtime_ns=mtime_ns, attrs=attrs
         )
         dirty_file.record.tokens, dirty_file.record.upload = row["tokens"], row["upload"]
+        dirty_file.trying.unsure = True  # that run may have sent it just before its end
         if row["upload"] is not None:
             dirty_file.sender.resume(origin.resume_upload(row["key"], row["upload"]))
         return dirty_file
