@@ -250,7 +250,7 @@ class DirtyFile:
 
     @property
     def _tokens(self) -> str:
-        """The beginning of the tokens of its attempts. By this, a later run knows an object of an attempt that no row has."""
+        """The beginning of the tokens of its attempts. By this, a later run knows an object that no row tells of."""
         return f"{self.id}-"
 
     def new_token(self) -> str:
