@@ -312,15 +312,17 @@ class Tails:
         self.free = [index for index in self.free if index not in taken]
         return found
 
-    def make(self, name: str, start: int) -> Tail | None:
-        """An empty tail for the file of this name (32 characters); None if there are too many."""
+    def make(self, name: str, start: int, data: bytes = b"") -> Tail | None:
+        """A tail for the file of this name (32 characters) that holds `data`; None if there are too many. After a kill it is
+        found with all of `data`, or not at all."""
         if not self.free:
             return None
         index = self.free.pop()
-        head = _TAIL_HEADS_AT + index * _TAIL_STRIDE
-        _TAIL.pack_into(self.memory, head, 0, name.encode(), start, 0)
+        head, at = _TAIL_HEADS_AT + index * _TAIL_STRIDE, _TAILS_AT + index * TAIL_BYTES
+        _TAIL.pack_into(self.memory, head, 0, name.encode(), start, len(data))
+        self.memory[at : at + len(data)] = data
         _WORD.pack_into(self.memory, head, 1)
-        tail = Tail(self, index, name, start, 0)
+        tail = Tail(self, index, name, start, len(data))
         tail.has_memory(self._kept.pop(index, 0))
         return tail
 

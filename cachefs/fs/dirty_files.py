@@ -20,6 +20,7 @@ from cachefs.base.errors import (
     CachefsError,
     Invalid,
     NameTooLong,
+    NotFound,
     NotPermitted,
     ObjectChanged,
     ReadOnly,
@@ -359,14 +360,17 @@ class DirtyFiles:
             raise
 
     async def _begun(self, node: Node, base: ObjectId | None, upto: int | None) -> DirtyFile:
-        dirty_file: DirtyFile = await self._writer.begin(
-            node.origin,
-            node.key,
-            base=base,
-            upto=upto,
-            mtime_ns=self._local_changes.now_ns(),
-            attrs=node.attrs,
-        )
+        try:
+            dirty_file: DirtyFile = await self._writer.begin(
+                node.origin,
+                node.key,
+                base=base,
+                upto=upto,
+                mtime_ns=self._local_changes.now_ns(),
+                attrs=node.attrs,
+            )
+        except NotFound as exc:  # an open file is not missing: its bytes are
+            raise ObjectChanged(f"{node.key} was removed while it was open") from exc
         dirty_file.attrs.clear()
         dirty_file.attrs.update(node.attrs)  # with what was set during the await
         return dirty_file
@@ -437,16 +441,27 @@ class DirtyFiles:
         return True
 
     def _resume_unchanged(self, former: Former) -> tuple[Node, int]:
-        """Restore a handle for writing of a file that was not changed yet. Raises `ObjectChanged` if no name leads to it."""
+        """Restore a handle for writing of a file that was not changed yet. If no name leads to the file any more, it is
+        nameless."""
         node = self._local_changes.nodes.get(former.ino)
         if node is None:
-            directory, name = self._local_changes.place_of(former.ino)
+            try:
+                directory, name = self._local_changes.place_of(former.ino)
+            except ObjectChanged:
+                return self._resume_nameless(former)
             node = Node(directory, name, former.ino, stored=True)
             node.attrs = self._overrides.get(former.ino)
         obj = replace(former.object, key=node.key)  # it may have been renamed since
         number, _ = self._files.open(former.ino, former.origin, obj, former.mtime_ns, 0, writes=True)
         self._local_changes.add(node)
         return node, number
+
+    def _resume_nameless(self, former: Former) -> tuple[Node, int]:
+        number, _ = self._files.open(
+            former.ino, former.origin, former.object, former.mtime_ns, 0, writes=True
+        )
+        self._files.lose_name(former.ino, removed=True)
+        return self._local_changes.nameless(self._files.handles[number], {}), number
 
 
 def writable(directory: Directory) -> Origin:

@@ -196,6 +196,7 @@ class FileSystem:
     def restore(self, former: Former) -> bool:
         """Restore a handle that an earlier daemon opened. False if it wrote, or read what was being written, and those bytes
         are lost: its requests then fail."""
+        place = None if self._writing is None else self._place_of(former.ino)
         try:
             if self._writing is not None:
                 if self._writing.dirty_files.resume(former):
@@ -203,9 +204,7 @@ class FileSystem:
                 if not former.unsaved:
                     # Pages of lost writes must not mix with pages of the version that is there now.
                     self.on_invalidate(former.ino, 0, b"")
-                if not (
-                    former.writes or (former.backing_id and not former.unsaved)
-                ) and self._restore_present(former):
+                if place is not None and not former.writes and self._restore_present(former, *place):
                     return True
         except (ObjectChanged, NotFound):
             if not former.unsaved:
@@ -214,23 +213,30 @@ class FileSystem:
             self._files.handles.unsaved[former.fh] = former.object.key
             return False
         self._files.restore(former)
+        if self._writing is not None and place is None:
+            self._files.lose_name(former.ino, removed=True)
         return True
 
-    def _restore_present(self, former: Former) -> bool:
-        """Restore a handle with the version that its inode has now, which may be a dirty file. False if it is not known."""
+    def _place_of(self, ino: int) -> tuple[Directory, bytes, Row] | None:
+        """The directory, the mark and the row of the name that leads to an inode; None without one."""
         try:
-            directory, mark = self._tree.locate(former.ino)
+            directory, mark = self._tree.locate(ino)
         except ObjectChanged:
-            return False
+            return None
         row = self._tree.row(directory, mark)
-        if row is None or row.ino != former.ino:
-            return False
-        opened = self._write.open_reader(directory, mark, row, 0)
+        return None if row is None or row.ino != ino else (directory, mark, row)
+
+    def _restore_present(self, former: Former, directory: Directory, mark: bytes, row: Row) -> bool:
+        """Restore a handle with the version that its inode has now, which may be a dirty file. False if it is not known."""
+        # A cache file that is read in passthrough has the content of its inode, also if its object was renamed meanwhile.
+        backing_id = 0 if former.unsaved else former.backing_id
+        opened = None if backing_id else self._write.open_reader(directory, mark, row, 0)
         if opened is not None:
             self._files.renumber(opened[0], former.fh)
         elif row.known and directory.origin is not None:
             version = object_of(directory, mark, row)
-            self._files.restore(former._replace(object=version, mtime_ns=row.mtime_ns, backing_id=0))
+            present = former._replace(object=version, mtime_ns=row.mtime_ns, backing_id=backing_id)
+            self._files.restore(present)
         else:
             return False
         return True

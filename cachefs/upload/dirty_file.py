@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from cachefs.base.errors import CachefsError, Conflict, NoRoom, TooLarge
-from cachefs.origin import InMemory, ObjectInfo, Origin, Source, Upload
+from cachefs.origin import InMemory, ObjectInfo, Origin, Source, Upload, new_token
 from cachefs.store.backing import BackingFile
 from cachefs.upload.content import Attempt, Content, Row
 from cachefs.upload.sending import Parts, Sender
@@ -200,7 +200,8 @@ class DirtyFile:
     def is_own(self, etag: str, token: str) -> bool:
         """True if an object at the origin is the version that this file began with, or one that its uploads have made, also
         if the reply was lost."""
-        return etag in (self.base, self.stored and self.stored.etag) or token in self.record.tokens
+        named = etag in (self.base, self.stored and self.stored.etag) or token in self.record.tokens
+        return named or token.startswith(self._tokens)
 
     @property
     def conflicts(self) -> bool:
@@ -251,6 +252,17 @@ class DirtyFile:
     def noted(self) -> None:
         """Update the record for the next daemon."""
         self._owner.noted(self)
+
+    @property
+    def _tokens(self) -> str:
+        """The beginning of the tokens of its attempts. By this, a later run knows an object that no row tells of."""
+        return f"{self.id}-"
+
+    def new_token(self) -> str:
+        """A token for the next attempt, which is remembered."""
+        token = self._tokens + new_token()
+        self.has_token(token)
+        return token
 
     def has_token(self, token: str) -> None:
         """Remember the token of an attempt, because an object with it is the file's own."""
@@ -445,12 +457,12 @@ class DirtyFile:
         self._owner.changed(self)
         self._owner.on_changed(self)
 
-    def suspect_change(self, *, shows: bool) -> None:
-        """Count the file as changed, because a process may still write it through a mapping after its last close. `shows`:
-        the file system would show such a write in the mtime."""
+    def suspect_change(self) -> None:
+        """Count the file as changed, because a process may still write it through a mapping after its last close. The file
+        system shows such a write in the mtime."""
         never_written = self.kernel.shape is not None and self.kernel.shape.mtime_ns == LONG_AGO_NS
         self.found_changed()
-        if shows and never_written:  # otherwise another write may leave the mtime as it is
+        if never_written:  # otherwise another write may leave the mtime as it is
             self.kernel.suspected = self.content.generation
 
     def clear_suspicion(self) -> ObjectInfo | None:

@@ -139,7 +139,7 @@ class Journal:
                 f"{exc}; cachefs recover {directory.parent} lists the files that it is about"
             ) from exc
         self._staging = staging
-        self._next = _Batch()
+        self._last = self._next = _Batch()  # the batch that was written last, or is being written
         self._sizes: dict[str, int] = {}  # bytes of each content, by the dirty file's id
         # Rows that a failed transaction should have removed. The next transaction removes them together with its own, so
         # that the row of a replaced file never outlives the row of the file that replaced it.
@@ -306,7 +306,8 @@ class Journal:
 
     async def _commit(self) -> None:
         """Commit all rows that wait in one transaction. Sets `error` of the batch if that fails."""
-        batch, self._next = self._next, _Batch()
+        batch = self._last = self._next
+        self._next = _Batch()
         self._since = trio.current_time()
         rows = {**dict.fromkeys(self._left), **batch.rows}
         puts = [(where, name, value) for (where, name), value in rows.items()]
@@ -321,6 +322,13 @@ class Journal:
         else:
             self._failed(batch)
         batch.ended.set()
+
+    async def quiet(self) -> None:
+        """Return when no row waits to be written. To be awaited before `close`, after which no row is written."""
+        for batch in (self._last, self._next):
+            if batch.rows:
+                batch.hurry.set()
+                await batch.ended.wait()
 
     def _failed(self, batch: _Batch) -> None:
         """Handle a failed transaction: the database is unchanged."""
@@ -499,6 +507,7 @@ class Records:
         same call in a worker thread may also remove the name of the staging file. Raises `DiskHangs` after `within_s`
         seconds."""
         async with self._turn(dirty_file, within_s):
+            await _outlive_row(dirty_file)
             before, dirty_file.content.row = dirty_file.content.row, Row.NONE
             if before is Row.NONE:
                 return
@@ -520,6 +529,7 @@ class Records:
             return
         async with over.record.turn:
             if over.acknowledged:
+                await _outlive_row(over)
                 over.content.row = Row.NOTED
                 over.file.unmark()
                 forget = partial(orphans.forget, over.file.path)
@@ -577,6 +587,13 @@ class Records:
             return
         self.orphans.pop(name, None)
         log.info("aborted the unfinished upload of %s", origin.name(row["key"]))
+
+
+async def _outlive_row(dirty_file: DirtyFile) -> None:
+    """Have the next daemon find the bytes of a file that processes have open, also once the journal has none of it."""
+    if dirty_file.handles and not dirty_file.file.outlive_row():
+        with suppress(CachefsError):  # then its users meet EIO if this daemon dies
+            await dirty_file.file.try_spill()
 
 
 def _mark(dirty_file: DirtyFile, path: Path) -> None:

@@ -74,7 +74,7 @@ class Passthrough:
         self._staging = staging
         self._relieve = relieve
         self.possible = False  # True if the backend and the file system of the staging directory can do this
-        self._direct = self._tells = False
+        self._direct = False
         self._tell: Callable[[BackingFile], None] = lambda backing: None
         self._retire: Callable[[BackingFile], None] = lambda backing: None
         self._writers = 0
@@ -91,11 +91,10 @@ class Passthrough:
         refuses it), `retire` unregisters it. `direct`: writers write through the daemon."""
         self._tell, self._retire, self._direct = tell, retire, direct
         self.possible = can_lease(self._staging)
-        self._tells = tells_of_mappings(self._staging)
         if not self.possible:
             log.info("%s has no leases: what is written comes through the daemon", self._staging)
-        elif direct and not self._tells:
-            self.possible = False  # writes through a mapping after a commit would not be uploaded
+        elif not tells_of_mappings(self._staging):
+            self.possible = False  # what a mapping writes into a clean file would not be uploaded
             log.info("%s is on a tmpfs, which does not tell what a mapping writes", self._staging)
 
     async def open_backing(self, dirty_file: DirtyFile) -> BackingFile | None:
@@ -177,7 +176,7 @@ class Passthrough:
             log.warning("%s: %s", dirty_file.origin.name(dirty_file.key), exc)
             reclaimed = False
         if not reclaimed and not dirty_file.dirty:
-            dirty_file.suspect_change(shows=self._tells)
+            dirty_file.suspect_change()
 
     def released(self, dirty_file: DirtyFile) -> None:
         """Unregister its file, because no process has it open any more."""

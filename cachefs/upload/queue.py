@@ -19,7 +19,7 @@ from cachefs.base.errors import CachefsError, Conflict, NoSuchUpload, ObjectChan
 from cachefs.base.logs import Repeats
 from cachefs.base.metrics import Metrics
 from cachefs.base.tasks import contained, run_contained, taken
-from cachefs.origin import ObjectInfo, new_token
+from cachefs.origin import ObjectInfo
 from cachefs.upload.content import Attempt, Row, Stored
 from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.journal import LONGEST_RETRY_S, RETRY_S, DiskHangs, Records
@@ -271,8 +271,7 @@ class Queue:
 
     async def _preconditions(self, dirty_file: DirtyFile) -> Preconditions:
         """The preconditions of the next request, with a new token. The dirty file remembers the token before the request."""
-        token = new_token()
-        dirty_file.has_token(token)
+        token = dirty_file.new_token()
         if not self._conditional:
             return Preconditions(token=token)
         if dirty_file.acknowledged:

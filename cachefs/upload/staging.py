@@ -107,10 +107,10 @@ class StagingDisk:
         self._later_ended = trio.lowlevel.ParkingLot()  # woken whenever a call of `later` ends
         self.unlinked: set[Path] = set()  # removed by `StagingFile.unlink`, until `StagingFile.remove`
 
-    def tail(self, name: str, start: int) -> bytearray | Tail | None:
-        """Empty memory for the bytes of a file from the offset `start` on. None if shared memory has no place for one more
-        file, whose bytes are then written to the disk at once."""
-        return bytearray() if self.shared is None else self.shared.tails.make(name, start)
+    def tail(self, name: str, start: int, data: bytes = b"") -> bytearray | Tail | None:
+        """Memory for the bytes of a file from the offset `start` on, which are `data` so far. None if shared memory has no
+        place for one more file, whose bytes are then written to the disk at once."""
+        return bytearray(data) if self.shared is None else self.shared.tails.make(name, start, data)
 
     @property
     def outlives(self) -> bool:
@@ -265,19 +265,13 @@ class StagingFile:
 
     @property
     def in_memory(self) -> bool:
-        """True if the whole file lies in memory."""
+        """True if the whole file lies in memory. Then there is no file on the disk."""
         return self._held is not None and not self._start
 
     @property
     def held(self) -> bytes | None:
         """The content, if the whole file lies in memory; else None."""
         return bytes(self._held) if self._held is not None and not self._start else None
-
-    @property
-    def lost_with_its_row(self) -> bool:
-        """True if the removal of its row from the journal would lose the content for users that are to outlive this process:
-        the next daemon could read it from the journal only."""
-        return isinstance(self._held, bytes) and self._users > 0 and self._disk.outlives
 
     @property
     def removed(self) -> bool:
@@ -497,7 +491,8 @@ class StagingFile:
         in memory."""
         if self.write_now(offset, data):
             return
-        if appends and len(data) <= SMALL and self._disk.memory_left >= HELD:
+        # Not an empty file on the disk: all of it would lie in memory, and after a kill the file that is there would count.
+        if appends and offset and len(data) <= SMALL and self._disk.memory_left >= HELD:
             with self.used():
                 await self.spill()
             if self._held is None:
@@ -587,6 +582,16 @@ class StagingFile:
             if isinstance(self._held, Tail):
                 self._held.release()  # the next daemon reads it from the journal
             self._held = content
+
+    def outlive_row(self) -> bool:
+        """Before the journal loses its content: move bytes that it alone has to memory that outlives this process. False if
+        no such memory is left: then they are to be spilled."""
+        if isinstance(self._held, bytes) and self._disk.outlives:
+            tail = self._disk.tail(self.path.name, self._start, self._held)
+            if tail is None:
+                return False
+            self._held = tail
+        return True
 
     def unmark(self) -> None:
         """Note that the file is not acknowledged: it is no longer, or the journal has failed to write its row."""

@@ -519,6 +519,7 @@ class Uploads:
             self, name, origin, row["key"], file, size, base=base, mtime_ns=mtime_ns, attrs=attrs
         )
         dirty_file.record.tokens, dirty_file.record.upload = row["tokens"], row["upload"]
+        dirty_file.trying.unsure = True  # that run may have sent it just before its end
         if row["upload"] is not None:
             dirty_file.sender.resume(origin.resume_upload(row["key"], row["upload"]))
         return dirty_file
@@ -702,11 +703,6 @@ class Uploads:
             finally:  # also if the caller is cancelled, because the name is removed
                 try:
                     with trio.CancelScope(shield=True):
-                        if dirty_file.file.lost_with_its_row:
-                            with suppress(
-                                CachefsError
-                            ):  # after a failure its users get EIO, if this daemon dies
-                                await dirty_file.file.try_spill()
                         # Not if the dirty file is clean, because the cache may be adopting its staging file.
                         unlinks = dirty_file.content.is_ours and dirty_file.dirty
                         await self._records.forget(dirty_file, HANGS_AFTER_S, unlinks=unlinks)
@@ -1034,15 +1030,24 @@ class Uploads:
             async with trio.open_nursery() as nursery:
                 self._queue.nursery = nursery
                 left = await self.flush(deadline_s=deadline_s, at_the_end=True)
+                with trio.move_on_after(GIVING_UP_S):
+                    await self._finish_attempts()
                 for dirty_file in list(self._dirty_files.values()):
                     with trio.move_on_after(GIVING_UP_S):
                         await run_contained(f"giving up {dirty_file.key}", self._give_up, dirty_file)
                 self._queue.close()
                 with trio.move_on_after(GIVING_UP_S):
                     await self._disk.quiet()
+                    await self.journal.quiet()
                 nursery.cancel_scope.cancel()
             await trio.to_thread.run_sync(self.journal.close)
         return left
+
+    async def _finish_attempts(self) -> None:
+        """Wait for the last steps of uploads that the origin has carried out: their rows are being removed."""
+        for dirty_file in list(self._dirty_files.values()):
+            if dirty_file.attempt is not None and not dirty_file.dirty:
+                await dirty_file.attempt.done.wait()
 
     async def _give_up(self, dirty_file: DirtyFile) -> None:
         """End a dirty file at a stop: settle it if it is clean, leave it to the next run if it is acknowledged or closed,

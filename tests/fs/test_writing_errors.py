@@ -327,3 +327,20 @@ async def test_a_first_change_without_a_name_that_fails_is_uploaded_nowhere(
         await mount.close_file(fh)
         mount.fs.release(reader)
         assert not writer.dirty_files and bucket.objects["d/f"].etag == theirs
+
+
+@pytest.mark.parametrize("here", [True, False])
+async def test_a_first_change_of_what_was_removed_and_is_not_cached_is_estale(here: bool) -> None:
+    """By this node, which leaves the file without a name, or by another client. A descriptor does not answer ENOENT."""
+    bucket, writer = WritableBucket(["f", "g"]), MemoryWriter()
+    async with mounted(bucket, writer=writer, **RW) as mount:
+        fh = await mount.open("f", os.O_RDWR)
+        if here:
+            await mount.unlink("f")
+        else:
+            del bucket.objects["f"]
+        with pytest.raises(CachefsError) as raised:
+            await mount.pwrite(fh, 0, b"new")
+        assert errno_of(raised.value)[0] == errno.ESTALE
+        mount.fs.release(fh)
+        assert not writer.pending() and "f" not in bucket.objects

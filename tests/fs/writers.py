@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from cachefs.base.errors import CachefsError, ObjectChanged
+from cachefs.base.errors import CachefsError, NotFound, ObjectChanged
 from cachefs.base.names import ObjectId
 from cachefs.origin import InMemory
 from cachefs.origin.protocol import ObjectInfo
@@ -120,6 +120,8 @@ class MemoryWriter:
     ) -> MemoryDirtyFile:
         data = b""
         if base is not None and base.size and upto != 0:
+            if key not in origin.objects:
+                raise NotFound(key)
             if origin.objects[key].etag != base.etag:
                 raise ObjectChanged(key)
             data = origin.content(key)[:upto]

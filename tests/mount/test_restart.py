@@ -878,6 +878,39 @@ def test_a_file_that_has_lost_its_name_goes_on(mounted: Mounted, bucket: Bucket,
     eventually(lambda: not list(staging.iterdir()), "no staging file is left")
 
 
+@pytest.mark.parametrize("ends", [kill, lambda mount: upgraded(mount)], ids=["kill", "upgrade"])
+def test_an_unchanged_file_that_was_renamed_or_removed_goes_on(
+    mounted: Mounted, bucket: Bucket, ends: Callable[[Mount], object]
+) -> None:
+    """It is read in passthrough, or open for writing."""
+    data = {name: bucket.put(name, 100_000) for name in ("moved", "d/moved", "read", "written")}
+    mount = held_mount(mounted, bucket, read_only=None, ram=0)
+    for name, content in data.items():
+        assert (mount.path / name).read_bytes() == content
+    eventually(
+        lambda: all(_opened_in_passthrough(mount, name) for name in data if name != "written"), "passthrough"
+    )
+    flags = {"written": os.O_RDWR}
+    fds = {name: os.open(mount.path / name, flags.get(name, os.O_RDONLY)) for name in data}
+    os.rename(mount.path / "moved", mount.path / "new")
+    os.rename(mount.path / "d", mount.path / "e")
+    for name in ("read", "written"):
+        os.unlink(mount.path / name)
+    ends(mount)
+    for name, fd in fds.items():
+        status = os.fstat(fd)
+        assert (status.st_size, status.st_nlink) == (100_000, int("moved" in name)), name
+        assert os.pread(fd, 200_000, 0) == data[name], name
+    assert (mount.path / "new").read_bytes() == data["moved"]
+    assert (mount.path / "e/moved").read_bytes() == data["d/moved"]
+    if ends is not kill:  # otherwise what was cached of it may be forgotten
+        assert os.pwrite(fds["written"], b"more", 5) == 4
+        assert os.pread(fds["written"], 12, 0) == data["written"][:5] + b"more" + data["written"][9:12]
+    for fd in fds.values():
+        os.close(fd)
+    assert sorted(os.listdir(mount.path)) == ["e", "new"]
+
+
 @pytest.mark.parametrize("writeback", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_mapping_that_is_written_goes_on(mounted: Mounted, bucket: Bucket, writeback: bool) -> None:
     """Of a file that its readers have in passthrough, too."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import weakref
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import trio
 
 from cachefs.base.errors import Conflict, OriginFailed
 from cachefs.base.names import ObjectId
-from cachefs.upload import DirtyFile
+from cachefs.upload import DirtyFile, sending
 from tests.fetch.scripted import content
 from tests.upload.scripted import PART, Desk, Room, ScriptedStore, add, desk, in_trio
 
@@ -369,3 +370,35 @@ async def test_a_file_removed_while_the_cache_takes_it(tmp_path: Path) -> None:
             await d.uploads.discard(dirty_file, replaced=True)
             await trio.sleep(10)
             assert await d.files() == [] and d.settled == []
+
+
+@pytest.mark.parametrize("how", ["whole", "being changed", "in parts", "not sent"])
+@in_trio
+async def test_renaming_after_an_upload_that_the_daemon_did_not_live_to_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The origin has the file under its old name, and no row says so."""
+    if how == "in parts":
+        monkeypatch.setattr(sending, "PUT_BYTES", 0)
+    store = ScriptedStore()
+    async with desk(tmp_path / "a", store, writeback=True, upload_delay_s=1) as d:
+        kind = "complete" if how == "in parts" else "put"
+        store.fail(kind, lambda: OriginFailed("killed"), times=99, lost=how != "not sent")
+        await d.save("a", b"data")
+        await trio.sleep(1.1)
+        assert ("a" in store.objects) is (how != "not sent")
+        shutil.copytree(tmp_path / "a", tmp_path / "b")
+    store.rules.clear()
+    async with desk(tmp_path / "b", store, writeback=True, upload_delay_s=1000) as d:
+        (dirty_file,) = d.uploads.pending()
+        if how == "being changed":
+            d.uploads.open(dirty_file)
+            await add(dirty_file, b"more")
+        await d.rename(dirty_file, "b")
+        if how == "being changed":
+            await d.close(dirty_file)
+        assert await d.uploads.flush() == []
+        await d.quiet()
+    assert {key: store.content(key) for key in store.objects} == {
+        "b": b"datamore" if how == "being changed" else b"data"
+    }

@@ -226,6 +226,25 @@ async def test_a_kill_leaves_what_was_changed_after_the_promise(tmp_path: Path, 
     assert await left(after) == {"k": now}
 
 
+@pytest.mark.parametrize("lost", ["", "empty"])
+@pytest.mark.parametrize("uploaded", [False, True])
+@in_trio
+async def test_a_file_that_was_emptied_on_the_disk_is_there_as_it_was_acknowledged(
+    tmp_path: Path, uploaded: bool, lost: str
+) -> None:
+    """After a kill the file counts more than its content, so it may not be left empty."""
+    async with desk(tmp_path / "a", writeback=True, upload_delay_s=1000) as d:
+        dirty_file = await d.create("k", b"1" * (10 if uploaded else HELD + 1))
+        if uploaded:
+            await d.uploads.commit(dirty_file)
+            await d.uploads._queue.upload(dirty_file)
+        await dirty_file.truncate(0)
+        await add(dirty_file, b"2")
+        await d.close(dirty_file)
+        after = cut(tmp_path / "a", tmp_path / "b", lost)
+    assert (await left(after))["k"] == b"2"
+
+
 @pytest.mark.parametrize("boot", [True, False])
 @pytest.mark.parametrize("dies", ["spilled", "rewritten"])
 @in_trio

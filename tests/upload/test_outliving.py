@@ -11,6 +11,7 @@ import logging
 import mmap
 import os
 import shutil
+import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -540,3 +541,74 @@ async def test_killed_around_the_commit_of_a_small_file(
             assert await d.uploads.flush() == []
             await d.quiet()
             assert after.store.content("k") == data and await d.files() == []
+
+
+@pytest.mark.parametrize("memory", [True, False])
+@in_trio
+async def test_an_open_file_that_lies_in_memory_is_there_after_its_upload(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: bool
+) -> None:
+    """The journal loses its content then; without `memory` for another end it goes to the disk."""
+    copies, write = list[Daemon](), journal.Journal._write
+
+    def removing(self: Any, puts: Sequence[Any], batch: Any) -> None:
+        copies.append(daemon.killed(tmp_path / f"before{len(copies)}"))
+        write(self, puts, batch)
+        copies.append(daemon.killed(tmp_path / f"after{len(copies)}"))
+
+    async with daemon.alive(writeback=True, upload_delay_s=1) as (d, _):
+        first = await create(d)
+        await add(first, b"data")
+        await d.uploads.commit(first)
+        assert d.uploads._disk.shared is not None
+        if not memory:
+            d.uploads._disk.shared.tails.free.clear()
+        monkeypatch.setattr(journal.Journal, "_write", removing)
+        await trio.sleep(5)
+        await d.quiet()
+        assert first.committed is not None and not first.acknowledged
+        assert daemon.store.content("k") == await content(first) == b"data"
+        assert await d.files() == [] if memory else [first.id]
+        monkeypatch.undo()
+        await add(first, b"more")
+        copies.append(daemon.killed(tmp_path / "written"))
+        await d.close(first)
+    for after in copies:
+        async with after.alive(INO, writeback=True, upload_delay_s=1) as (d, (second,)):
+            assert await content(second) == (b"datamore" if after is copies[-1] else b"data")
+            await add(second, b"!")
+            await d.close(second)
+            assert await d.uploads.flush() == []
+            await d.quiet()
+            assert after.store.content("k").endswith(b"!") and await d.files() == []
+
+
+@in_trio
+async def test_a_file_that_is_removed_while_it_is_acknowledged_is_there_for_its_users(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the removal begins, its bytes are not in the journal alone yet."""
+    writing, goes_on, write = threading.Event(), threading.Event(), journal.Journal._write
+
+    def slow(self: Any, puts: Sequence[Any], batch: Any) -> None:
+        writing.set()
+        goes_on.wait(30)
+        write(self, puts, batch)
+
+    async with daemon.alive(writeback=True, upload_delay_s=3600) as (d, _):
+        first = await create(d)
+        await add(first, b"data")
+        monkeypatch.setattr(journal.Journal, "_write", slow)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(d.uploads.commit, first)
+            while not writing.is_set():
+                await trio.lowlevel.checkpoint()
+            nursery.start_soon(d.uploads.discard, first)
+            while not first.record.turn.statistics().tasks_waiting:
+                await trio.lowlevel.checkpoint()
+            goes_on.set()
+        after = daemon.killed(tmp_path / "second")
+        d.uploads.release(first)
+    async with after.alive(INO, writeback=True) as (d, (second,)):
+        assert second.discarded and await content(second) == b"data"
+        d.uploads.release(second)

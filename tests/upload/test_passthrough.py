@@ -354,15 +354,13 @@ async def test_the_kernel_lets_a_file_go_behind_its_close(
 
 
 @pytest.mark.parametrize("open_still", [False, True])
-@pytest.mark.parametrize("what", ["unchanged", "mapped", "tmpfs"])
+@pytest.mark.parametrize("what", ["unchanged", "mapped"])
 @in_trio
 async def test_a_file_that_was_let_go_late_and_not_changed_is_not_uploaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, open_still: bool
 ) -> None:
-    """Beyond the looks at its close. What a mapping has written is; and where a file system does not tell, all is."""
+    """Beyond the looks at its close. What a mapping has written is."""
     monkeypatch.setattr(passthrough, "LETS_GO_S", 0.0)
-    if what == "tmpfs":
-        monkeypatch.setattr(passthrough, "tells_of_mappings", lambda staging: False)
     async with desk(tmp_path, writeback=True) as d:
         kernel = Kernel(d)
         dirty_file, fd = await taken(d, tmp_path, b"data")
@@ -568,13 +566,12 @@ async def taken(d: Desk, tmp_path: Path, data: bytes) -> tuple[DirtyFile, int]:
 @pytest.mark.parametrize("writeback", [False, True])
 @in_trio
 async def test_nothing_is_taken_where_a_mapping_would_write_unnoticed(writeback: bool) -> None:
-    """A store into a mapping moves no time on a tmpfs. A file that is taken with `--writeback` is not judged by its time:
-    it is uploaded when nothing maps it any more."""
+    """A store into a mapping moves no time on a tmpfs. So a clean file that was mapped and unmapped would count as clean."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         async with desk(Path(place), writeback=writeback) as d:
             Kernel(d)
             assert not staging.tells_of_mappings(Path(place)) and staging.can_lease(Path(place))
-            assert d.uploads.passthrough.possible is writeback
+            assert not d.uploads.passthrough.possible
 
 
 @in_trio

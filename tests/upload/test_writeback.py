@@ -19,7 +19,7 @@ from cachefs.base.errors import CacheUnusable, NoRoom, OriginFailed, PermissionD
 from cachefs.upload import queue
 from cachefs.upload.journal import GATHER_S, Journal, Records
 from tests.fetch.scripted import content
-from tests.upload.scripted import PART, SOURCE, ScriptedStore, add, desk, in_trio
+from tests.upload.scripted import MIB, PART, SOURCE, ScriptedStore, add, desk, in_trio
 
 
 @in_trio
@@ -452,6 +452,26 @@ async def test_a_stop_works_when_the_tasks_have_been_cancelled(tmp_path: Path) -
     assert store.content("k") == b"data" and await d.files() == []
 
 
+@pytest.mark.parametrize("size", [100, 2 * MIB])
+@in_trio
+async def test_a_stop_right_after_an_upload_removes_its_row(tmp_path: Path, size: int) -> None:
+    """The row goes a moment after the origin has the file. The next start would send it once more, over what another
+    client has put there meanwhile, or miss its staging file."""
+    store = ScriptedStore()
+    async with desk(tmp_path, store, writeback=True, upload_delay_s=1) as d:
+        committed = trio.Event()
+        d.uploads.on_committed = lambda *_: committed.set()
+        await d.save("k", b"1" * size)
+        await committed.wait()
+        assert await d.uploads.aclose(0.0) == []
+        assert await d.files() == []
+    await store.delete("k")
+    async with desk(tmp_path, store, writeback=True, recover=False) as d:
+        assert d.uploads.journal.rows("drafts") == {}
+        await d.uploads.recover()
+        assert d.uploads.pending() == [] and store.objects == {}
+
+
 # -- the journal -----------------------------------------------------------------------------------
 
 
@@ -469,6 +489,22 @@ def test_rows_round_trip(tmp_path: Path) -> None:
         journal.close()
         again = Journal(tmp_path / "journal")
         assert again.rows("drafts") == rows
+        again.close()
+
+    trio.run(use)
+
+
+def test_rows_that_wait_are_written_before_a_close(tmp_path: Path) -> None:
+    async def use() -> None:
+        journal = Journal(tmp_path / "journal")
+        await journal.write("drafts", "a", {"key": "k"})
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(journal.write, "drafts", "a", None, patient=True))
+            await trio.testing.wait_all_tasks_blocked()
+            await journal.quiet()
+            journal.close()
+        again = Journal(tmp_path / "journal")
+        assert again.rows("drafts") == {}
         again.close()
 
     trio.run(use)
