@@ -260,7 +260,7 @@ def test_a_commit_that_fails_is_said_and_tried_again(
     assert (disk.database.get("a", b"k"), disk.database.get("b", b"k")) == (b"newer", b"v")
     assert caplog.text.count("full; trying again") == 1
     rows.close()
-    assert waits == [behind.RETRY_S] * 2
+    assert waits == [behind.LOOK_EVERY_S] * 2
 
 
 def test_a_database_that_lacks_rows_is_not_closed_as_clean(disk: Disk) -> None:

@@ -16,7 +16,7 @@ from bench.__main__ import ORDER
 from cachefs import hints
 from cachefs.base import linux, shared_memory
 from cachefs.cli.main import cli
-from cachefs.fs import xattrs
+from cachefs.fs import freshness, xattrs
 from cachefs.fuse import native_backend
 from cachefs.origin import local
 from cachefs.store import space, tier
@@ -150,6 +150,7 @@ def test_every_file_that_a_page_names_is_there() -> None:
     ("page", "said"),
     [
         ("guarantees", f"A cache disk that hangs takes its tier down after {linux.HANGS_AFTER_S:g} s:"),
+        ("explanation/consistency", f"What arrived at most {freshness.BURST_S:g} s ago (`BURST_S`)"),
         ("reference/on-disk-format", f"a file {'a day' * (local.KILLED_S == 86_400)} after its last change"),
         ("how-to/systemd-and-fstab", f"up to {staging.HELD_ALTOGETHER >> 20} MiB"),
         ("how-to/systemd-and-fstab", f"beyond {shared_memory.MOST_RECORDS:,} dirty files"),

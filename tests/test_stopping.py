@@ -101,7 +101,7 @@ def test_the_end_waits_for_a_log_that_hangs_until_a_deadline(monkeypatch: pytest
     root, may = logging.getLogger(), threading.Event()
     (handler,) = (h for h in root.handlers if h.get_name() == logs.HANDLER)
     handler.emit = lambda record: may.wait(SLACK_S)  # type: ignore[method-assign]
-    monkeypatch.setattr(logs, "DRAINED_WITHIN_S", 0.01)
+    monkeypatch.setattr(logs, "HANGS_AFTER_S", 0.01)
     try:
         with logs.in_background():
             logging.getLogger("cachefs.test").info("never written")

@@ -16,7 +16,8 @@ import trio.testing
 
 import cachefs
 from cachefs.base.errors import CacheUnusable
-from cachefs.base.tasks import RETRY_S, Outcome, contained, containing, in_thread, in_thread_at_last, taken
+from cachefs.base.linux import LOOK_EVERY_S
+from cachefs.base.tasks import Outcome, contained, containing, in_thread, in_thread_at_last, taken
 from cachefs.upload.staging import StagingDisk, StagingFile
 
 PACKAGE = Path(cachefs.__file__).parent
@@ -153,7 +154,7 @@ def test_a_thread_is_tried_for_again_after_a_wait(monkeypatch: pytest.MonkeyPatc
         return trio.current_time() - began
 
     took_s = trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0.01))
-    assert took_s == pytest.approx(3 * RETRY_S, abs=0.5)
+    assert took_s == pytest.approx(3 * LOOK_EVERY_S, abs=0.25)
 
 
 class Steps(trio.abc.Instrument):
@@ -263,7 +264,7 @@ def test_a_cancelled_caller_of_a_thread(abandon: bool) -> None:
 
 def test_a_staging_file_goes_once_a_thread_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        monkeypatch.setattr("cachefs.base.tasks.RETRY_S", 0.01)
+        monkeypatch.setattr("cachefs.base.tasks.LOOK_EVERY_S", 0.01)
         disk, path = StagingDisk(tmp_path), tmp_path / "one"
         path.touch()
         fails_to_start(monkeypatch, 3)

@@ -25,8 +25,8 @@ import trio
 
 from cachefs.base.database import Database, KeyRange, Put
 from cachefs.base.errors import CachefsError, CacheUnusable
+from cachefs.base.linux import LOOK_EVERY_S
 from cachefs.base.shared_memory import RowLog
-from cachefs.base.tasks import RETRY_S
 
 log = logging.getLogger(__name__)
 
@@ -297,7 +297,7 @@ class WriteBehind:
             if not self._running:
                 return
             if error is not None:
-                time.sleep(RETRY_S)
+                time.sleep(LOOK_EVERY_S)
 
     def _has_work(self) -> bool:
         return bool(self._waiting[0].values or self._callers or self._closing)

@@ -23,6 +23,11 @@ HANGS_AFTER_S = 5.0
 the lock of a name, say, waits no longer, and a stop leaves to the next start what a disk has not done by then. Promised in
 docs/guarantees.md: disks retry a bad sector for a second or two, and a request has 60 s (`--timeout`)."""
 
+LOOK_EVERY_S = HANGS_AFTER_S / 10
+"""How often the running calls on a disk are checked, and how long to wait before an operation that the machine refused is
+repeated, because nothing reports that it can be done now: starting a thread, committing rows. Derived: a hang is noticed a
+tenth late at most."""
+
 CAP_SYS_ADMIN = 21
 MNT_FORCE, MNT_DETACH, UMOUNT_NOFOLLOW = 1, 2, 8
 """Flags of umount2(2)."""

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cachefs.base import ownership
+from cachefs.base.linux import HANGS_AFTER_S
 from cachefs.base.units import printable
 
 MAX_FILE_BYTES, OLD_FILES = 10 << 20, 3
@@ -145,9 +146,6 @@ def setup(level: str, format: str, file: Path | None = None) -> None:
 QUEUED_RECORDS = 10_000
 """Most records that wait while the log cannot be written. A bound of memory: about 5 MB."""
 
-DRAINED_WITHIN_S = 2.0
-"""How long the daemon's end waits for them to be written. Guessed: it does not show beside the rest of a stop."""
-
 
 class _Queue(logging.handlers.QueueHandler):
     """Queues records without waiting, and drops new ones when the queue is full. `SimpleQueue.put` is reentrant: a
@@ -169,7 +167,8 @@ class _Queue(logging.handlers.QueueHandler):
 
 @contextmanager
 def in_background() -> Iterator[None]:
-    """Have a thread write the log in this context: the log may be on a disk that hangs, or a pipe without a reader."""
+    """Have a thread write the log in this context: the log may be on a disk that hangs, or a pipe without a reader. The end
+    of the context waits for the thread, `HANGS_AFTER_S` at most."""
     root = logging.getLogger()
     handlers = [handler for handler in root.handlers if handler.get_name() == HANDLER]
     records: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
@@ -188,7 +187,7 @@ def in_background() -> Iterator[None]:
         yield
     finally:
         records.put(None)
-        thread.join(DRAINED_WITHIN_S)
+        thread.join(HANGS_AFTER_S)
         root.handlers = [handler for handler in root.handlers if handler is not queued]
         if not thread.is_alive():
             root.handlers += handlers

@@ -18,11 +18,13 @@ from typing import Generic, TypeVar, TypeVarTuple
 import outcome
 import trio
 
+from cachefs.base.linux import LOOK_EVERY_S
+
 log = logging.getLogger(__name__)
 
-RETRY_S = 1.0
-"""Seconds before an operation that the machine refused is repeated: starting a thread, committing rows. Guessed: the machine
-takes seconds to recover, and one attempt a second takes hardly any processor time."""
+RETRY_S = 30
+"""Seconds until work that failed is tried again where no caller waits for it: housekeeping, cache writes to a disk with
+errors. Derived: a permanent failure costs two log entries a minute."""
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -130,7 +132,7 @@ async def in_thread_at_last(
         except OSError as exc:
             if exc.errno != errno.EAGAIN:
                 raise
-        await trio.sleep(RETRY_S)
+        await trio.sleep(LOOK_EVERY_S)
 
 
 async def take(lock: trio.Lock) -> None:

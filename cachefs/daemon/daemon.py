@@ -34,7 +34,7 @@ from cachefs.base.linux import mount_at, resident_bytes
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.base.shared_memory import SharedMemory
-from cachefs.base.tasks import in_thread
+from cachefs.base.tasks import RETRY_S, in_thread
 from cachefs.config.config import ROWS, Config, Source
 from cachefs.daemon import cachedir, control, mounting
 from cachefs.daemon.asking import UPGRADED_S
@@ -76,9 +76,6 @@ Derived: a listing of 100,000 names a second maps half of that limit meanwhile."
 
 ORPHANS_DEADLINE_S = 1.0
 """How long `status` waits for the disk to list orphaned staging files: a disk that hangs must not hold it up."""
-
-RETRY_S = 30
-"""Seconds until failed housekeeping is tried again: a permanent failure costs two log entries a minute."""
 
 TRANSIENT = (errno.ENOMEM, errno.ENFILE, errno.EMFILE, errno.ENOSPC, errno.ENOTCONN, errno.EBADF)
 """Errors of registering a backing file that concern this file alone, for now; any other error refuses the whole tier."""

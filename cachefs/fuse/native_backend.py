@@ -33,6 +33,7 @@ from cachefs.base.tasks import contained
 from cachefs.fs import Backing, Entry, FileSystem
 from cachefs.fs.dirty_files import Opened
 from cachefs.fs.filesystem import Created
+from cachefs.fs.freshness import BURST_S
 from cachefs.fs.reader import Buffer
 from cachefs.fuse import callers, connection, protocol
 from cachefs.fuse.connection import CONGESTION, MAX_BACKGROUND, MOUNTING_S
@@ -440,10 +441,6 @@ COPIED = 64 << 10
 """Writes up to this size are copied out of the request's buffer, larger ones keep the buffer. Measured: a copy of this size
 takes 1 µs, of 1 MiB 24 to 100 µs."""
 
-NEW_S = 0.05
-"""How long the kernel may keep the attributes of a new file. With 0 it would send a GETATTR before open(2) returns. All
-changes in that time come through the same kernel. Guessed: as long as the rest of open(2) may take."""
-
 _HEADER = protocol.IN_HEADER.size
 _unpack_header, _pack_header = protocol.IN_HEADER_USED.unpack_from, protocol.OUT_HEADER.pack
 _unpack_open, _unpack_handle = protocol.OPEN_IN.unpack_from, protocol.RELEASE_IN_USED.unpack_from
@@ -754,7 +751,8 @@ class NativeBackend:
 
     def _created(self, unique: int, made: Created) -> None:
         attributes, ttl, opened = made
-        fields = entry(attributes, ttl, least=0.0 if attributes.size else NEW_S)
+        # With 0 the kernel would send a GETATTR before open(2) returns. All changes in `BURST_S` come through the same kernel.
+        fields = entry(attributes, ttl, least=0.0 if attributes.size else BURST_S)
         self._hand_over(protocol.CREATE_REPLY, unique, fields, opened, self._writer_flags if opened[1] else 0)
 
     def _hand_over(

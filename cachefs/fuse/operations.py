@@ -205,7 +205,7 @@ class Operations:
         self.admission = Admission()
         self.writers = Writers(device)
         self.unopened = UnopenedFiles(fs)
-        self.walks = WalksAgain(fs)
+        self.walks = WalksAgain(fs, self.deadline_s)
         self.metrics = metrics
         self._fs = fs
         self._writable = writable

@@ -28,11 +28,6 @@ ASKED = 8
 up at the same time; a name that is replaced before it can be opened is looked up again. The bound ends the walks of threads
 that open nothing (stat)."""
 
-HELD_S = 10.0
-"""How long a file is held open if the kernel sends no OPEN. Guessed: the kernel sends it within a millisecond, or when it
-may change the directory. A file that is held keeps its disk space."""
-
-
 TOLD_BEFORE_S = 1.0
 """For so long after a takeover, a daemon takes each walk for a second one. Derived: the kernel walks again at once, and the
 daemon starts with all that waited meanwhile."""
@@ -48,9 +43,11 @@ class _Walk:
 
 class WalksAgain:
     """The second walks, by thread. A thread got `ObjectChanged` for a file that it had looked up. Thread 0 stands for all
-    whose number is not known here."""
+    whose number is not known here. `held_s` is how long a file is held open if the kernel sends no OPEN: as long as a
+    change of the directory may take, for which the kernel waits. A file that is held keeps its disk space."""
 
-    def __init__(self, fs: FileSystem) -> None:
+    def __init__(self, fs: FileSystem, held_s: float) -> None:
+        self.held_s = held_s
         self._fs = fs
         self.threads: dict[int, _Walk] = {}  # the latest comes last
         self.unsure = False
@@ -109,7 +106,7 @@ class WalksAgain:
 
     async def _hold(self, fh: int, walk: _Walk) -> None:
         try:
-            with trio.move_on_after(HELD_S):
+            with trio.move_on_after(self.held_s):
                 await walk.over.wait()
         finally:
             self._fs.release(fh)

@@ -1275,7 +1275,7 @@ small files that all come cold are read less than 3 % slower."""
 
 UNLIKE = 3
 """After so many objects in a row that came twice with the same bytes, unlike their etags, this origin's etags count as no
-MD5s. Guessed: each costs a request."""
+MD5s. Derived: a damaged object and its copy do not end the comparison; each more costs an origin without MD5s a request."""
 
 MOST_REFUSED = 1000
 """Objects unlike their etags that are remembered until they are fetched again, up to 1 KiB each. A bound of memory."""

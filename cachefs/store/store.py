@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import trio
 import xxhash
 
-from cachefs.base.linux import HANGS_AFTER_S
+from cachefs.base.linux import HANGS_AFTER_S, LOOK_EVERY_S
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_length
 from cachefs.store.adopting import Adopting
@@ -24,7 +24,7 @@ from cachefs.store.backing import Passthrough
 from cachefs.store.catalog import CachedObject, Catalog, Copy, Index
 from cachefs.store.eviction import Datasets, Eviction, Policy
 from cachefs.store.space import CacheWrites, Moves, Pins, Space
-from cachefs.store.tier import LOOK_EVERY_S, RAM, READ_THREADS, Tier
+from cachefs.store.tier import RAM, READ_THREADS, Tier
 
 FLUSH_EVERY_S = 1.0
 """How long the index may lag behind the files. After kill -9, blocks written in that time are fetched again. Guessed."""

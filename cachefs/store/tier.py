@@ -5,7 +5,7 @@ space is reserved, before the bytes are written, so it never passes the limit. `
 index row would account for after a crash: bytes that are being written or removed. `remote_owned_bytes` is the part in
 extents that other nodes own.
 
-Health: after an I/O error the tier takes no cache writes for `RETRY_AFTER_S`. Reads go on, and a read that fails is a miss.
+Health: after an I/O error the tier takes no cache writes for `RETRY_S`. Reads go on, and a read that fails is a miss.
 Three errors without a successful write between them make the tier *down* in `status`. A full disk is no failure: it
 lowers the limit to what is used.
 
@@ -46,8 +46,8 @@ from outcome import Error, Outcome, Value
 
 from cachefs.base import ownership
 from cachefs.base.errors import CacheUnusable
-from cachefs.base.linux import HANGS_AFTER_S, cached_lstat, libc, punch
-from cachefs.base.tasks import in_thread_at_last, start_in_thread
+from cachefs.base.linux import HANGS_AFTER_S, LOOK_EVERY_S, cached_lstat, libc, punch
+from cachefs.base.tasks import RETRY_S, in_thread_at_last, start_in_thread
 from cachefs.store.ram import take_away
 
 log = logging.getLogger(__name__)
@@ -58,10 +58,6 @@ T = TypeVar("T")
 
 AT_ONCE_S = 0.5
 """How long the trio thread itself waits for a disk. Guessed: far longer than a disk needs to look up a name."""
-
-LOOK_EVERY_S = 0.5
-"""How often the running calls of a disk are checked, how often `settle` checks the disk, and how long an idle disposal
-thread waits for a job before it ends. Derived: a tenth of `HANGS_AFTER_S`."""
 
 READ_THREADS = 8
 """Concurrent reads of one disk. More would only lengthen its queue. Guessed."""
@@ -350,9 +346,6 @@ PAGE = 4096
 HUGE_PAGE = 2 << 20
 """A huge page of x86 and most other processors. A smaller file has none."""
 
-RETRY_AFTER_S = 30.0
-"""How long a tier that failed takes no writes, before the next write is tried. Guessed."""
-
 FREE_SPACE_EVERY_S = 0.5
 """How old a reading of the disk's free space may be. Derived: 0.5 s at 2 GB/s of other writers is 1 GB, far less than
 the default reserve of 10 % of a cache disk."""
@@ -530,7 +523,7 @@ class Tier:
         return "unstable" if self.errors_in_a_row < 3 else "down"
 
     def failed(self, exc: OSError) -> None:
-        """Record an I/O error of this tier. It takes no writes for `RETRY_AFTER_S`."""
+        """Record an I/O error of this tier. It takes no writes for `RETRY_S`."""
         if exc.errno in (errno.ENOSPC, errno.EDQUOT):
             self.full()
             return
@@ -539,7 +532,7 @@ class Tier:
         before = self.state
         self.errors_in_a_row += 1
         self.last_error = f"{os.strerror(exc.errno or 0)}"
-        self._retry_at = self._clock() + RETRY_AFTER_S
+        self._retry_at = self._clock() + RETRY_S
         if self.state != before:
             log.warning("cache tier %s (%s) is %s: %s", self.name, self.path, self.state, self.last_error)
 

@@ -30,7 +30,7 @@ from cachefs.base.names import ObjectId
 from cachefs.fs import FileSystem
 from cachefs.fs.attributes import Attributes
 from cachefs.fuse.errno_table import errno_of
-from cachefs.fuse.walks import HELD_S, WalksAgain
+from cachefs.fuse.walks import WalksAgain
 from cachefs.origin.protocol import ObjectInfo
 from tests import threads
 from tests.conftest import examples
@@ -47,6 +47,9 @@ FILES = ["a", "b", "c"]
 DIRECTORIES = ["d", "e"]
 INSIDE = ["x", "y"]
 PAUSES_S = (0.0, 0.0, 0.0, 0.0001, 0.001, 0.004)
+
+HELD_S = 10.0
+"""How long a file that a second walk finds is held open."""
 
 
 class Chance:
@@ -718,7 +721,10 @@ async def play(seed: int, path: Path) -> list[Step]:
     async with trio.open_nursery() as nursery:
         world = Shaken(path, nursery, chance)
         await world.start()
-        walks, inodes = WalksAgain(world.mount.fs), Inodes(world.mount.fs, chance.locks, chance.cached)
+        walks, inodes = (
+            WalksAgain(world.mount.fs, HELD_S),
+            Inodes(world.mount.fs, chance.locks, chance.cached),
+        )
         if not chance.locks:
             for name in DIRECTORIES:
                 await Kernel(world, walks, inodes, history, 99).change("mkdir", name)
@@ -742,7 +748,7 @@ async def play(seed: int, path: Path) -> list[Step]:
             stored = {key: world.bucket.content(key) for key in world.bucket.objects if key[-1] != "/"}
             assert stored == shown, "the origin holds something else than the mount"
         await world.start()
-        last = Kernel(world, WalksAgain(world.mount.fs), Inodes(world.mount.fs, True), history, 99)
+        last = Kernel(world, WalksAgain(world.mount.fs, HELD_S), Inodes(world.mount.fs, True), history, 99)
         assert await observe(last) == shown, "something else is there after a restart"
         await world.stop()
         nursery.cancel_scope.cancel()

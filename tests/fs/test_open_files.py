@@ -16,7 +16,7 @@ from cachefs.base.errors import NotFound, ObjectChanged
 from cachefs.base.names import ObjectId
 from cachefs.fs.attributes import Attributes
 from cachefs.fuse.operations import Operations, Pending, Waiting
-from cachefs.fuse.walks import ASKED, HELD_S, TOLD_BEFORE_S, WALKS, WalksAgain
+from cachefs.fuse.walks import ASKED, TOLD_BEFORE_S, WALKS, WalksAgain
 from cachefs.origin.protocol import ObjectInfo
 from tests.fs.bucket import Bucket, WritableBucket, content_of
 from tests.fs.mount import ROOT, Mount, mounted
@@ -348,7 +348,7 @@ async def program(thread: int = 1, told: str = "open") -> AsyncIterator[Program]
         with pytest.raises(ObjectChanged):
             await (program.open(ino) if told == "open" else program.stat(ino))
         yield program
-        await trio.sleep(HELD_S + 1)
+        await trio.sleep(program.operations.deadline_s + 1)
         assert program.files == 0
 
 
@@ -361,7 +361,7 @@ async def test_what_a_second_walk_finds_can_be_opened(how: str, late: str) -> No
         await trio.sleep(60 if late == "walk" else 0)
         ino = await p.walk()
         assert p.files == 1
-        await trio.sleep(HELD_S - 1 if late == "open" else 0)
+        await trio.sleep(p.operations.deadline_s - 1 if late == "open" else 0)
         assert await p.mount.read("f") == b"1"  # from now on it is cached
         await p.replace(b"2")
         if how == "truncate":
@@ -424,7 +424,7 @@ async def test_a_thread_that_opens_nothing_is_not_taken_to_walk_for_ever() -> No
         for _ in range(2 * ASKED):
             await p.walk()
         assert p.files == ASKED
-        await trio.sleep(HELD_S + 1)
+        await trio.sleep(p.operations.deadline_s + 1)
         await p.walk()
         assert p.files == 0
 
@@ -458,7 +458,7 @@ async def test_a_create_that_is_told_estale_is_a_walk_too(monkeypatch: pytest.Mo
 
 async def test_walks_are_bounded() -> None:
     async with mounted(WritableBucket(["f"]), writer=MemoryWriter(), **RW) as mount:
-        walks = WalksAgain(mount.fs)
+        walks = WalksAgain(mount.fs, 10.0)
         for thread in range(WALKS + 10):
             walks.begin(thread)
         assert len(walks.threads) == WALKS and not walks.again(9) and walks.again(10)

@@ -16,7 +16,7 @@ import trio
 from trio._core import _run
 
 from cachefs.base.errors import CachefsError
-from cachefs.fuse import protocol, walks
+from cachefs.fuse import protocol
 from cachefs.fuse.native_backend import NativeBackend
 from cachefs.fuse.protocol import Op, Setattr
 from tests.fs.bucket import WritableBucket
@@ -176,7 +176,6 @@ async def played(
 ) -> tuple[History, int]:
     """What was told, and how many files were opened directly."""
     monkeypatch.setattr(NativeBackend, "direct", direct)
-    monkeypatch.setattr(walks, "HELD_S", HELD_S)
     # The same order of as many tasks, however many had their turns before: in one of the two ways these are fewer.
     monkeypatch.setattr(_run._r, "shuffle", lambda tasks: random.Random(seed).shuffle(tasks))
     begun = trio.current_time()
@@ -187,6 +186,7 @@ async def played(
         if not direct:
             asking.fs._files.warm = Forgetful()
             asking.fs._files.walked = Forgetful()
+        asking.backend.operations.walks.held_s = HELD_S
         asking.backend._eager = False  # or real time would decide which tasks run first
         asking.cache.whole.update(FILES)
         history = History(asking, bucket, seed, writes=writes)

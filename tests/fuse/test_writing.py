@@ -16,8 +16,9 @@ import trio
 from cachefs.base import errors
 from cachefs.fs import Attributes
 from cachefs.fs.attributes import Space
+from cachefs.fs.freshness import BURST_S
 from cachefs.fuse import protocol
-from cachefs.fuse.native_backend import COPIED, MAX_WRITE, MOST_KEPT, NEW_S
+from cachefs.fuse.native_backend import COPIED, MAX_WRITE, MOST_KEPT
 from cachefs.fuse.protocol import Op, Opened, Setattr
 from tests.fs.bucket import Bucket
 from tests.fuse.kernel import DEADLINE_S, PID, Kernel, kernel, opened, release_in
@@ -356,7 +357,7 @@ async def test_writers_are_told_of_closes_and_readers_are_not() -> None:
         assert int.from_bytes(made.body[ENTRY_BYTES + 8 : ENTRY_BYTES + 12], "little") == kept
 
 
-@pytest.mark.parametrize(("size", "wanted"), [(0, NEW_S), (1, 0.0)])
+@pytest.mark.parametrize(("size", "wanted"), [(0, BURST_S), (1, 0.0)])
 async def test_a_new_file_needs_not_be_asked_about_at_once(size: int, wanted: float) -> None:
     class Fresh(Noted):
         async def create(self, *arguments: Any) -> tuple[Attributes, float, tuple[int, int]]:

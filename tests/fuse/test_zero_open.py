@@ -69,6 +69,28 @@ async def test_a_store_that_has_to_be_asked_is_asked_once_for_many_readers() -> 
         assert asking.cache.open_count == 1
 
 
+async def test_files_that_a_nodes_workers_interleave_are_opened_once() -> None:
+    """64 workers read 16 shards each in turns. A file that is opened again has lost its readahead."""
+    bucket = Bucket([f"{shard}" for shard in range(64 * 16)])
+    async with kernel(bucket, **FOREVER) as asking:
+        inos = [await asking.ino(name) for name in bucket.objects]
+        for ino in inos:
+            await read(asking, ino)
+        handles = dict(asking.backend.operations.unopened.handles)
+        for ino in inos:
+            await read(asking, ino)
+        assert asking.backend.operations.unopened.handles == handles
+
+
+async def test_files_that_no_program_closes_leave_descriptors_to_others() -> None:
+    """A process may have 4,096 by default. Connections, files in passthrough and databases need theirs, too."""
+    bucket = Bucket([f"{number}" for number in range(4096 // 2)])
+    async with kernel(bucket, **FOREVER) as asking:
+        for name in bucket.objects:
+            await read(asking, await asking.ino(name))
+        assert asking.cache.open_count < 4096 // 2
+
+
 async def test_handles_are_few_and_the_oldest_unused_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zero_open, "MOST_HANDLES", 4)
     async with kernel(Bucket([f"{i}" for i in range(10)]), **FOREVER) as asking:

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import trio
 
+from cachefs.base.tasks import RETRY_S
 from cachefs.store import store, tier
 from cachefs.store.tier import (
     FREE_MEMORY_EVERY_S,
     FREE_SPACE_EVERY_S,
     RAM,
-    RETRY_AFTER_S,
     SSD,
     Tier,
     allocated,
@@ -198,9 +198,9 @@ def test_three_errors_without_a_success_are_down(make: Callable[..., Tier], ther
         one.failed(OSError(errno.EIO, "broken"))
     assert states == [("normal", True), ("unstable", False), ("unstable", False), ("down", False)]
     assert (one.errors_in_a_row, one.last_error) == (4, os.strerror(errno.EIO))
-    there.now = RETRY_AFTER_S - 0.1
+    there.now = RETRY_S - 0.1
     assert not one.writable()
-    there.now = RETRY_AFTER_S
+    there.now = RETRY_S
     assert one.writable() and one.state == "down", "a write tries it again"
     one.worked()
     assert one.state == "normal" and one.writable()
