@@ -109,7 +109,8 @@ class Journal:
     def __init__(self, directory: Path, staging: Path | None = None, *, killed: bool = False) -> None:
         """`staging` is where the files lie that rows are about. For `killed` see `Database`.
 
-        Raises `CacheUnusable` when it cannot be read as a whole, and then changes nothing. Blocking."""
+        Raises `CacheUnusable` when it cannot be read as a whole, `NoRoom` when its disk is full, and then changes nothing.
+        Blocking."""
         try:
             self._database = Database(
                 directory,

@@ -118,7 +118,7 @@ class Uploads:
     origin alone; until then the dirty file can be opened. `on_changed` is called when a file in passthrough was written.
     With `memory`, which outlives this process, files that are being written outlive it, too. For `killed` see `Database`.
 
-    The constructor opens the journal, which blocks, so call it before mounting. Raises `CacheUnusable`."""
+    The constructor opens the journal, which blocks, so call it before mounting. Raises `CacheUnusable`, `NoRoom`."""
 
     def __init__(
         self,
