@@ -119,12 +119,13 @@ class Database:
     ) -> None:
         """Open or create. Raises `CacheInUse` if another process has it open, `CacheUnusable` if it cannot be created.
 
-        `version` names the format of the rows; a database of another version is dropped, unless that is one of the `earlier`
-        ones, whose rows are right as they are. When a write fails and there is a `refuge` (a directory that must not exist
-        yet), the database continues there until it is closed. A `precious` one is never dropped: this raises `CacheUnusable`,
-        or `NoRoom` if only room is missing, and changes nothing. `killed`: the previous process ended by SIGKILL, so not by a damaged page; the database is not
-        rewritten, unless the machine has been rebooted since. `unsure`: after a reboot the mark has no boot id until the
-        caller calls `sure`, because the caller still has to repair the effects of a power cut."""
+        `version` names the format of the rows; a database of another version is dropped, unless that is one of the
+        `earlier` ones, whose rows are right as they are. When a write fails and there is a `refuge` (a directory
+        that must not exist yet), the database continues there until it is closed. A `precious` one is never dropped:
+        this raises `CacheUnusable`, or `NoRoom` if only room is missing, and changes nothing. `killed`: the previous
+        process ended by SIGKILL, so not by a damaged page; the database is not rewritten, unless the machine has
+        been rebooted since. `unsure`: after a reboot the mark has no boot id until the caller calls `sure`, because
+        the caller still has to repair the effects of a power cut."""
         self.path = path
         self._precious = precious
         self._killed = killed
