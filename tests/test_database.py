@@ -487,6 +487,20 @@ def test_after_a_kill_a_full_disk_is_a_drop_and_a_working_database(small_disk: P
     db.close()
 
 
+def test_after_a_kill_a_full_disk_refuses_a_precious_database_and_says_what_to_do(small_disk: Path) -> None:
+    """Moved away, it would be lost, and nothing is wrong with it."""
+    child(KILLED, str(small_disk / "db"), "fsync")
+    fill_up(small_disk)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(NoRoom, match="make room"):
+        Database(small_disk / "db", TABLES, version="v1", fsync=True, precious=True)
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.unlink(small_disk / "other")
+    db = Database(small_disk / "db", TABLES, version="v1", fsync=True, precious=True)
+    assert db.count("a")
+    db.close()
+
+
 def test_a_small_address_space_costs_map_size_not_the_database(tmp_path: Path) -> None:
     done = child(
         """

@@ -86,6 +86,7 @@ MARK = "version"
 _MARK = re.compile(r"([ -~]+)\n((?:open|closed) [!-~]+)\n")
 
 _NO_ROOM = 2  # the exit status of a rewrite
+_NO_ROOM_TO_REWRITE = "it was not closed, and there is no room to write it again"
 
 T = TypeVar("T")
 Put = tuple[str, bytes, bytes | None]
@@ -113,12 +114,13 @@ class Database:
     ) -> None:
         """Open or create. Raises `CacheInUse` if another process has it open, `CacheUnusable` if it cannot be created.
 
-        `version` names the format of the rows; a database of another version is dropped, unless that is one of the `earlier`
-        ones, whose rows are right as they are. When a write fails and there is a `refuge` (a directory that must not exist
-        yet), the database continues there until it is closed. A `precious` one is never dropped: this raises `CacheUnusable`
-        and changes nothing. `killed`: the previous process ended by SIGKILL, so not by a damaged page; the database is not
-        rewritten, unless the machine has been rebooted since. `unsure`: after a reboot the mark has no boot id until the
-        caller calls `sure`, because the caller still has to repair the effects of a power cut."""
+        `version` names the format of the rows; a database of another version is dropped, unless that is one of the
+        `earlier` ones, whose rows are right as they are. When a write fails and there is a `refuge` (a directory
+        that must not exist yet), the database continues there until it is closed. A `precious` one is never dropped:
+        this raises `CacheUnusable`, or `NoRoom` if only room is missing, and changes nothing. `killed`: the previous
+        process ended by SIGKILL, so not by a damaged page; the database is not rewritten, unless the machine has
+        been rebooted since. `unsure`: after a reboot the mark has no boot id until the caller calls `sure`, because
+        the caller still has to repair the effects of a power cut."""
         self.path = path
         self._precious = precious
         self._killed = killed
@@ -158,9 +160,9 @@ class Database:
                 self._drop(str(exc))
                 self._create()
                 self._opened = self._open()
-        except (lmdb.Error, OSError, CacheUnusable) as exc:
+        except (lmdb.Error, OSError, CacheUnusable, NoRoom) as exc:
             self._unlock()
-            if isinstance(exc, CacheUnusable):
+            if isinstance(exc, CacheUnusable | NoRoom):
                 raise
             raise CacheUnusable(f"cannot use the database in {path}: {exc}") from exc
 
@@ -214,6 +216,8 @@ class Database:
         return _rewrite(self.path, self.tables)
 
     def _drop(self, reason: str) -> None:
+        if self._precious and reason == _NO_ROOM_TO_REWRITE:
+            raise NoRoom(f"the database in {self.path} cannot be used ({reason}): make room on its disk")
         if self._precious:
             raise CacheUnusable(
                 f"the database in {self.path} cannot be read ({reason}), and nothing else knows what is in it: "
@@ -669,7 +673,7 @@ def _rewrite(path: Path, tables: Sequence[str]) -> str | None:
     shutil.rmtree(fresh, ignore_errors=True)
     if status < 0:
         return f"reading it ends in {signal.Signals(-status).name}"
-    reasons = {0: None, _NO_ROOM: "it was not closed, and there is no room to write it again"}
+    reasons = {0: None, _NO_ROOM: _NO_ROOM_TO_REWRITE}
     return reasons.get(status, "it is truncated or damaged")
 
 

@@ -74,6 +74,9 @@ InvalidateHook = Callable[[int, int, bytes], None]
 """(ino, parent, name): tells the kernel to drop its pages of this inode (0: of none) and its entry of this name (b"": of
 none)."""
 
+Present = tuple[Directory, bytes, Row]
+"""The directory, the mark and the row of the name that leads to an inode now."""
+
 Created = tuple[Attributes, float, Opened]
 """Attributes of a new file, for how many seconds the kernel may keep them, and how it was opened."""
 
@@ -204,7 +207,7 @@ class FileSystem:
                 if not former.unsaved:
                     # Pages of lost writes must not mix with pages of the version that is there now.
                     self.on_invalidate(former.ino, 0, b"")
-                if place is not None and not former.writes and self._restore_present(former, *place):
+                if place is not None and not former.writes and self._restore_present(former, place):
                     return True
         except (ObjectChanged, NotFound):
             if not former.unsaved:
@@ -217,8 +220,8 @@ class FileSystem:
             self._files.lose_name(former.ino, removed=True)
         return True
 
-    def _place_of(self, ino: int) -> tuple[Directory, bytes, Row] | None:
-        """The directory, the mark and the row of the name that leads to an inode; None without one."""
+    def _place_of(self, ino: int) -> Present | None:
+        """The name that leads to an inode; None without one."""
         try:
             directory, mark = self._tree.locate(ino)
         except ObjectChanged:
@@ -226,8 +229,9 @@ class FileSystem:
         row = self._tree.row(directory, mark)
         return None if row is None or row.ino != ino else (directory, mark, row)
 
-    def _restore_present(self, former: Former, directory: Directory, mark: bytes, row: Row) -> bool:
+    def _restore_present(self, former: Former, place: Present) -> bool:
         """Restore a handle with the version that its inode has now, which may be a dirty file. False if it is not known."""
+        directory, mark, row = place
         # A cache file that is read in passthrough has the content of its inode, also if its object was renamed meanwhile.
         backing_id = 0 if former.unsaved else former.backing_id
         opened = None if backing_id else self._write.open_reader(directory, mark, row, 0)
