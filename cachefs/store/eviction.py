@@ -692,8 +692,9 @@ class Course:
 
 # -- the order of eviction -------------------------------------------------------------------------
 
-PREFETCHED_S = 900.0
-"""How long prefetched blocks are protected while they wait for their first reader. Guessed."""
+PREFETCHED_S = 600.0
+"""How long prefetched blocks are protected, and prefetched files awaited, before their first reader comes. Guessed between
+two cases: a training goes on after an evaluation of nine minutes, and a job begins a quarter of an hour after one died."""
 
 PREFETCHED_COPIES = 65_536
 """Copies that may wait for their first reader, about 400 bytes each: a terabyte of large files. Beyond it the oldest lose
