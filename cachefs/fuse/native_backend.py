@@ -751,7 +751,7 @@ class NativeBackend:
 
     def _created(self, unique: int, made: Created) -> None:
         attributes, ttl, opened = made
-        # With 0 the kernel would send a GETATTR before open(2) returns. All changes in `BURST_S` come through the same kernel.
+        # With 0 the kernel would send a GETATTR before open(2) returns. Changes in `BURST_S` come through the same kernel.
         fields = entry(attributes, ttl, least=0.0 if attributes.size else BURST_S)
         self._hand_over(protocol.CREATE_REPLY, unique, fields, opened, self._writer_flags if opened[1] else 0)
 

@@ -11,8 +11,8 @@ from cachefs.fs.reader import Buffer
 
 MOST_HANDLES = 1024
 """Handles kept; beyond it the least recently read one is released. Derived: 64 loader workers (eight accelerators, eight
-workers each) that interleave 16 files each keep their readahead. Each handle may take a descriptor, and no program closes it,
-so there are fewer than half of the 4,096 that Linux allows a process by default."""
+workers each) that interleave 16 files each keep their readahead. Each handle may take a descriptor, and no program closes
+it, so there are fewer than half of the 4,096 that Linux allows a process by default."""
 
 
 class _Handle:

@@ -31,6 +31,7 @@ from cachefs.fetch import Fetcher
 from cachefs.fs import LARGE, FileSystem, Volume
 from cachefs.prefetch.plans import FOLLOWED_S, Hints, Plan, PlanStore
 from cachefs.prefetch.sources import Candidate, FromDirectories, FromPlans, FromShards, Paths
+from cachefs.store.eviction import PREFETCHED_S
 
 if TYPE_CHECKING:
     from cachefs.base.names import ObjectId
@@ -66,9 +67,6 @@ SWEEP_EVERY_S = 60.0
 
 UNREAD_S = 60.0
 """A predicted shard that was opened and then not read for so long counts as not wanted."""
-
-AWAITED_S = 600.0
-"""A file that was not opened for so long is no longer awaited, unless a plan in use names it."""
 
 SHOWN = 4
 """Most directories that the status shows."""
@@ -443,13 +441,14 @@ class Prefetcher:
                 self.awaited.end(digest)
 
     def _given_up(self, file: _Prefetched) -> bool:
+        """True if a file is no longer awaited: it was not opened for `PREFETCHED_S`, and no plan in use names it."""
         item = file.candidate.item
         if item is not None and self._plans.plans.by_name.get(item.plan.name) is item.plan:
             if item.plan.is_past(item.epoch, item.place):
                 return True
             if not item.plan.quiet(self._clock()):
                 return False
-        return file.since < trio.current_time() - AWAITED_S
+        return file.since < trio.current_time() - PREFETCHED_S
 
     def status(self) -> dict[str, Any]:
         """For `cachefs status`: plain values. `paused` is why nothing is fetched, else ""."""

@@ -53,8 +53,8 @@ from cachefs.store.tier import RAM, Tier, allocated
 log = logging.getLogger(__name__)
 
 READERS_SHARE = 128
-"""Prefetch leaves a 128th of a full tier free, also when it fetches remote-owned blocks. Guessed: a few files or blocks of a
-small cache."""
+"""Prefetch leaves a 128th of a full tier free, also when it fetches remote-owned blocks. Guessed between two cases: eight
+workers read files of 100 KB with a cache of 128 MiB, and 99 % of a cache may hold prefetched files."""
 
 VICTIMS_AT_ONCE = 512
 """Copies evicted without a checkpoint. Measured: dropping a one-block file takes 0.15 ms, so this is under 0.1 s."""

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from cachefs.upload.uploads import Uploads
 
 TOKENS = 8
-"""Most attempts of unknown outcome whose tokens are remembered. Guessed: the last one, and a few whose requests the origin
-carries out late."""
+"""Most attempts of unknown outcome whose tokens are remembered. Derived: one may reach the origin a minute late, the usual
+deadline of a proxy, and up to eight are begun in that time (`journal.RETRY_S`). At a conflict, the origin is asked about
+each."""
 
 
 class Trying:

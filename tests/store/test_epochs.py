@@ -17,7 +17,6 @@ from cachefs.store import eviction
 from cachefs.store.catalog import unit_hash
 from cachefs.store.eviction import (
     FILTER_FIRST,
-    MOST,
     SAMPLE,
     TRACKED,
     AccessFilter,
@@ -252,6 +251,22 @@ def test_a_few_files_read_again_and_again_begin_nothing() -> None:
     assert watched.begun == []
 
 
+@pytest.mark.parametrize("again", [2, 3])
+def test_of_a_small_dataset_a_few_files_read_again_begin_nothing(again: int) -> None:
+    """A user looks at two or three of the first files again, in the middle of an epoch. If that began one, the files read
+    until then would be protected, and those still to come would be evicted."""
+    watched = Watched().use(range(40)).use(range(again)).use(range(40, 80))
+    assert watched.begun == []
+
+
+def test_the_second_epoch_of_a_few_shards_is_noticed_in_its_first_eighth() -> None:
+    """Until then recency evicts shards that are all needed in this epoch."""
+    watched = Watched()
+    for order in orders(40, 1) * 2:
+        watched.use(order)
+    assert watched.begun[0] - 40 <= 40 // 8
+
+
 def test_each_opened_twice_is_one_use() -> None:
     watched = Watched()
     for order in orders(500, 3):
@@ -385,9 +400,17 @@ def test_a_dataset_is_the_first_component_below_what_is_mounted() -> None:
     assert datasets(version("data/2")) == datasets(version("data/3")), "files at the root are one"
 
 
-def test_a_thousand_classes_are_one_dataset_and_stay_one() -> None:
+def test_fifty_datasets_of_one_bucket_are_told_apart() -> None:
+    """Each has epochs of its own."""
     datasets = Datasets()
-    for number in range(MOST + 1):
+    for _ in range(2):
+        assert len({datasets(version(f"dataset-{number}/1")) for number in range(50)}) == 50
+
+
+def test_a_hundred_classes_are_one_dataset_and_stay_one() -> None:
+    """As those of CIFAR-100: a class alone has too few files for its epochs to be noticed."""
+    datasets = Datasets()
+    for number in range(100):
         last = datasets(version(f"n{number}/1"))
     assert datasets(version("n0/1")) == last == datasets(version("other/1"))
     again = Datasets()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import trio
 
 from cachefs.base.names import ObjectId
 from cachefs.store.catalog import Copy, CopyKey, unit_hash
@@ -107,6 +108,16 @@ def test_what_has_gone_is_forgotten_everywhere() -> None:
         {k for t in kept.tiers.values() for k in t} for kept in (found.remote_owned, found._evictable_first)
     ]
     assert [*keys, set(found._waiting)] == [{other.key}] * 3
+
+
+@pytest.mark.parametrize("minutes, protected", [(9, True), (15, False)])
+def test_prefetched_blocks_outlast_an_evaluation_and_not_a_dead_job(minutes: int, protected: bool) -> None:
+    """The training that goes on finds them, and the next job finds a cache that evicts what no job will read."""
+    found, copy = order(), copy_of(1)
+    found.prefetched(copy)
+    found._now = lambda: 100.0 + minutes * 60
+    trio.run(found.flush)
+    assert found.protected(copy) is protected
 
 
 def test_a_use_ends_the_wait_and_lets_others_go_first() -> None:

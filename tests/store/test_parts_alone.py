@@ -294,13 +294,13 @@ def test_shared_memory_is_left_to_others_by_half(
 @pytest.mark.parametrize(
     "mounts, found",
     [
-        ("tmpfs /dev/shm tmpfs rw 0 0", True),
-        ("shm /dev/shm tmpfs rw 0 0\nnone / ext4 rw 0 0", True),
-        ("none / ext4 rw 0 0\nshm /dev/shm tmpfs rw 0 0", True),
-        ("tmpfs /dev/shm ext4 tmpfs 0 0", False),
-        ("/dev/shm /other tmpfs rw 0 0", False),
-        ("/dev/shm tmpfs tmpfs rw 0 0", False),
-        ("x /other tmpfs rw 0 0\ny /dev/shm ext4 rw 0 0", False),
+        ("1 0 0:1 / /dev/shm rw - tmpfs tmpfs rw", True),
+        ("2 0 0:2 / /dev/shm rw - tmpfs shm rw\n1 0 0:1 / / rw - ext4 none rw", True),
+        ("1 0 0:1 / / rw - ext4 none rw\n2 0 0:2 / /dev/shm rw shared:3 - tmpfs shm rw", True),
+        ("1 0 0:1 / /dev/shm rw - ext4 tmpfs rw", False),
+        ("1 0 0:1 / /other rw - tmpfs /dev/shm rw", False),
+        ("1 0 0:1 / tmpfs rw - tmpfs /dev/shm rw", False),
+        ("1 0 0:1 / /other rw - tmpfs x rw\n2 0 0:2 / /dev/shm rw - ext4 y rw", False),
         ("", False),
         (None, False),
     ],
@@ -308,8 +308,8 @@ def test_shared_memory_is_left_to_others_by_half(
 def test_a_tmpfs_is_told_by_its_mount(
     monkeypatch: pytest.MonkeyPatch, mounts: str | None, found: bool
 ) -> None:
-    def read(path: Path) -> str:
-        assert str(path) == "/proc/self/mounts"
+    def read(path: Path, **_: object) -> str:
+        assert str(path) == "/proc/self/mountinfo"
         if mounts is None:
             raise OSError(2, "none")
         return mounts

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import trio
+from trio.testing import MockClock
 
 from cachefs.base.tasks import RETRY_S
 from cachefs.store import store, tier
@@ -333,3 +334,34 @@ async def test_the_index_is_written_now_and_then(cache_dir: Path, monkeypatch: p
         await lab.read(lab.origin.put("k", bytes(BLOCK)))
         await until(lambda: len(rows(lab.store)) == 1, 10)
         assert len(rows(lab.store)) == 1
+
+
+def test_a_kill_loses_what_came_in_a_second_and_the_disk_syncs_no_more_than_once_in_it() -> None:
+    """A minute in which blocks come ten times a second, and a kill at any moment of it."""
+    came: list[float] = []
+    lost: list[int] = []
+    syncs: list[float] = []
+
+    async def flush() -> None:
+        syncs.append(trio.current_time())
+        came.clear()
+
+    async def sleep() -> None:
+        await trio.sleep_forever()
+
+    stands_in: Any = SimpleNamespace(
+        _moves=None, backing_files=SimpleNamespace(run=sleep), _watch_disks=sleep, tiers=[], flush=flush
+    )
+
+    async def main() -> None:
+        with trio.move_on_after(60.5):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(store.Store.run, stands_in)
+                while True:
+                    await trio.sleep(0.1)
+                    came.append(trio.current_time())
+                    lost.append(len(came))
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+    assert max(lost) <= 11, "blocks of a second, and the one that comes at its end"
+    assert len(syncs) <= 60

@@ -408,6 +408,48 @@ async def test_an_object_of_an_earlier_attempt_is_no_conflict(tmp_path: Path, ki
     assert store.content("k") == b"one two"
 
 
+@pytest.mark.parametrize("seed", range(5))
+@in_trio
+async def test_an_attempt_that_reaches_the_origin_a_minute_late_is_no_conflict(
+    tmp_path: Path, seed: int
+) -> None:
+    """A proxy held it back, while later ones failed."""
+    async with desk(tmp_path, on_conflict="fail", writeback=True) as d:
+        d.uploads._queue._rng.seed(seed)
+        rule = d.store.fail("put", lambda: OriginFailed("silence"), times=1000)
+        dirty_file = await d.save("k", b"data")
+        await rule.reached.wait()
+        token = dirty_file.record.tokens[0]
+        await trio.sleep(60)
+        d.store.tokens["k"] = (d.store.show("k", b"data").etag, token)
+        d.store.rules.clear()
+        await trio.sleep(60)
+        assert dirty_file.trying.failure is None and not dirty_file.dirty
+
+
+@in_trio
+async def test_a_conflict_is_reported_after_at_most_ten_requests(tmp_path: Path) -> None:
+    """However many attempts have failed before, each of which could have made the object that is there now."""
+    async with desk(tmp_path, on_conflict="fail", writeback=True) as d:
+        rule = d.store.fail("put", lambda: OriginFailed("silence"), times=1000)
+        dirty_file = await d.save("k", b"data")
+        await trio.sleep(3600)
+        assert rule.times < 1000 - 30
+        d.store.rules.clear()
+        d.store.show("k", b"of another client")
+        put, ours, asked = d.store.counts["put"], d.store.ours, list[str]()
+
+        async def counted(key: str, token: str, *rest: Any) -> Any:
+            asked.append(token)
+            return await ours(key, token, *rest)
+
+        d.store.ours = counted
+        await trio.sleep(60)
+        tries = d.store.counts["put"] - put
+        assert tries and len(asked) + tries <= 10 * tries
+        assert isinstance(dirty_file.trying.failure, Conflict)
+
+
 @in_trio
 async def test_who_is_replaced_as_soon_as_he_wrote_has_written(tmp_path: Path) -> None:
     """The last one wins, and it was another client."""
