@@ -26,7 +26,7 @@ LEVEL = os.environ.get("TEST_LEVEL", "")
 
 def examples(count: int) -> int:
     """Of a property that has `count` examples in `scripts/test --all`."""
-    return max(count // 5, 5) if LEVEL == "short" else count
+    return max(count // 10, 5) if LEVEL == "short" else count
 
 
 # How long an example takes says how busy the machine is.
