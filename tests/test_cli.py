@@ -811,7 +811,10 @@ def test_a_relative_mountpoint_behind_a_link(place: Place, monkeypatch: pytest.M
 
 @pytest.mark.mount
 @needs_fuse
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (0, 1)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), pytest.param(0, 1, marks=pytest.mark.long)],
+)
 def test_giving_up_on_a_store_that_hangs(place: Place, number: int, code: int) -> None:
     """Interrupted, terminated or out of time: the daemon that was started ends too."""
     with socket.create_server(("127.0.0.1", 0)) as store:

@@ -241,7 +241,7 @@ def test_another_version_is_dropped(tmp_path: Path) -> None:
         1,
         pytest.param(4095, marks=pytest.mark.long),
         4096,
-        20_000,
+        pytest.param(20_000, marks=pytest.mark.long),
         -1,
         pytest.param(-4096, marks=pytest.mark.long),
     ],
@@ -1114,7 +1114,7 @@ def test_after_failed_writes_all_that_was_acknowledged_is_readable(
 
 
 @pytest.mark.parametrize("precious", [True, False])
-@pytest.mark.parametrize("left", [0, 4096, 8192, -1])
+@pytest.mark.parametrize("left", [0, 4096, pytest.param(8192, marks=pytest.mark.long), -1])
 def test_a_file_that_is_cut_while_it_is_open_is_an_error_not_a_signal(
     tmp_path: Path, precious: bool, left: int
 ) -> None:

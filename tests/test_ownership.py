@@ -63,6 +63,27 @@ def test_a_directory_that_holds_other_things_keeps_its_mode(tmp_path: Path) -> N
     assert mode(tmp_path / "objects") == 0o700
 
 
+@pytest.mark.parametrize("call", ["listdir", "stat"])
+def test_an_entry_that_is_removed_during_the_look_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """A daemon that starts deletes what an earlier one left, in the background."""
+    trash, look = tmp_path / "trash-1", getattr(os, call)
+    trash.mkdir(0o755)
+    (tmp_path / "tag").touch(0o644)
+
+    def then_removed(path: object, **options: object) -> object:
+        found = look(path, **options)
+        if call == "listdir" or path == trash.name:
+            trash.rmdir()
+        return found
+
+    monkeypatch.setattr(os, call, then_removed)
+    claim(tmp_path)
+    monkeypatch.undo()
+    assert not trash.exists() and mode(tmp_path / "tag") == 0o600
+
+
 def test_a_place_for_everybody_is_refused(tmp_path: Path) -> None:
     (tmp_path / "of another").touch()
     tmp_path.chmod(0o1777)

@@ -127,9 +127,8 @@ def test_the_daemon_is_whole(built: dict[str, tuple[Path, Path]], tmp_path: Path
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "order", [("daemon", "hints"), pytest.param(("hints", "daemon"), marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("order", [("daemon", "hints"), ("hints", "daemon")])
 def test_both_may_be_installed(
     built: dict[str, tuple[Path, Path]], tmp_path: Path, order: tuple[str, str]
 ) -> None:

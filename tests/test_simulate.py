@@ -49,7 +49,10 @@ def test_another_dataset_takes_over(of: str) -> None:
     assert min(later(result, 6)) >= 0.48, "its second epoch is as good as can be"
 
 
-@pytest.mark.parametrize("name", ["zipf", "uniform", "two-jobs", "turns"])
+@pytest.mark.parametrize(
+    "name",
+    ["zipf", *(pytest.param(name, marks=pytest.mark.long) for name in ("uniform", "two-jobs")), "turns"],
+)
 def test_what_has_no_epochs_is_left_to_recency(name: str) -> None:
     for auto, lru in zip(later(run(name, "auto"), 1), later(run(name, "lru"), 1), strict=True):
         assert auto >= lru - 0.02

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from cachefs.base.errors import CacheUnusable
@@ -87,7 +88,9 @@ def claim(path: Path, *, whole: bool = False) -> None:
                 f"others can write to {path}, and there is {other!r} in it: choose a directory below it"
             )
         for name in ours:
-            _take_entry(fd, path, name, others_write)
+            # Since the listing, a thread may have deleted what an earlier daemon left, or what this one dropped ("trash-…").
+            with suppress(FileNotFoundError):
+                _take_entry(fd, path, name, others_write)
         if other is None:  # last: a directory that was refused above must be refused again
             _narrow(fd, found.st_mode, DIRECTORY_MODE)
     finally:

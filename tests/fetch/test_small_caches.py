@@ -69,8 +69,8 @@ async def test_sequential_reading_does_not_fetch_things_many_times(cache_dir: Pa
     [
         (0, 2 * MIB, BLOCK),
         (1 * MIB, 1 * MIB, BLOCK),
-        (2 * MIB, 0, BLOCK),
-        (0, 2 * BLOCK, BLOCK),
+        pytest.param(2 * MIB, 0, BLOCK, marks=pytest.mark.long),
+        pytest.param(0, 2 * BLOCK, BLOCK, marks=pytest.mark.long),
         (0, 0, BLOCK),
         (0, 4 * MIB, 1 * MIB),
     ],

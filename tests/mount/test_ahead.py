@@ -182,7 +182,7 @@ class TestTables:
         ("code", "least", "most"),
         [
             pytest.param(METADATA, 0, 0.1, id="metadata", marks=pytest.mark.long),
-            pytest.param(ROWS, 0, 0.1, id="count"),
+            pytest.param(ROWS, 0, 0.1, id="count", marks=pytest.mark.long),
             # Blocks of 1 MiB around pieces of 400 kB.
             pytest.param(COLUMN, 0.1, 0.6, id="one-column", marks=pytest.mark.long),
             pytest.param(IN_TURN, 1, 1, id="in-turn", marks=pytest.mark.long),
@@ -211,6 +211,7 @@ class TestTables:
         assert (counted["prefetch_files"] > 0) == (least == 1)
         assert said["used_bytes"] <= said["fetched_bytes"]
 
+    @pytest.mark.long
     def test_who_reads_shards_and_then_looks_at_them_wastes_a_few(
         self, mounted: Mounted, bucket: Bucket
     ) -> None:
@@ -274,6 +275,7 @@ class TestHints:
         assert prefetch(mount)["unknown_paths"] >= 2
         assert mount.settled()["prefetch_errors"] <= 2
 
+    @pytest.mark.long
     @ONE_BACKEND
     def test_a_plan_larger_than_the_cache_is_followed(
         self, mounted: Mounted, bucket: Bucket, lab: LabStore

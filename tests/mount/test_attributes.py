@@ -54,8 +54,8 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [
-        ("file", "writeback"),
         ("s3", "durable"),
+        pytest.param("file", "writeback", marks=pytest.mark.long),
         pytest.param("file", "durable", marks=pytest.mark.long),
         pytest.param("s3", "writeback", marks=pytest.mark.long),
     ],

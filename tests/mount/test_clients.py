@@ -222,6 +222,7 @@ class TestArrays:
 
 @ONE_BACKEND
 class TestTraining:
+    @pytest.mark.long
     def test_webdataset_reads_shards(self, tree: Path, mount: Mount) -> None:
         webdataset = pytest.importorskip("webdataset")
         urls = [f"file:{mount.path}/shards/shard-{n:06}.tar" for n in range(2)]

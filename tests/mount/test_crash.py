@@ -17,7 +17,7 @@ from tests.mount.mounts import alive, eventually, mounts_at, run
 pytestmark = ONE_BACKEND
 
 MIB = 1 << 20
-ROUNDS = 2 if LEVEL == "short" else 5
+ROUNDS = 1 if LEVEL == "short" else 5
 
 READER = """
 import os, random, sys

@@ -90,8 +90,16 @@ def is_dead(mount: Mount) -> bool:
 
 
 @ONE_BACKEND
-@pytest.mark.parametrize("how", ["directory", "origin", "bucket", "cache", "port", "socket"])
-@pytest.mark.parametrize("foreground", [False, True])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "directory",
+        *(pytest.param(how, marks=pytest.mark.long) for how in ("origin", "bucket", "port")),
+        "cache",
+        "socket",
+    ],
+)
+@pytest.mark.parametrize("foreground", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_start_that_is_refused_leaves_the_dead_mount(
     mounted: Mounted, bucket: Bucket, how: str, foreground: bool
 ) -> None:

@@ -28,7 +28,7 @@ MIB = 1 << 20
 SIZE = 3 * MIB + 5
 
 
-@pytest.fixture(params=["durable", "writeback"])
+@pytest.fixture(params=["durable", pytest.param("writeback", marks=pytest.mark.long)])
 def mount(request: pytest.FixtureRequest, mounted: Mounted, bucket: Bucket) -> Mount:
     """Without RAM, so that a file that was read is whole on disk, and opened in passthrough where there is that."""
     return mounted(

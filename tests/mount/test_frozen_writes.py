@@ -166,7 +166,9 @@ def look(mount: Mount, disk: Disk, seconds: float) -> None:
 MODES = [{}, {"writeback": True, "upload_delay": "10ms"}]
 
 
-@pytest.mark.parametrize("options", MODES, ids=["durable", "writeback"])
+@pytest.mark.parametrize(
+    "options", [pytest.param(MODES[0], marks=pytest.mark.long), MODES[1]], ids=["durable", "writeback"]
+)
 def test_only_who_needs_the_disk_waits_for_it(
     disk: Disk, mounted: Mounted, bucket: Bucket, lab: LabStore, options: dict[str, Any]
 ) -> None:
@@ -228,9 +230,8 @@ def test_only_who_needs_the_disk_waits_for_it(
     eventually(lambda: all(t["state"] == "normal" for t in mount.ask("status")["tiers"]), "it answers", 60)
 
 
-@pytest.mark.parametrize(
-    "options", [pytest.param(MODES[0], marks=pytest.mark.long), MODES[1]], ids=["durable", "writeback"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("options", MODES, ids=["durable", "writeback"])
 def test_a_kill_while_the_disk_is_frozen_loses_nothing_acknowledged(
     disk: Disk, mounted: Mounted, bucket: Bucket, lab: LabStore, options: dict[str, Any]
 ) -> None:

@@ -95,6 +95,7 @@ def test_a_stop_needs_no_disk(disk: Disk, mounted: Mounted, bucket: Bucket) -> N
     eventually(lambda: not alive(mount.pid), "the daemon ends once its disk answers", 60)
 
 
+@pytest.mark.long
 def test_a_disk_that_answers_again_is_used_again(disk: Disk, mounted: Mounted, bucket: Bucket) -> None:
     data = bucket.put("first", 3 * MIB)
     bucket.put("second", 3 * MIB)
@@ -114,6 +115,7 @@ def test_a_disk_that_answers_again_is_used_again(disk: Disk, mounted: Mounted, b
     eventually(lambda: mount.ask("status")["tiers"][0]["blocks"] == blocks + 3, "it is cached", 30)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("disk", [SuspendedDisk], indirect=True, ids=["suspended"])
 def test_cached_files_that_cannot_be_read_come_from_the_origin(
     disk: SuspendedDisk, mounted: Mounted, bucket: Bucket
@@ -170,6 +172,7 @@ def test_cached_files_that_cannot_be_read_come_from_the_origin(
     eventually(lambda: not alive(mount.pid), "the daemon ends once its disk answers", 60)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("disk", [SuspendedDisk], indirect=True, ids=["suspended"])
 def test_a_full_cache_needs_no_disk_to_evict(disk: SuspendedDisk, mounted: Mounted, bucket: Bucket) -> None:
     """What is evicted is known to the index alone: the file system would have to read its directories."""

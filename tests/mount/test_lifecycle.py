@@ -374,6 +374,7 @@ class TestDying:
         lab.clear_faults()
         assert (mount.path / "file").read_bytes() == bucket.objects["file"]
 
+    @pytest.mark.long
     @ONE_BACKEND
     def test_a_daemon_that_hangs_is_told_apart(self, mounted: Mounted, bucket: Bucket) -> None:
         mount = mounted(bucket)

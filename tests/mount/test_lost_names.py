@@ -39,7 +39,7 @@ def cut_in_a_transaction(mount: Mount, length: int) -> None:
 
 
 @BACKEND_CONTRACT
-@pytest.mark.parametrize("length", [0, 8192])
+@pytest.mark.parametrize("length", [0, pytest.param(8192, marks=pytest.mark.long)])
 def test_names_are_learnt_again(mounted: Mounted, bucket: Bucket, length: int) -> None:
     check(mounted, bucket, length, in_a_transaction=False)
 

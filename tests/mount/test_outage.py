@@ -58,7 +58,7 @@ def timed(call: Callable[[], object]) -> tuple[int, float]:
     return number, time.monotonic() - began
 
 
-@pytest.mark.parametrize("how", ["serve-stale", "eio"])
+@pytest.mark.parametrize("how", ["serve-stale", pytest.param("eio", marks=pytest.mark.long)])
 def test_a_store_that_is_stopped_for_a_while(
     mounted: Mounted, bucket: Bucket, lab: LabStore, how: str
 ) -> None:
@@ -100,6 +100,7 @@ def test_a_store_that_is_stopped_for_a_while(
     assert len(said(mount)) == 2 and mount.metrics()["origin_outages"] == 1
 
 
+@pytest.mark.long
 def test_a_reader_may_wait_for_the_store(mounted: Mounted, bucket: Bucket, lab: LabStore) -> None:
     cold = bucket.put("cold", 6 * MIB)
     mount = start(mounted, bucket, "wait=30s")
@@ -153,7 +154,8 @@ def test_a_mount_starts_without_its_store_and_shows_what_it_knows(
     assert (outcome.errno, outcome.md5) == (0, md5(cold))
 
 
-@pytest.mark.parametrize("how", [pytest.param("serve-stale", marks=pytest.mark.long), "eio"])
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["serve-stale", "eio"])
 def test_what_knows_nothing_or_believes_nothing_is_not_mounted_without_its_store(
     mounted: Mounted, bucket: Bucket, lab: LabStore, how: str
 ) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from bench.lab.client import LabStore
+from tests.conftest import LEVEL
 from tests.mount.conftest import Bucket, Mounted
 from tests.mount.mounts import Mount, alive, eventually, in_python, mounts_at, run, state_of, succeed
 
@@ -237,7 +238,7 @@ def objects(module_bucket: Bucket) -> dict[str, bytes]:
     return module_bucket.objects
 
 
-@pytest.fixture(scope="module", params=["ram", "ssd"])
+@pytest.fixture(scope="module", params=[pytest.param("ram", marks=pytest.mark.long), "ssd"])
 def whole(
     request: pytest.FixtureRequest,
     module_mounted: Mounted,
@@ -432,7 +433,7 @@ class TestPartialFiles:
         assert mount.settled()["origin_bytes"] == len(data)
 
 
-@pytest.fixture(params=["ram", "ssd"])
+@pytest.fixture(params=[pytest.param("ram", marks=pytest.mark.long), "ssd"])
 def tiny(request: pytest.FixtureRequest, mounted: Mounted, bucket: Bucket) -> Mount:
     """A cache with room for a third of what goes through it, and `f0`, in passthrough from one of its tiers. Prefetch would
     bring it back whenever the other files of its directory are read."""
@@ -592,7 +593,7 @@ class TestDamage:
 
 
 class TestChanges:
-    @pytest.mark.parametrize("consistency", ["default", "strict"])
+    @pytest.mark.parametrize("consistency", [pytest.param("default", marks=pytest.mark.long), "strict"])
     def test_an_open_file_is_its_version_to_the_end(
         self, mounted: Mounted, bucket: Bucket, consistency: str
     ) -> None:
@@ -622,7 +623,7 @@ class TestChanges:
         assert path.stat().st_ino < 1 << 63, "its own number again"
         assert in_python(DIGEST, path) == digest(new)
 
-    @pytest.mark.parametrize("consistency", ["default", "strict"])
+    @pytest.mark.parametrize("consistency", [pytest.param("default", marks=pytest.mark.long), "strict"])
     def test_a_deleted_object_is_read_to_its_end_and_has_no_name(
         self, mounted: Mounted, bucket: Bucket, consistency: str
     ) -> None:
@@ -656,7 +657,9 @@ class TestChanges:
         mount.allowed.append("INFO")
         readers = [
             subprocess.Popen(
-                [sys.executable, "-c", SEEN, mount.path / "file"], stdout=subprocess.PIPE, text=True
+                [sys.executable, "-c", SEEN, mount.path / "file", "1.5" if LEVEL == "short" else "3"],
+                stdout=subprocess.PIPE,
+                text=True,
             )
             for _ in range(2)
         ]
@@ -670,7 +673,7 @@ class TestChanges:
 
 SEEN = """
 import errno, hashlib, mmap, sys, time
-until = time.monotonic() + 3
+until = time.monotonic() + float(sys.argv[2])
 seen = set()
 while time.monotonic() < until:
     try:
@@ -776,7 +779,7 @@ class TestSignals:
             "assert len(open(sys.argv[1], 'rb').read()) == 1000\n"
             "signal.setitimer(signal.ITIMER_REAL, 0)\n"  # an interpreter that ends lets go of its handlers first
         )
-        lab.shape(latency_ms=400)
+        lab.shape(latency_ms=150)  # three signals in each request
         done = run([sys.executable, "-c", program, mount.path / "d/file"])
         lab.shape(latency_ms=0)
         assert done.returncode == 0, done.stderr
@@ -820,6 +823,7 @@ class TestZeroOpen:
         os.getxattr(path, "user.cachefs.refresh")
         eventually(lambda: not path.exists(), "it has no name any more")
 
+    @pytest.mark.long
     def test_more_files_than_handles_are_kept_for(self, mounted: Mounted, bucket: Bucket) -> None:
         bucket.store.synthesize(bucket.name, "many/", 1200, 100)
         mount = mounted(bucket, zero_open=True, consistency="immutable")

@@ -71,6 +71,7 @@ def test_what_one_node_has_fetched_the_other_does_not_ask_the_store_for(
         assert sum(row["bytes_in"] for row in peers["members"]) == mount.metrics()["peer_bytes_in"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.backends("native")
 def test_a_node_is_the_same_one_after_its_daemon_was_killed(mounted: Mounted, bucket: Bucket) -> None:
     """Its id, and so its share of the cache: others get bytes from it again."""
@@ -92,6 +93,7 @@ def test_a_node_is_the_same_one_after_its_daemon_was_killed(mounted: Mounted, bu
     assert first.settled()["peer_bytes_out"] > 0
 
 
+@pytest.mark.long
 @ONE_BACKEND
 def test_readers_outlive_the_nodes_they_share_with(mounted: Mounted, bucket: Bucket) -> None:
     files = put_files(bucket)

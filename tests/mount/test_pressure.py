@@ -135,6 +135,7 @@ def test_a_file_that_no_part_of_the_origins_disk_could_hold(
     assert os.statvfs(disk).f_bfree * 4096 >= 50 << 20
 
 
+@pytest.mark.long
 @BOTH_BACKENDS
 def test_a_hundred_readers_over_a_cache_of_a_twentieth(mounted: Mounted, bucket: Bucket) -> None:
     count, size = 16, 5 * MIB
@@ -191,6 +192,7 @@ def test_tiers_can_be_left_out(mounted: Mounted, bucket: Bucket, options: dict[s
 
 @pytest.mark.root
 class TestDisks:
+    @pytest.mark.long
     def test_a_disk_of_a_quarter_of_the_data(
         self, mounted: Mounted, bucket: Bucket, small_disk: Callable[[str], Path]
     ) -> None:

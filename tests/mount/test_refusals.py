@@ -136,23 +136,23 @@ class TestStore:
         mount = mounted(f"file://{tmp_path}/absent", start=False)
         assert "absent" in refused(mount)
 
-    def test_an_interrupted_start_leaves_nothing(self, mounted: Mounted) -> None:
+    @pytest.mark.parametrize("number", [2, pytest.param(15, marks=pytest.mark.long)])
+    def test_an_interrupted_start_leaves_nothing(self, mounted: Mounted, number: int) -> None:
         with socket.socket() as silent:
             silent.bind(("127.0.0.1", 0))
             silent.listen(64)
             url = f"http://127.0.0.1:{silent.getsockname()[1]}"
             mount = mounted("s3://bucket", start=False, endpoint_url=url, timeout=60)
-            for number in (2, 15):
-                starting = subprocess.Popen(
-                    [*COMMAND, *mount.arguments()], env=mount.env, stderr=subprocess.PIPE, text=True
-                )
-                time.sleep(1.2)
-                starting.send_signal(number)
-                _, err = starting.communicate(timeout=15)
-                assert starting.returncode != 0
-                assert "Traceback" not in err
-                time.sleep(0.3)
-                assert not processes_with(str(mount.path)), f"left after signal {number}"
+            starting = subprocess.Popen(
+                [*COMMAND, *mount.arguments()], env=mount.env, stderr=subprocess.PIPE, text=True
+            )
+            time.sleep(1.2)
+            starting.send_signal(number)
+            _, err = starting.communicate(timeout=15)
+            assert starting.returncode != 0
+            assert "Traceback" not in err
+            time.sleep(0.3)
+            assert not processes_with(str(mount.path))
         mount.allowed.append(".")
 
 
@@ -345,6 +345,7 @@ class TestMachine:
 
         assert done.stdout == f"{hashlib.md5(data).hexdigest()}  -\n65534\n"
 
+    @pytest.mark.long
     @as_nobody
     def test_a_user_is_told_which_backend_serves_and_why(self, stage: Stage, bucket: Bucket) -> None:
         bucket.put("file", 10)
@@ -364,13 +365,16 @@ class TestMachine:
     @pytest.mark.parametrize(
         "end",
         [
-            "cachefs umount $M",
-            "fusermount3 -u $M",
-            "kill -TERM $D",
+            pytest.param("cachefs umount $M", id="cachefs umount", marks=pytest.mark.long),
+            pytest.param("fusermount3 -u $M", id="fusermount3"),
+            pytest.param("kill -TERM $D", id="SIGTERM", marks=pytest.mark.long),
             # What is killed leaves a dead mount, which the next start clears away.
-            'kill -KILL $D; gone; test -z "$(ls $M 2>/dev/null)"; writes; D=$(pid); cachefs umount $M',
+            pytest.param(
+                'kill -KILL $D; gone; test -z "$(ls $M 2>/dev/null)"; writes; D=$(pid); cachefs umount $M',
+                id="SIGKILL",
+                marks=pytest.mark.long,
+            ),
         ],
-        ids=["cachefs umount", "fusermount3", "SIGTERM", "SIGKILL"],
     )
     def test_a_user_writes_and_each_end_leaves_no_mount(
         self, stage: Stage, bucket: Bucket, backend: str, end: str
@@ -391,6 +395,7 @@ gone
         assert done.returncode == 0, done.stderr
         assert set(done.stdout.split()) == {"new"}
 
+    @pytest.mark.long
     @as_nobody
     def test_a_user_can_have_no_files_opened_with_a_request(self, stage: Stage, bucket: Bucket) -> None:
         bucket.put("file", 10)

@@ -25,6 +25,7 @@ from bench.lab.client import LabStore
 from cachefs.daemon.background import held_by_holder
 from cachefs.fuse import holder
 from cachefs.fuse.held import FORMAT
+from tests.conftest import LEVEL
 from tests.mount import restarting
 from tests.mount.conftest import Bucket, Mounted, why_no_native_backend
 from tests.mount.mounts import Completed, Mount, alive, eventually, mounts_at, processes_with, run, state_of
@@ -37,6 +38,9 @@ pytestmark = [
 ]
 
 KIB, MIB = 1 << 10, 1 << 20
+
+SHORT = LEVEL == "short"
+KILLS, WRITERS_DEATHS, UPGRADES = (2, 3, 2) if SHORT else (4, 5, 3)
 
 
 def held_mount(mounted: Mounted, source: Bucket, **options: Any) -> Mount:
@@ -158,7 +162,7 @@ def test_no_reader_notices_that_the_daemon_was_killed(
     for work in (passthrough, read, page_faults, open_and_close, stat, list_directory):
         readers.add(work)
     with readers.running():
-        for _ in range(4):
+        for _ in range(KILLS):
             time.sleep(0.7)
             kill(mount)
         time.sleep(0.5)
@@ -171,7 +175,7 @@ def test_no_reader_notices_that_the_daemon_was_killed(
     pages.close()
     eventually(lambda: mount.ask("status")["open_files"] == 0, "no handle is left open")
     status = held(mount)
-    assert status["restarts"] == 4
+    assert status["restarts"] == KILLS
     assert 0 < status["longest_pause_s"] < 20
 
 
@@ -236,8 +240,8 @@ def test_everything_ends_with_the_mount(mounted: Mounted, bucket: Bucket) -> Non
         "SIGTERM to the holder": lambda pid: os.kill(pid, signal.SIGTERM),
         "SIGTERM to the daemon": lambda _: os.kill(mount.pid, signal.SIGTERM),
     }
-    for name, end in ends.items():
-        for killed in (False, True):
+    for number, (name, end) in enumerate(ends.items()):
+        for killed in (number % 2 == 1,) if SHORT else (False, True):
             mount.start()
             assert (mount.path / "file").read_bytes() == b"1"
             if killed:
@@ -279,7 +283,7 @@ def test_the_next_daemon_has_the_connection_once(mounted: Mounted, bucket: Bucke
     """A copy that it does not know of would keep the connection."""
     bucket.put("file", b"1")
     mount = held_mount(mounted, bucket)
-    for number in range(3):
+    for number in range(2 if SHORT else 3):
         assert opened(mount.pid).count("/dev/fuse") == 1, number
         kill(mount)
 
@@ -408,7 +412,8 @@ def test_what_the_daemon_says_at_start_reaches_the_caller(mounted: Mounted, buck
     assert not processes_with(str(mount.cache))
 
 
-@pytest.mark.parametrize("killed", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("killed", [False, True])
 def test_a_failure_in_the_daemon_is_a_death_like_any_other(
     mounted: Mounted, bucket: Bucket, killed: bool
 ) -> None:
@@ -540,7 +545,7 @@ def test_no_reader_notices_an_upgrade_and_what_is_in_memory_stays(
     for work in (passthrough, read, open_and_close, list_directory):
         readers.add(work)
     with readers.running():
-        for number in range(1, 4):
+        for number in range(1, UPGRADES + 1):
             time.sleep(0.3)
             done = upgraded(mount)
             assert done.returncode == 0, done.stderr
@@ -551,7 +556,7 @@ def test_no_reader_notices_an_upgrade_and_what_is_in_memory_stays(
     os.close(whole)
     os.close(slow)
     assert lab.counters()["requests"].get("get", 0) == asked, "nothing is fetched again"
-    assert "3 restarts (3 by upgrade" in mount.cli("status", mount.path).stdout
+    assert f"{UPGRADES} restarts ({UPGRADES} by upgrade" in mount.cli("status", mount.path).stdout
     assert "was left by process" not in mount.log(), "the databases were closed"
 
 
@@ -613,6 +618,7 @@ def _next_one(mount: Mount, *others: int) -> int:
     return found.pop()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", ["the daemon", "the next one"])
 def test_two_kills_at_once(mounted: Mounted, bucket: Bucket, first: str) -> None:
     """Of the daemon and the one that stands by: it dies before the other one does, or while it takes over."""
@@ -634,6 +640,7 @@ def test_two_kills_at_once(mounted: Mounted, bucket: Bucket, first: str) -> None
     assert (mount.path / "new").read_bytes() == b"before after" == stored(bucket, "new")
 
 
+@pytest.mark.long
 def test_an_upgrade_that_meets_a_kill_goes_on_or_says_why_not(mounted: Mounted, bucket: Bucket) -> None:
     data = bucket.put("file", MIB)
     mount = held_mount(mounted, bucket, read_only=None)
@@ -714,7 +721,7 @@ def upgrade(mount: Mount) -> None:
     ("end", "writeback"),
     [
         (kill, False),
-        (upgrade, True),
+        pytest.param(upgrade, True, marks=pytest.mark.long),
         pytest.param(kill, True, marks=pytest.mark.long),
         pytest.param(upgrade, False, marks=pytest.mark.long),
     ],
@@ -790,7 +797,7 @@ def test_no_writer_notices(
     for work in (read, save, replace, append, patch, change_names):
         users.add(work)
     with users.running():
-        for _ in range(5):
+        for _ in range(WRITERS_DEATHS):
             time.sleep(0.6)
             end(mount)
         time.sleep(0.3)
@@ -804,10 +811,12 @@ def test_no_writer_notices(
         assert (mount.path / name).read_bytes() == data, name
         assert stored(bucket, name) == data, name
     assert set(os.listdir(mount.path)) - {"latest"} == {"cached", *expected}
-    assert held(mount)["restarts"] == 5
+    assert held(mount)["restarts"] == WRITERS_DEATHS
 
 
-@pytest.mark.parametrize("call", ["close", "fsync", "truncate"])
+@pytest.mark.parametrize(
+    "call", ["close", *(pytest.param(call, marks=pytest.mark.long) for call in ("fsync", "truncate"))]
+)
 def test_a_call_that_waits_for_the_upload_is_answered_by_the_next_daemon(
     mounted: Mounted, bucket: Bucket, lab: LabStore, call: str
 ) -> None:
@@ -965,7 +974,8 @@ def test_the_times_of_directories_stay(mounted: Mounted, bucket: Bucket) -> None
     assert [os.stat(mount.path / name).st_mtime_ns for name in (".", "d", "d/e")] == before
 
 
-@pytest.mark.parametrize("mode", ["writeback", pytest.param("durable", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["writeback", "durable"])
 def test_programs_of_all_kinds_go_on(tmp_path: Path, mode: str) -> None:
     """`scripts/restarts` does it for longer, with more of them."""
     programs = ("loader, spawned", "mapping", "untar", "find", "checkpoint", "log", "table")
@@ -1171,30 +1181,32 @@ def test_a_service_manager_keeps_the_connection_of_a_holder_that_is_killed(
         assert not mounts_at(mount.path)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("gone", ["the mount", "the connection"])
 def test_what_a_service_manager_keeps_of_a_mount_that_has_gone_is_not_gone_on_with(
-    mounted: Mounted, bucket: Bucket
+    mounted: Mounted, bucket: Bucket, gone: str
 ) -> None:
     data = bucket.put("file", MIB)
     mount = held_mount(mounted, bucket, start=False)
     mount.allowed.append("took away a dead mount")
     with managed(mount) as manager:
-        for gone in ("the mount", "the connection"):
-            manager.start()
-            manager.hear("FDSTORE=1\nFDPOLL=0\nFDNAME=cachefs-fuse")
-            manager.kill()
-            if gone == "the mount":
-                run(["umount", "-l", mount.path])
-            else:
-                os.close(manager.stored.pop("cachefs-fuse"))
-            manager.start()
-            manager.hear("FDSTORE=1\nFDPOLL=0\nFDNAME=cachefs-fuse")
-            assert held(mount)["restarts"] == 0 and len(manager.stored) == 2
-            assert (mount.path / "file").read_bytes() == data
-            mount.stop()
-            assert manager.wait() == 0
-            manager.keeps_nothing()
+        manager.start()
+        manager.hear("FDSTORE=1\nFDPOLL=0\nFDNAME=cachefs-fuse")
+        manager.kill()
+        if gone == "the mount":
+            run(["umount", "-l", mount.path])
+        else:
+            os.close(manager.stored.pop("cachefs-fuse"))
+        manager.start()
+        manager.hear("FDSTORE=1\nFDPOLL=0\nFDNAME=cachefs-fuse")
+        assert held(mount)["restarts"] == 0 and len(manager.stored) == 2
+        assert (mount.path / "file").read_bytes() == data
+        mount.stop()
+        assert manager.wait() == 0
+        manager.keeps_nothing()
 
 
+@pytest.mark.long
 def test_a_crash_loop_of_holders_ends_and_nothing_is_kept(mounted: Mounted, bucket: Bucket) -> None:
     """As where a control group is killed as a whole, again and again."""
     bucket.put("file", b"1")
@@ -1217,6 +1229,7 @@ def test_a_crash_loop_of_holders_ends_and_nothing_is_kept(mounted: Mounted, buck
             os.listdir(mount.path)
 
 
+@pytest.mark.long
 def test_a_version_that_cannot_go_on_with_what_is_kept_gives_it_up(mounted: Mounted, bucket: Bucket) -> None:
     """It was installed before the holder died. The service manager then has it mount again."""
     data = bucket.put("file", MIB)
@@ -1241,6 +1254,7 @@ def test_a_version_that_cannot_go_on_with_what_is_kept_gives_it_up(mounted: Moun
         assert manager.wait() == 0
 
 
+@pytest.mark.long
 def test_a_service_manager_hears_of_a_stop_only_when_the_mount_ends(mounted: Mounted, bucket: Bucket) -> None:
     """Else it ends the unit some time after an upgrade."""
     bucket.put("file", b"1")
@@ -1258,6 +1272,7 @@ def test_a_service_manager_hears_of_a_stop_only_when_the_mount_ends(mounted: Mou
         assert manager.wait() == 0
 
 
+@pytest.mark.long
 def test_what_hangs_is_ended_by_the_service_manager_and_gone_on_with(
     mounted: Mounted, bucket: Bucket
 ) -> None:
@@ -1282,6 +1297,7 @@ def test_what_hangs_is_ended_by_the_service_manager_and_gone_on_with(
         assert manager.wait() == 0
 
 
+@pytest.mark.long
 def test_under_a_service_manager_no_daemon_outlives_its_holder(mounted: Mounted, bucket: Bucket) -> None:
     """Else it would serve the same connection as the next one."""
     bucket.put("file", b"1")

@@ -183,6 +183,7 @@ def test_an_interrupted_job_ends(mounted: Mounted, data: Bucket, lab: Any) -> No
     eventually(lambda: not running(mount), "the job has ended")
 
 
+@pytest.mark.long
 def test_pins_survive_pressure_and_a_restart(mounted: Mounted, bucket: Bucket, lab: Any) -> None:
     for n in range(60):
         bucket.put(f"{n:03}.bin", 2 * MIB)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from bench.lab.dataset import content
+from tests.conftest import LEVEL
 from tests.mount.conftest import ONE_BACKEND, Bucket, Mounted
 from tests.mount.mounts import Mount, eventually, in_python, run, succeed
 from tests.mount.written import keys, stored
@@ -554,7 +555,10 @@ class TestFailures:
             assert stored(bucket, "f") == b"kept"
 
     @ONE_BACKEND
-    @pytest.mark.parametrize("action", ["503", "500", "reset", "lost-reply"])
+    @pytest.mark.parametrize(
+        "action",
+        ["503", *(pytest.param(action, marks=pytest.mark.long) for action in ("500", "reset")), "lost-reply"],
+    )
     def test_a_store_that_stumbles_is_not_seen(self, writable: Writable, bucket: Bucket, action: str) -> None:
         mount = writable(bucket)
         bucket.store.fault(action, kind="put*", count=2)
@@ -780,7 +784,7 @@ class TestKilled:
             "    print(name, flush=True)\n"
         )
         written: list[str] = []
-        for round_ in range(3):
+        for round_ in range(2 if LEVEL == "short" else 3):
             writer = subprocess.Popen(
                 [sys.executable, "-c", code, f"{round_}"],
                 cwd=mount.path,

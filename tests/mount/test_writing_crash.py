@@ -30,6 +30,7 @@ from urllib.parse import quote, unquote
 import pytest
 
 from bench.lab.dataset import content
+from tests.conftest import LEVEL
 from tests.mount import mounts as mounts_module
 from tests.mount.conftest import ONE_BACKEND, Bucket, Mounted
 from tests.mount.mounts import COMMAND, Mount, eventually
@@ -40,7 +41,9 @@ MIB = 1 << 20
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 KILLS = int(os.environ.get("CACHEFS_KILLS", "0"))
-"""So many for each way of writing; 0: what the suite has time for."""
+"""So many for each way of writing; 0: what the suite has time for (`FEW`)."""
+
+FEW = 2 if LEVEL == "short" else 4
 
 SEED = int(os.environ.get("CACHEFS_KILLS_SEED", "1"))
 WORKERS = 3
@@ -423,11 +426,18 @@ class TestAtAnyMoment:
     @pytest.mark.long
     @pytest.mark.backends("native")
     def test_durable(self, mounted: Mounted, bucket: Bucket, tmp_path: Path) -> None:
-        hammered(mounted, bucket, tmp_path / "load", KILLS or 4)
+        hammered(mounted, bucket, tmp_path / "load", KILLS or FEW)
 
     @pytest.mark.backends("native")
     def test_writeback(self, mounted: Mounted, bucket: Bucket, tmp_path: Path) -> None:
-        hammered(mounted, bucket, tmp_path / "load", KILLS or 4, writeback=True, upload_delay="50ms")
+        hammered(
+            mounted,
+            bucket,
+            tmp_path / "load",
+            KILLS or FEW,
+            writeback=True,
+            upload_delay="50ms",
+        )
 
     @pytest.mark.long
     @pytest.mark.backends("pyfuse3")
@@ -838,7 +848,7 @@ class TestNames:
         [
             pytest.param("list", 1, marks=pytest.mark.long),
             pytest.param("copy", 1, marks=pytest.mark.long),
-            ("copy", 4),
+            pytest.param("copy", 4, marks=pytest.mark.long),
             ("delete_many", 1),
         ],
     )

@@ -40,12 +40,7 @@ def mount(mounted: Mounted, bucket: Bucket) -> Mount:
     ("action", "number", "call"),
     [
         *(("403", errno.EACCES, call) for call in OF_THE_STORE),
-        ("reset", errno.EIO, "mv"),
-        *(
-            pytest.param("reset", errno.EIO, call, marks=pytest.mark.long)
-            for call in OF_THE_STORE
-            if call != "mv"
-        ),
+        *(pytest.param("reset", errno.EIO, call, marks=pytest.mark.long) for call in OF_THE_STORE),
     ],
 )
 def test_names_are_the_stores_and_fail_with_it(

@@ -221,6 +221,7 @@ class TestLibraries:
         assert pandas.read_csv(io.BytesIO(place.stored("t.csv"))).equals(frame)
         assert pandas.read_parquet(place.path / "t.parquet").equals(frame)
 
+    @pytest.mark.long
     def test_a_checkpoint_saved_beside_and_renamed_over(self, place: Place) -> None:
         pytest.importorskip("torch")
         code = """

@@ -219,6 +219,7 @@ class TestConflicts:
         bucket.store.reset()
         return mount
 
+    @pytest.mark.long
     def test_moved_aside(self, mount: Mount, bucket: Bucket) -> None:
         (mount.path / "f").rename(mount.path / "f.mine")
         until = time.monotonic() + 5

@@ -72,6 +72,7 @@ def test_another_client(mounted: Mounted, bucket: Bucket) -> None:
     assert [key for key in keys(bucket) if not key.endswith("/")] == ["moved/deep/f", "moved/large", "small"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"writeback": True}], ids=["durable", "writeback"])
 def test_a_distributed_checkpoint(mounted: Mounted, bucket: Bucket, options: dict[str, Any]) -> None:
     """Saved through one mount by two processes, over an earlier one; loaded through another."""

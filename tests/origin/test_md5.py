@@ -242,6 +242,7 @@ def test_so_many_objects_are_remembered_until_they_come_again(monkeypatch: pytes
         assert len(md5s._refused) == number % 3 + 1
 
 
+@pytest.mark.long
 def test_an_object_that_comes_slowly_and_is_held_back_keeps_its_deadline(
     serve: Callable[..., Server],
 ) -> None:

@@ -327,7 +327,7 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-@pytest.mark.parametrize("way", ["put", "part"])
+@pytest.mark.parametrize("way", [pytest.param("put", marks=pytest.mark.long), "part"])
 def test_memory_stays_flat(store: Lab, tmp_path: Path, way: str) -> None:
     size = 256 * MIB
 

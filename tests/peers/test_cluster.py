@@ -232,7 +232,8 @@ async def test_a_slow_store_is_asked_once_however_long_it_takes(cache_dir: Path)
         assert all(row["state"] == "healthy" for node in cluster for row in node.cluster.status())
 
 
-@pytest.mark.parametrize("after_s", [pytest.param(4.0, marks=pytest.mark.long), 1000.0])
+@pytest.mark.long
+@pytest.mark.parametrize("after_s", [4.0, 1000.0])
 @in_time(rate=4)
 async def test_an_owner_that_has_lost_the_store_is_not_waited_for_to_the_end(
     cache_dir: Path, caplog: pytest.LogCaptureFixture, after_s: float

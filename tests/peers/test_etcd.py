@@ -284,6 +284,7 @@ async def leader_of(cluster: Cluster, node: Node) -> int:
     raise AssertionError("no leader")
 
 
+@pytest.mark.long
 @within(90)
 async def test_without_etcd_members_stay_and_with_it_nodes_register_again(
     cluster: Cluster, prefix: str

@@ -178,6 +178,7 @@ async def test_a_body_in_drops_is_given_up_long_before_its_deadline() -> None:
     client.close()
 
 
+@pytest.mark.long
 @in_trio
 async def test_silence_in_a_long_body_ends_it_too() -> None:
     """In a worker thread, so on the real clock."""

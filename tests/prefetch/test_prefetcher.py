@@ -193,7 +193,7 @@ async def test_no_more_is_used_than_was_fetched_ahead() -> None:
         assert sum(stop - start for _, start, stop in shop.gets) == 12 * LARGE_FILE
 
 
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("known", [True, pytest.param(False, marks=pytest.mark.long)])
 async def test_every_open_of_a_hinted_order_finds_its_file_whole(known: bool) -> None:
     names = [f"c{i % 20:02d}/{i:04d}" for i in range(2000)]
     shop = Shop(names)
@@ -412,7 +412,7 @@ async def test_files_that_lie_unused_are_bounded_in_number(monkeypatch: pytest.M
         assert Counter(shop.got) == Counter(names)
 
 
-@pytest.mark.parametrize("hinted", [True, False])
+@pytest.mark.parametrize("hinted", [pytest.param(True, marks=pytest.mark.long), False])
 async def test_a_data_set_of_twice_the_cache_is_fetched_once_an_epoch(hinted: bool) -> None:
     """What is fetched ahead displaces nothing that is still to be read, itself included."""
     names = [f"d/{i:03d}" for i in range(256)]

@@ -46,7 +46,7 @@ def shuffled(ids: list[ObjectId], seed: object) -> list[ObjectId]:
 
 
 @pytest.mark.parametrize("ram_share", [pytest.param(0, marks=pytest.mark.long), 0.2])
-@pytest.mark.parametrize("order", ["shuffled", "scan"])
+@pytest.mark.parametrize("order", ["shuffled", pytest.param("scan", marks=pytest.mark.long)])
 @in_trio
 async def test_half_of_many_small_files_is_half_the_hits(
     cache_dir: Path, order: str, ram_share: float
@@ -74,6 +74,7 @@ async def test_by_recency_it_is_a_sixth_or_nothing(cache_dir: Path) -> None:
         assert max(hits) <= 0.25, hits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ram_share", [pytest.param(0, marks=pytest.mark.long), 0.2])
 @in_trio
 async def test_shards_read_in_pieces_by_a_sequential_reader(cache_dir: Path, ram_share: float) -> None:

@@ -117,7 +117,7 @@ def run_trials(trials: list[tuple[str, Callable[[], str]]]) -> None:
 @pytest.mark.parametrize(
     ("stopped", "count"),
     [
-        ("clean", 10),
+        pytest.param("clean", 10, marks=pytest.mark.long),
         pytest.param("killed", 10, marks=pytest.mark.long),
         pytest.param("killed", 50, marks=pytest.mark.long),
     ],
@@ -177,7 +177,7 @@ def test_an_index_cut_short_or_overwritten(warm: tuple[Path, Path], tmp_path: Pa
             file.seek(page * 4096)
             file.write(bytes(4096))
 
-    for page in range(0, size // 4096, 9 if LEVEL == "short" else 3):
+    for page in range(0, size // 4096, 18 if LEVEL == "short" else 3):
         trials.append(
             (
                 f"page {page} zeroed",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 
 from cachefs.base.errors import CacheInUse
 from cachefs.base.metrics import Metrics
-from cachefs.store import open_store, scrub
+from cachefs.store import open_store, opening, scrub
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
 from tests.store.lab import (
     BLOCK,
@@ -219,6 +221,37 @@ async def test_another_block_size_starts_empty_and_frees_the_old_files(cache_dir
             assert await lab.read(object_id) == d
         assert any("empty" in w for w in lab.opened.warnings)
         await until(lambda: not list(cache_dir.glob("trash-*")), 5)
+        lab.check_accounts()
+
+
+@in_trio
+async def test_a_cache_that_is_dropped_keeps_its_tier_whenever_its_files_go(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are deleted in the background: here at the moment when the directory has been listed and is looked through."""
+    origin = ScriptedOrigin()
+    data = await filled(cache_dir, origin)
+    trash: list[Path] = []
+    deleted: set[str] = set()
+    monkeypatch.setattr(opening, "_delete_in_background", trash.append)
+    listdir = os.listdir
+
+    def then_deleted(*of: Any) -> list[str]:
+        names = listdir(*of)
+        for path in trash:
+            if path.name in names:
+                shutil.rmtree(path, ignore_errors=True)
+                deleted.add(path.name)
+        return names
+
+    monkeypatch.setattr(os, "listdir", then_deleted)
+    async with running(cache_dir, origin, block=2 * BLOCK) as lab:
+        assert deleted
+        assert [tier.name for tier in lab.store.tiers] == ["ssd"]
+        assert all("empty" in line for line in lab.opened.warnings), lab.opened.warnings
+        for object_id, d in zip(ids_of(origin), data.values(), strict=True):
+            assert await lab.read(object_id) == d
+        assert lab.used() > 0
         lab.check_accounts()
 
 

@@ -77,7 +77,7 @@ async def epoch(lab: Lab, own: list[ObjectId], number: int, others: list[ObjectI
     return missed
 
 
-@pytest.mark.parametrize("ram_share", [0, 0.25])
+@pytest.mark.parametrize("ram_share", [pytest.param(0, marks=pytest.mark.long), 0.25])
 @in_trio
 async def test_what_all_nodes_read_stays_with_its_owner(cache_dir: Path, ram_share: float) -> None:
     share, room = 208, 200
@@ -95,6 +95,7 @@ async def test_what_all_nodes_read_stays_with_its_owner(cache_dir: Path, ram_sha
         lab.check_accounts()
 
 
+@pytest.mark.long
 @in_trio
 async def test_by_recency_it_costs_twice_as_much(cache_dir: Path) -> None:
     async with running(cache_dir, ssd=200 * BLOCK, eviction="lru") as lab:

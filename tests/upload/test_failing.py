@@ -81,7 +81,7 @@ async def writes(d: Desk, dirty_file: DirtyFile) -> bytes:
     return bytes(plain)
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("code", [pytest.param(errno.EIO, marks=pytest.mark.long), errno.ENOSPC])
 @pytest.mark.parametrize("writeback", [False, True])
 @in_trio
 async def test_what_fails_is_not_there_and_what_does_not_is(

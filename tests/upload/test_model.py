@@ -12,6 +12,7 @@ import trio
 
 from cachefs.base.errors import CachefsError, OriginFailed
 from cachefs.upload import DirtyFile, sending
+from tests.conftest import LEVEL
 from tests.upload.scripted import PART, Desk, Room, ScriptedStore, add, desk, in_trio
 
 NAMES = ["a", "b", "c", "d"]
@@ -165,7 +166,7 @@ class World:
             assert not strange, f"{name} showed {len(strange[0])} bytes that it never held"
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("SEEDS", "4"))))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("SEEDS", "2" if LEVEL == "short" else "4"))))
 @pytest.mark.parametrize("writeback", [False, True])
 @in_trio
 async def test_whatever_happens(

@@ -25,6 +25,7 @@ from cachefs.base.names import ObjectId
 from cachefs.base.shared_memory import FileRecords, SharedMemory
 from cachefs.upload import DirtyFile, journal, sending
 from cachefs.upload.staging import HELD
+from tests.conftest import LEVEL
 from tests.upload.scripted import KIB, MIB, PART, Desk, Room, ScriptedStore, add, desk, in_trio
 from tests.upload.test_passthrough import Kernel
 
@@ -179,7 +180,7 @@ async def test_killed_at_each_request_and_each_commit_of_the_journal(
         monkeypatch.setattr(sending, "PUT_BYTES", 2 * PART)
         d.uploads.release(first)
     assert len(copies) > (15 if writeback else 40)
-    for after, count in copies:
+    for after, count in copies[:: 3 if LEVEL == "short" else 1]:
         vars(after.store).pop("request", None)
         async with after.alive(INO, writeback=writeback) as (d, (dirty_file,)):
             assert dirty_file.size >= count

@@ -31,7 +31,7 @@ FILES = 2 * IN_BACKGROUND + 5
 TURNS = 2
 
 
-@pytest.mark.parametrize("trouble", [False, True])
+@pytest.mark.parametrize("trouble", [False, pytest.param(True, marks=pytest.mark.long)])
 @in_trio
 async def test_more_files_than_go_at_once_all_arrive(tmp_path: Path, trouble: bool) -> None:
     async with desk(tmp_path, writeback=True) as d:

@@ -302,7 +302,7 @@ def test_after_a_kill_in_the_middle(
     run(use)
 
 
-@pytest.mark.parametrize("writeback", [False, True])
+@pytest.mark.parametrize("writeback", [pytest.param(False, marks=pytest.mark.long), True])
 def test_memory_stays_flat(lab: Lab, tmp_path: Path, writeback: bool) -> None:
     size, piece = (128 if LEVEL == "short" else 256) * MIB, bytes(MIB)
 

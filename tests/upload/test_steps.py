@@ -112,7 +112,9 @@ async def test_a_file_that_is_overwritten_keeps_its_name(
     assert all(objects["k"] == NEW for objects in found[closed:]) and found[closed:]
 
 
-@pytest.mark.parametrize("how", ["new", "had-an-older-version", "is-being-changed"])
+@pytest.mark.parametrize(
+    "how", ["new", "had-an-older-version", pytest.param("is-being-changed", marks=pytest.mark.long)]
+)
 @in_trio
 async def test_what_was_replaced_does_not_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
