@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from cachefs.upload.uploads import Uploads
 
 TOKENS = 8
-"""Attempts of unknown outcome whose tokens are remembered. Derived: one may reach the origin a minute late, the usual deadline
-of a proxy, and up to eight are begun in that time (`journal.RETRY_S`). At a conflict, the origin is asked about each."""
+"""Attempts of unknown outcome whose tokens are remembered. Derived: one may reach the origin a minute late, the usual
+deadline of a proxy, and then up to eight were begun (`journal.RETRY_S`). At a conflict, the origin is asked about each."""
 
 
 class Trying:

@@ -40,6 +40,7 @@ from typing import Any, Final, Literal
 
 import trio
 
+from cachefs.base.behind import GATHER_S
 from cachefs.base.database import Database, Put, is_full, read_mark
 from cachefs.base.errors import CachefsError, CacheInUse, CacheUnusable, NoRoom
 from cachefs.base.linux import HANGS_AFTER_S
@@ -51,10 +52,6 @@ from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.staging import HELD, rewrite, sync_bytes, sync_names
 
 log = logging.getLogger(__name__)
-
-GATHER_S = 0.02
-"""How long rows are gathered that no caller waits for. Guessed: as long as it takes to save a few small files one after
-another, and no longer than a removal may wait that finds its file's upload at its end."""
 
 FORMAT, EARLIER = "journal-3", ("journal-1", "journal-2")
 """The format that is written, and earlier ones that are read, too. Format 1 has no contents; in format 2 each file with a
