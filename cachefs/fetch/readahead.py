@@ -19,7 +19,8 @@ NEAR_BYTES = 4 << 20
 read-aheads of up to 1 MiB at once, and they arrive out of order."""
 
 STREAMS = 64
-"""Streams remembered per object. Guessed: the loader workers of a node with eight accelerators."""
+"""Streams remembered per object: of 64 loader workers (eight accelerators, eight workers each), each keeps its own. Measured
+(`python -m bench.choosing streams`): a read at random is compared with all of them in 6 µs, with twice as many in 10."""
 
 JUMPS_TO_DOUBT = 3
 """After so many new streams, without one that is continued, a read at the file's start gets no window. Borrowed."""

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 TOKENS = 8
 """Most attempts of unknown outcome whose tokens are remembered. Derived: one may reach the origin a minute late, the usual
-deadline of a proxy, and up to eight are begun in that time (`journal.RETRY_S`). At a conflict, the origin is asked about
-each."""
+deadline of a proxy, and then up to eight were begun (`journal.RETRY_S`). At a conflict, the origin is asked about each."""
 
 
 class Trying:

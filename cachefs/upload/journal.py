@@ -44,6 +44,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import trio
 
+from cachefs.base.behind import GATHER_S
 from cachefs.base.database import Database, Put, is_full, read_mark
 from cachefs.base.errors import CachefsError, CacheInUse, CacheUnusable, NoRoom
 from cachefs.base.linux import HANGS_AFTER_S
@@ -55,10 +56,6 @@ from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.staging import HELD, rewrite, sync_bytes, sync_names
 
 log = logging.getLogger(__name__)
-
-GATHER_S = 0.02
-"""Seconds that a row that no caller waits for is delayed, so that others share its transaction. Guessed: a program saves a
-few small files in that time, and a removal of a file whose upload is just ending may wait that long."""
 
 FORMAT, EARLIER = "journal-3", ("journal-1", "journal-2")
 """The format that is written, and earlier formats that are read, too. Format 1 has no contents. In format 2 each file with

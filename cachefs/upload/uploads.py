@@ -56,7 +56,8 @@ from cachefs.upload.staging import (
 log = logging.getLogger(__name__)
 
 FLUSH_RETRY_S = 5.0
-"""Most seconds that `flush` waits before it tries a failed upload again. Guessed: a user waits for `flush`."""
+"""Longest wait of `flush` before it tries a failed upload again. Guessed between two cases: an origin answers again six
+seconds before the deadline of a stop, and one that is out all the time gets each file fifteen times a minute at most."""
 
 SHOWN = 20
 """Most dirty files that the status lists. Derived: a screen of 24 lines has space for them and for a heading."""

@@ -313,7 +313,7 @@ def test_random_pieces_of_a_large_file_cost_no_more_than_their_blocks(size: int)
     assert len(fetched) * MIB <= 8 * read
 
 
-@pytest.mark.parametrize("workers", [2, 8, STREAMS])
+@pytest.mark.parametrize("workers", [2, 8, 8 * 8])
 def test_many_processes_read_one_file_each_in_its_place(workers: int) -> None:
     policy = Readahead(workers * 64 * MIB, MIB, 16)
     named: dict[int, list[int]] = {pid: [] for pid in range(workers)}

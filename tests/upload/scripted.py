@@ -23,12 +23,12 @@ import trio
 import trio.testing
 
 from cachefs.base import tasks
+from cachefs.base.behind import GATHER_S
 from cachefs.base.errors import CachefsError, Conflict, NoSuchUpload, NotFound, ObjectChanged
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.origin import Limits, ObjectInfo, Part
 from cachefs.upload import DirtyFile, Uploads, staging
-from cachefs.upload.journal import GATHER_S
 from tests import threads
 from tests.upload import counters
 

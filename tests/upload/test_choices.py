@@ -58,6 +58,42 @@ async def test_a_flush_takes_what_was_acknowledged_or_closed(
         assert await d.uploads.flush(**how) == [] and set(d.store.objects) == tried
 
 
+@in_trio
+async def test_a_stop_sends_what_the_origin_takes_again_six_seconds_before_its_deadline(
+    tmp_path: Path,
+) -> None:
+    async with desk(tmp_path, writeback=True, upload_delay_s=1e6) as d:
+        dirty_file = await d.create("k", b"data")
+        await d.uploads.commit(dirty_file)
+        dirty_file.trying.failures = 20  # it is left alone for long
+        d.store.fail("put", lambda: OriginFailed("no"), times=1000)
+        async with trio.open_nursery() as nursery:
+
+            async def again() -> None:
+                await trio.sleep(54)
+                d.store.rules.clear()
+
+            nursery.start_soon(again)
+            assert await d.uploads.flush(deadline_s=60) == []
+        assert d.store.content("k") == b"data"
+        d.uploads.release(dirty_file)
+
+
+@in_trio
+async def test_a_stop_while_the_origin_is_out_asks_it_fifteen_times_a_minute_at_most(tmp_path: Path) -> None:
+    """For each file; there may be ten thousand."""
+    async with desk(tmp_path, writeback=True, upload_delay_s=1e6) as d:
+        dirty_file = await d.create("k", b"data")
+        await d.uploads.commit(dirty_file)
+        dirty_file.trying.failures = 20
+        d.store.fail("put", lambda: OriginFailed("no"), times=1000)
+        assert await d.uploads.flush(deadline_s=60) == [dirty_file]
+        assert 1 < d.store.counts["put"] <= 15
+        d.store.rules.clear()
+        assert await d.uploads.flush() == []
+        d.uploads.release(dirty_file)
+
+
 @pytest.mark.parametrize("error, tries", [(OriginFailed, 4), (Conflict, 1), (NoRoom, 1)])
 @in_trio
 async def test_a_flush_tries_again_until_its_deadline_unless_it_is_in_vain(

@@ -15,9 +15,10 @@ import pytest
 import trio
 import trio.testing
 
+from cachefs.base.behind import GATHER_S
 from cachefs.base.errors import CacheUnusable, NoRoom, OriginFailed, PermissionDenied
 from cachefs.upload import queue
-from cachefs.upload.journal import GATHER_S, Journal, Records
+from cachefs.upload.journal import Journal, Records
 from tests.fetch.scripted import content
 from tests.upload.scripted import MIB, PART, SOURCE, ScriptedStore, add, desk, in_trio
 
@@ -592,9 +593,12 @@ async def test_a_row_that_no_caller_waits_for_goes_along_with_the_next(tmp_path:
         journal.close()
 
 
+@pytest.mark.parametrize("pause_s", [0.0, 0.015])
 @in_trio
-async def test_an_upload_in_the_background_shares_its_transaction_with_the_next_save(tmp_path: Path) -> None:
-    """Of files that are saved one after another, each costs the disk one transaction and not two."""
+async def test_an_upload_in_the_background_shares_its_transaction_with_the_next_save(
+    tmp_path: Path, pause_s: float
+) -> None:
+    """Of files that are saved one after another, up to 60 a second, each costs the disk one transaction and not two."""
     async with desk(tmp_path, writeback=True, upload_delay_s=0.0) as d:
         transactions = list[int]()
         write = d.uploads.journal._database.write
@@ -608,8 +612,25 @@ async def test_an_upload_in_the_background_shares_its_transaction_with_the_next_
             d.uploads.release(dirty_file)
             while d.metrics.uploaded_files <= number:
                 await trio.lowlevel.checkpoint()
+            await trio.sleep(pause_s)
         await trio.sleep(1)
         assert transactions == [2, 4, 4, 4, 2] and await d.files() == [], "each time a row and a content"
+
+
+@in_trio
+async def test_a_removal_that_finds_its_upload_at_the_end_takes_no_longer_than_one_at_the_origin(
+    tmp_path: Path,
+) -> None:
+    """A DELETE takes about 30 ms. The removal waits for the row of the upload, which no caller waited for before."""
+    async with desk(tmp_path, writeback=True, upload_delay_s=0.0) as d:
+        dirty_file = await d.save("k", b"1")
+        while not d.metrics.uploaded_files:
+            await trio.lowlevel.checkpoint()
+        assert dirty_file.attempt is not None, "its row waits"
+        began = trio.current_time()
+        await d.uploads.discard(dirty_file)
+        assert began < trio.current_time() <= began + 0.03
+        await d.quiet()
 
 
 @pytest.mark.parametrize("how", ["cut", "zeros", "version", "changed"])
