@@ -919,6 +919,13 @@ class Eviction:
         if self.remote_owned.tiers:
             self.remote_owned.used(key)
 
+    def touch_if_old(self, copy: Copy) -> bool:
+        """`touch`, if this is a separate use and not a continued one. True if it was touched."""
+        if self._catalog.lately_used(copy) or not copy.bitmap:
+            return False
+        self.touch(copy)
+        return True
+
     def touch_if_flushed(self, copy: Copy) -> bool:
         """`touch`, unless it was used since the last flush, because it is young then. True if it was touched."""
         if self._catalog.used_since_flush(copy) or not copy.bitmap:

@@ -27,7 +27,7 @@ from cachefs.store.space import CacheWrites, Moves, Pins, Space
 from cachefs.store.tier import RAM, READ_THREADS, Tier
 
 FLUSH_EVERY_S = 1.0
-"""How long the index may lag behind the files, and a use of a copy goes on. After kill -9, blocks written in that time are
+"""How long the index may lag behind the files. After kill -9, blocks written in that time are
 fetched again. Guessed between two costs: a kill loses what came in a second, and the disk syncs once a second."""
 
 Buffer = bytes | bytearray | memoryview
@@ -360,7 +360,7 @@ class Store:
             self._metrics.ram_hits += blocks
         else:
             self._metrics.ssd_hits += blocks
-        if copy.bitmap and not self.catalog.used_since_flush(copy):
+        if copy.bitmap and not self.catalog.lately_used(copy):
             self.eviction.touch(copy)
             self.eviction.used(obj, copy, hit=True)
             if copy.tier != RAM and self._moves is not None:
@@ -389,7 +389,7 @@ class Store:
             self.space.lost(obj, copy, exc)
             return None
         self.space.pin(copy)
-        if self.eviction.touch_if_flushed(copy) or requester:
+        if self.eviction.touch_if_old(copy) or requester:
             self.eviction.used(obj, copy, hit=True, requester=requester)
         length = block_length(block, obj.id.size, self.block_size)
         return Shared(copy, fd, block * self.block_size, length, not tier.blocking, copy.checksums[position])
