@@ -265,7 +265,7 @@ async def test_prefetch_fills_the_cache_but_for_the_files_of_eight_workers(cache
     files = 1280
     async with running(cache_dir, block=SMALL, eviction="lru", ssd=files * SMALL) as lab:
         ids = [lab.origin.put(f"k{number}", bytes(SMALL)) for number in range(files + 8)]
-        fetched = [object_id for object_id in ids[:files] if put(lab, object_id, ahead=True)]
+        fetched = [object_id for object_id in ids[:files] if put(lab, object_id, prefetched=True)]
         kept = [object_id for object_id in fetched if lab.store.has(lab.store.object(object_id), 0)]
         assert len(kept) >= files * 99 // 100
         assert all(put(lab, object_id) for object_id in ids[-8:])
