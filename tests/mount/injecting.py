@@ -56,7 +56,8 @@ OWN_ERRORS = {"clone": ("EAGAIN",), "socket": ("EMFILE",)}
 ALWAYS = 0
 """As n: every call fails."""
 
-MODES = {"durable": {}, "writeback": {"writeback": True, "upload_delay": "50ms"}}
+MODES = {"durable": {"ram": "0"}, "writeback": {"writeback": True, "upload_delay": "50ms"}}
+"""Without a RAM tier, small files that were written lie on the disk, whose calls fail, too."""
 SMALL, LARGE = 100_000, 6 << 20
 ON_DISK = 3 * SMALL
 """A file that does not lie in memory while it is written, so it is cut on the disk."""
