@@ -312,7 +312,8 @@ class TestBesideOthers:
         self, writable: Writable, bucket: Bucket, writeback: bool
     ) -> None:
         """The copy at the origin is the same file here, and its reader has that: the name keeps its inode."""
-        mount = writable(writeback=writeback, upload_delay="50ms" if writeback else None)
+        # Without a RAM tier, so that the file lies on SSD: what lies in RAM is read through the daemon on this mount.
+        mount = writable(writeback=writeback, upload_delay="50ms" if writeback else None, ram="0")
         (mount.path / "f").write_bytes(b"first")
         flushed(mount)
         eventually(lambda: mount.metrics().get("adopted_versions"), "the cache has it")
