@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 GATHER_S = 0.02
 """How long rows are gathered when no caller waits for them, here and in the journal. A removal that finds the upload of its
 file at its end waits as long. Measured (`python -m bench.choosing rows`): while small files are saved one after another, the
-commits take 1.1 % of a processor; with half the time, 1.5 %."""
+commits take 1.4 % of a processor; with half the time, 2.0 %."""
 
 MANY_ROWS, PATIENCE_S = 1000, 1.0
 """With more rows than this in memory, `uncrowded` waits up to `PATIENCE_S` for a commit, so that rows pile up only while the

@@ -20,7 +20,7 @@ read-aheads of up to 1 MiB at once, and they arrive out of order."""
 
 STREAMS = 64
 """Streams remembered per object: of 64 loader workers (eight accelerators, eight workers each), each keeps its own. Measured
-(`python -m bench.choosing streams`): a read at random is compared with all of them in 6 µs, with twice as many in 10."""
+(`python -m bench.choosing streams`): a read at random is compared with all of them in 9 µs, with twice as many in 14."""
 
 JUMPS_TO_DOUBT = 3
 """After so many new streams, without one that is continued, a read at the file's start gets no window. Borrowed."""

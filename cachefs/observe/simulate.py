@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -230,17 +229,17 @@ class Model:
 
     def _evict(self) -> bool:
         """Evict the least recently used extent of the lowest priority class. False if there is none."""
-        places = [
-            (self.epochs.protects(dataset, clock), clock, place)
-            for dataset, resident in self._datasets.items()
-            for place in (resident.old, resident.young)
-            if place
-            for clock in (next(iter(place.values())).clock,)
-        ]
-        if not places:
+        best: tuple[bool, int, OrderedDict[tuple[int, int], _Cached]] | None = None
+        for dataset, resident in self._datasets.items():
+            for place in (resident.old, resident.young):
+                if place:
+                    clock = next(iter(place.values())).clock
+                    rank = (self.epochs.protects(dataset, clock), clock, place)
+                    if best is None or rank[:2] < best[:2]:
+                        best = rank
+        if best is None:
             return False
-        _, _, place = min(places, key=itemgetter(0, 1))
-        self.used_bytes -= place.popitem(last=False)[1].bytes
+        self.used_bytes -= best[2].popitem(last=False)[1].bytes
         return True
 
 

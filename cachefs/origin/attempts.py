@@ -721,8 +721,8 @@ class Attempts:
         patience: int = 1,
         now: Callable[[], Awaitable[T | None]] | None = None,
     ) -> T:
-        """As `repeat`, for an `attempt` that blocks: it runs in a worker thread. `now` does the same on the trio thread; it
-        returns None, and has sent nothing, if it cannot."""
+        """As `repeat`, for an `attempt` that blocks: it runs in a worker thread. `now` does the same on the trio thread; if
+        it returns None, `attempt` is made."""
 
         async def once() -> T:
             found = await now() if now is not None else None

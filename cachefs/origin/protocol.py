@@ -207,8 +207,8 @@ class Body(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Preconditions:
-    """Conditions of a write: replace only the version `if_match`; write only if there is no object (`if_absent`). With
-    them goes its idempotency token ("" for none)."""
+    """Conditions of a write: replace only the version `if_match`; write only if there is no object (`if_absent`). `token` is
+    the idempotency token of the write ("" for none)."""
 
     if_match: str | None = None
     if_absent: bool = False

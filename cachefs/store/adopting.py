@@ -96,10 +96,8 @@ class Adopting:
     async def adopt_bytes(self, versions: Sequence[tuple[ObjectId, bytes]]) -> list[bool]:
         """`adopt` for whole contents of small versions in memory: into the RAM tier if it need not spill for them, else
         into the SSD tier. One thread writes all their cache files. Returns for each version whether it is cached now."""
-        tier, files = (
-            self._tier_for(sum(allocated(len(data)) for _, data in versions)),
-            dict[ObjectId, _File](),
-        )
+        tier = self._tier_for(sum(allocated(len(data)) for _, data in versions))
+        files = dict[ObjectId, _File]()
         if tier is None:
             return [False] * len(versions)
         with ExitStack() as held:
@@ -118,8 +116,8 @@ class Adopting:
         return [kept.get(object_id, False) for object_id, _ in versions]
 
     def _tier_for(self, need: int) -> Tier | None:
-        """The tier for contents of `need` bytes. Making a file takes ext4 up to 0.5 ms, and a tmpfs 0.02 (measured while
-        files are removed, too)."""
+        """The tier for contents of `need` bytes; None if none takes them. Measured while files of 100 KB are made and
+        removed: a thread spends 0.2 to 0.5 ms on each file in ext4, and 0.1 in a tmpfs."""
         ram, ssd = self._tiers.get(RAM), self._tier
         if ram is not None and ram.writable() and ram.takes_files:
             limit = ram.limit_bytes()

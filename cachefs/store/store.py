@@ -27,8 +27,8 @@ from cachefs.store.space import CacheWrites, Moves, Pins, Space
 from cachefs.store.tier import RAM, READ_THREADS, Tier
 
 FLUSH_EVERY_S = 1.0
-"""How long the index may lag behind the files. After kill -9, blocks written in that time are
-fetched again. Guessed between two costs: a kill loses what came in a second, and the disk syncs once a second."""
+"""How long the index may lag behind the files. After kill -9, blocks written in that time are fetched again. Guessed between
+two costs: a kill loses what came in a second, and the disk syncs once a second."""
 
 Buffer = bytes | bytearray | memoryview
 

@@ -60,8 +60,8 @@ AT_ONCE_S = 0.5
 """How long the trio thread itself waits for a disk. Guessed: far longer than a disk needs to look up a name."""
 
 READ_THREADS = 8
-"""Concurrent reads of one disk. Measured on a virtual disk (`python -m bench.choosing reads`): of 128 KiB each, 8 at a time
-get 550 MB/s, half as many 333, twice as many 663; of 1 MiB each, all of these get the same."""
+"""Concurrent reads of one disk. Measured on a slow virtual disk (`python -m bench.choosing reads`): of 128 KiB each, 8 at a
+time get 8 MB/s, half as many 7, twice as many 10; of 1 MiB each, 18, 17 and 19. More would lengthen its queue."""
 
 SLICE_BYTES = 64 << 20
 """Bytes that one call frees at most. Measured on ext4: freeing 64 MiB in 1,000 extents of 64 KiB takes 2 ms."""
