@@ -80,12 +80,13 @@ def mounts_at(path: Path) -> list[KernelMount]:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
+    """Whether a process runs. A zombie does not, unless threads of it have not ended: they keep its files and locks."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
+        threads = len(os.listdir(f"/proc/{pid}/task"))
     except OSError:
         return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
+    return stat.rpartition(")")[2].split()[0] not in "ZX" or threads > 1
 
 
 def state_of(pid: int) -> str:
