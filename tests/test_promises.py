@@ -237,6 +237,13 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_pressure.py::test_a_full_origin",
         "tests/mount/test_pressure.py::test_a_file_that_no_part_of_the_origins_disk_could_hold",
     ),
+    "Where the next daemon goes on after a kill, it does so on a full cache disk, too: it reads and "
+    "uploads what was acknowledged.": (
+        "tests/mount/test_restart.py::test_small_files_that_the_journal_alone_has_go_on_while_the_disk_is_full",
+        "tests/upload/test_contents.py::test_a_start_on_a_full_disk_has_contents_in_memory",
+        "tests/upload/test_outliving.py"
+        "::test_an_open_file_that_lies_in_memory_stays_there_while_the_disk_is_full",
+    ),
     "Unsent files left by a crash or by another version are never dropped: a journal that cannot be read "
     "is refused with a one-line error.": (
         "tests/mount/test_upgrade.py::test_uploads_that_another_version_has_noted_are_not_touched",

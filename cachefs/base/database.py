@@ -183,7 +183,11 @@ class Database:
         return _Environment(self._place, self.tables, fsync=self._fsync and self._left is None)
 
     def _mark(self, state: str) -> None:
-        durable.write(self.path / MARK, f"{self._version}\n{state}\n")
+        """Have the mark on the disk. Takes no space if it is there already, as after a kill."""
+        if read_mark(self.path) == (self._version, state):
+            durable.sync_directory(self.path)  # a process may have been killed before it did that
+        else:
+            durable.write(self.path / MARK, f"{self._version}\n{state}\n")
 
     def _create(self) -> None:
         """Create an empty database atomically: a kill or a power cut must not leave what looks like damage."""

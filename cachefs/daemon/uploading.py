@@ -219,7 +219,8 @@ def left_behind(state_dir: Path) -> Unsent:
     journal = Journal(state_dir / "journal", staging)
     try:
         rows = journal.rows(DIRTY_FILES)
-        sizes = {file.name: file.stat().st_size for file in staging.iterdir()}
+        sizes = journal.contents_by_file(rows)
+        sizes |= {file.name: file.stat().st_size for file in staging.iterdir()}
     finally:
         journal.close()
     files = [sizes[rows[name]["file"]] for name in restorable(rows, sizes)]

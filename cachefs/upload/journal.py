@@ -10,15 +10,16 @@ that they did not reach the origin. After a crash it comes back, with all that i
 file system.
 
 A small file that is acknowledged has its *content* in the journal, written in the same transaction as its row. Then its
-staging file need not be synced, and is not even made if the file lies in memory. The next start writes the staging file from
-the content (`Journal`) if there is none, if it cannot be synced, or if the machine was rebooted. Otherwise it keeps the
-staging file, which may be newer.
+staging file need not be synced, and is not even made if the file lies in memory. The next start keeps a staging file that is
+there, which may be newer, and removes the content. If there is none, or if the machine was rebooted, the content stays in
+the journal, and the file lies in memory again. So a start also succeeds on a full disk. A stop writes the staging files.
 
 `recover` compares rows and staging files at a start. Each dirty file comes back, or is cleared away:
 
 | row | staging file | what happens |
 |---|---|---|
 | acknowledged | exists | the file is pending again, and its upload is resumed |
+| acknowledged | missing, and the journal has the content | the same; the file lies in memory |
 | of a file that an acknowledged one has replaced in a rename | either | the upload is aborted, the staging file is removed |
 | acknowledged | missing, and no content | an error is logged: it was removed from outside; the row is removed |
 | acknowledged, of a source that is not mounted | exists | row and file stay for a mount that has the source |
@@ -53,7 +54,7 @@ from cachefs.origin import Origin
 from cachefs.upload import orphans
 from cachefs.upload.content import Row
 from cachefs.upload.dirty_file import DirtyFile
-from cachefs.upload.staging import HELD, rewrite, sync_bytes, sync_names
+from cachefs.upload.staging import HELD, remove, rewrite, sync_bytes, sync_names
 
 log = logging.getLogger(__name__)
 
@@ -113,11 +114,12 @@ class Journal:
     """The database. Rows are JSON objects. Once `write` has returned, its row is on the disk."""
 
     def __init__(self, directory: Path, staging: Path | None = None, *, killed: bool = False) -> None:
-        """Open or create the journal, and move the contents that an earlier run has left to their files in `staging`. For
-        `killed` see `Database`. Blocking.
+        """Open or create the journal. Contents that an earlier run has left stay, except those whose files in `staging` may
+        be newer (`_choose_contents`). For `killed` see `Database`. Blocking.
 
         Raises `CacheInUse` if another process has it open. Raises `CacheUnusable` if the database cannot be read, and then
-        changes nothing. Raises `NoRoom` or `CacheUnusable` if a content cannot be moved; then the contents stay."""
+        changes nothing. Raises `NoRoom` or `CacheUnusable` if the disk fails to sync a staging file and to take it again;
+        then the contents stay."""
         try:
             self._database = Database(
                 directory,
@@ -146,7 +148,7 @@ class Journal:
         self.hangs_elsewhere: Callable[[], bool] = lambda: False
         self._since = math.inf  # when the running transaction began; infinite if none is running
         try:
-            self._move_contents()
+            self._choose_contents()
             self._database.sure()
         except CachefsError:
             self._database.close(clean=False)
@@ -196,24 +198,71 @@ class Journal:
             return self._database.get(CONTENTS, key.encode())
         return None
 
+    def contents_by_file(self, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+        """The bytes of each content by the name of its staging file. `rows` are those of the dirty files."""
+        return {row["file"]: self._sizes[key] for key, row in rows.items() if key in self._sizes}
+
+    def _choose_contents(self) -> None:
+        """For each content that an earlier run has left, keep the content or the staging file. Called at the start, before
+        rows are written. Afterwards a file whose content stays has no staging file. Blocking. Raises `NoRoom`,
+        `CacheUnusable`."""
+        rows, removed = self.rows(DIRTY_FILES), list[bytes]()
+        for name, content in self._database.scan(CONTENTS):
+            row = rows.get(name.decode())
+            if row is None or not row["acknowledged"] or self._is_on_disk(row, content):
+                removed.append(name)
+            else:
+                self._sizes[name.decode()] = len(content)
+                self._room -= len(content)
+        if not removed:
+            return
+        if self._staging is not None:
+            sync_names(self._staging)
+        try:
+            self._database.write([(CONTENTS, name, None) for name in removed])
+        except NoRoom as exc:
+            log.warning("%s", exc)
+            self._left |= {(CONTENTS, name) for name in removed}
+
+    def _is_on_disk(self, row: Mapping[str, Any], content: bytes) -> bool:
+        """At the start: True if the staging file of an acknowledged file is synced and has `content`, or what was written
+        later. Otherwise there is no staging file afterwards. Blocking. Raises `NoRoom`, `CacheUnusable`."""
+        if self._staging is None:
+            return False
+        path = self._staging / row["file"]
+        if not self.may_be_newer(path):
+            remove(path)
+            return False
+        if not sync_bytes(path):
+            self._write_out(path, row, content)
+        return True
+
+    def may_be_newer(self, path: Path) -> bool:
+        """At the start: True if a staging file exists that counts more than its content. After a reboot none does, because
+        the power may have failed before it was written out."""
+        return self._database.same_boot and path.exists()
+
+    def _write_out(self, path: Path, row: Mapping[str, Any], content: bytes) -> None:
+        """Make the staging file of an acknowledged file from its content, on the disk. Blocking. Raises `NoRoom`,
+        `CacheUnusable`."""
+        rewrite(path, content)
+        orphans.mark(path, row)
+
     def _move_contents(self) -> None:
         """Move all contents of acknowledged files to their staging files, on the disk, and remove them from the journal.
-        Called at the start, before rows are written. Also called before the journal is closed, because the next start could
-        not tell whether a staging file was written later than its content. Blocking. Raises `NoRoom`, `CacheUnusable`; then
-        the contents stay."""
+        Called before the journal is closed, because the next start could not tell whether a staging file was written later
+        than its content. Blocking. Raises `NoRoom`, `CacheUnusable`; then the contents stay."""
         staging, found = self._staging, self._database.scan(CONTENTS)
         if not found or staging is None:
             return
-        rows, still_runs = self.rows(DIRTY_FILES), bool(self._sizes) or self._database.same_boot
+        rows = self.rows(DIRTY_FILES)
         for name, content in found:
             row = rows.get(name.decode())
             if row is None or not row["acknowledged"]:
                 continue
             path = staging / row["file"]
-            if still_runs and sync_bytes(path):
-                continue  # the file has all that was written, and may be newer
-            rewrite(path, content)
-            orphans.mark(path, row)
+            if not sync_bytes(path):  # otherwise the file has all that was written, and may be newer
+                self._write_out(path, row, content)
         sync_names(staging)
         self._database.write([(CONTENTS, name, None) for name, _ in found])
         self._sizes.clear()
@@ -452,7 +501,7 @@ class Records:
                 file = dirty_file.file
                 if content is not None:
                     stays = dirty_file.content.generation == generation
-                    await file.promise(partial(_mark, dirty_file), stays=stays)
+                    await file.promise(partial(mark, dirty_file), stays=stays)
                 try:
                     row = {**dirty_file.row(), "acknowledged": True}
                     await self._put(dirty_file, row, within_s, content=content)
@@ -514,7 +563,7 @@ class Records:
                 first, then = partial(orphans.disown, file.path), file.unlink
             elif before is Row.ACKNOWLEDGED:
                 first = partial(orphans.forget, file.path)
-            await self._remove(dirty_file.id, within_s, first=first, then=then, patient=patient)
+            await self.remove(dirty_file.id, within_s, first=first, then=then, patient=patient)
 
     async def forget_replaced(self, dirty_file: DirtyFile) -> None:
         """Record that the file which `dirty_file` replaced does not come back.
@@ -553,7 +602,7 @@ class Records:
         `LONGEST_RETRY_S`, or together with the next one."""
         while True:
             if (name := self.journal.left) is not None:
-                await self._remove(name)  # its transaction removes all others that are left
+                await self.remove(name)  # its transaction removes all others that are left
             for name, row in list(self.orphans.items()):
                 await self._abort(name, row)
             self._wake = trio.Event()
@@ -561,7 +610,7 @@ class Records:
                 await self._wake.wait()
                 await trio.sleep(1)
 
-    async def _remove(self, name: str, within_s: float = math.inf, **how: Any) -> None:
+    async def remove(self, name: str, within_s: float = math.inf, **how: Any) -> None:
         """Remove the row of a dirty file, or have `run` do it later. Raises `DiskHangs`."""
         try:
             await self.journal.write(DIRTY_FILES, name, None, within_s=within_s, **how)
@@ -588,12 +637,18 @@ class Records:
 
 async def _outlive_row(dirty_file: DirtyFile) -> None:
     """Have the next daemon find the bytes of a file that processes have open, also once the journal has none of it."""
-    if dirty_file.handles and not dirty_file.file.outlive_row():
-        with suppress(CachefsError):  # then its users meet EIO if this daemon dies
+    if dirty_file.handles:
+        await _keep_bytes(dirty_file)
+
+
+async def _keep_bytes(dirty_file: DirtyFile) -> None:
+    """Move bytes that the journal alone has to memory that outlives this process, or to the disk."""
+    if not dirty_file.file.outlive_row():
+        with suppress(CachefsError), dirty_file.file.used():  # then its users meet EIO if this daemon dies
             await dirty_file.file.try_spill()
 
 
-def _mark(dirty_file: DirtyFile, path: Path) -> None:
+def mark(dirty_file: DirtyFile, path: Path) -> None:
     """Mark a staging file that is made when its dirty file is acknowledged already (`StagingFile.promise`). Blocking."""
     orphans.mark(path, dirty_file.row())
 
@@ -622,13 +677,14 @@ async def recover(
     files -= {dirty_file.file.path.name for dirty_file in resumed.values()}
     replaced, obsolete = _replaced(rows), set[str]()
     replaced |= set(replaced_by_resumed)
-    coming_back = restorable(rows, files) - replaced
+    in_journal = journal.contents_by_file(rows)
+    coming_back = restorable(rows, files | in_journal.keys()) - replaced
     for name, row in rows.items():
         if (continued := resumed.get(name)) is not None:
             if continued.discarded:
-                await journal.write(
-                    DIRTY_FILES, name, None, first=partial(orphans.forget, continued.file.path)
-                )
+                await _keep_bytes(continued)
+                continued.file.unmark()
+                await records.remove(name, first=partial(orphans.forget, continued.file.path))
                 continue
             continued.content.row = Row.ACKNOWLEDGED if row["acknowledged"] else Row.NOTED
             if {**row, "mtime_ns": continued.mtime_ns} != continued.row():
@@ -637,9 +693,11 @@ async def recover(
         url = f"{row['source']}/{row['key']}"
         origin = records.origin(row["source"], row["key"])
         if name in coming_back:
+            on_disk = row["file"] in files
             files.discard(row["file"])
             if origin is None:
-                records.elsewhere.append(WaitingFile(row["source"], (staging / row["file"]).stat().st_size))
+                size = (staging / row["file"]).stat().st_size if on_disk else in_journal[row["file"]]
+                records.elsewhere.append(WaitingFile(row["source"], size))
                 continue
             dirty_file = revive(name, row, origin)
             log.info("%s waits for its upload since an earlier run (%d bytes)", url, dirty_file.size)
@@ -656,7 +714,7 @@ async def recover(
             await records.orphaned(row["source"], row["key"], row["upload"])
         # The staging file is marked before its row is removed: after a crash in between, the next start may remove it.
         forget = partial(orphans.forget, staging / row["file"]) if name in replaced else None
-        await journal.write(DIRTY_FILES, name, None, first=forget)
+        await records.remove(name, first=forget)
     kept_aside = [leftover for leftover in files - obsolete if not orphans.is_removable(staging, leftover)]
     orphans.set_aside(staging, kept_aside, "the journal does not account for what was acknowledged")
     for leftover in files.difference(kept_aside):
@@ -669,8 +727,8 @@ async def recover(
 
 
 def restorable(rows: Mapping[str, Mapping[str, Any]], files: Collection[str]) -> set[str]:
-    """The ids of the dirty files that come back: they are acknowledged, have a staging file (`files` are the names of all),
-    and were not replaced."""
+    """The ids of the dirty files that come back: they are acknowledged, were not replaced, and have bytes. `files` are the
+    names of the staging files that exist, and of those whose contents the journal has."""
     replaced = _replaced(rows)
     there = (name for name, row in rows.items() if row["acknowledged"] and row["file"] in files)
     return {name for name in there if name not in replaced}

@@ -593,6 +593,12 @@ class StagingFile:
             self._held = tail
         return True
 
+    def found_in_memory(self, held: bytes | Tail, mark: Mark | None) -> None:
+        """Note that there is no file on the disk, and that `held` is all of it: a tail of the previous daemon, or the
+        content that the journal has. For `mark` see `promise`; None if the file is not acknowledged."""
+        self._disk.memory_left -= len(held)
+        self._held, self._mark, self._made = held, mark, False
+
     def unmark(self) -> None:
         """Note that the file is not acknowledged: it is no longer, or the journal has failed to write its row."""
         self._mark = None
@@ -705,6 +711,14 @@ def sync_bytes(path: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def remove(path: Path) -> None:
+    """Remove a file, if it exists. Blocking. Raises `CacheUnusable`."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as exc:
+        raise translated(exc, path.parent) from exc
 
 
 def rewrite(path: Path, data: bytes) -> None:
@@ -831,15 +845,15 @@ def _written_file(path: Path, data: bytes, *, for_passthrough: bool = False, mar
     return fd
 
 
-def spill_tail(directory: Path, tail: Tail, mtime_ns: int) -> None:
-    """Write the end of a file, which a daemon that has died had in memory, to the disk, and set the file's mtime. Blocking.
-    Raises OSError; FileNotFoundError if the file was removed from outside, or is shorter than the offset of its end."""
-    path = directory / tail.name
-    made = os.O_CREAT if not tail.start else 0
-    is_new = bool(made) and not path.exists()
-    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | made, 0o600)
-    if is_new:
-        mark_new(path)
+def spill_tail(path: Path, tail: Tail, mtime_ns: int, mark: Mark) -> None:
+    """Write the end of a staging file, which a daemon that has died had in memory, to the disk, and set its mtime. A file
+    that is made appears whole, because the journal may have its content; then `mark` is called. Blocking. Raises OSError;
+    FileNotFoundError if the file was removed from outside, or is shorter than the offset of its end."""
+    if not tail.start and not path.exists():
+        os.close(_written_file(path, bytes(tail), mark=mark))
+        os.utime(path, ns=(mtime_ns, mtime_ns))
+        return
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
         if os.fstat(fd).st_size < tail.start:
             raise FileNotFoundError(errno.ENOENT, "the file is shorter than it was")

@@ -32,18 +32,19 @@ from cachefs.base.errors import CachefsError, CacheUnusable, NotFound, OriginFai
 from cachefs.base.linux import HANGS_AFTER_S
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
-from cachefs.base.shared_memory import SharedMemory
+from cachefs.base.shared_memory import SharedMemory, Tail
 from cachefs.base.tasks import contained, run_contained, taken
 from cachefs.origin import ObjectInfo, Origin, Upload, each
 from cachefs.store.backing import BackingFile
 from cachefs.upload import orphans
 from cachefs.upload.content import Row, State, Stored
 from cachefs.upload.dirty_file import DirtyFile, Way
-from cachefs.upload.journal import NOTES, Journal, JournalRemoved, Records, WaitingFile, recover
+from cachefs.upload.journal import NOTES, Journal, JournalRemoved, Records, WaitingFile, mark, recover
 from cachefs.upload.passthrough import Passthrough
 from cachefs.upload.queue import IN_BACKGROUND, Queue, in_vain
 from cachefs.upload.room import UNASKED, Cache, StagingRoom, WholeVersion
 from cachefs.upload.staging import (
+    FULL,
     LOOK_S,
     Buffer,
     StagingDisk,
@@ -474,7 +475,7 @@ class Uploads:
     async def _resume(self, open_inos: Container[int]) -> tuple[dict[str, DirtyFile], set[str]]:
         """Make the dirty files that go on from the memory of the previous daemon: those with changes, and those that the
         kernel has open (`open_inos`). Returns (dirty files by id, ids of the files that they have replaced). Ends of files
-        that were in memory are on the disk afterwards."""
+        that were in memory are on the disk afterwards; on a full disk a small file stays in memory."""
         assert self._disk.shared is not None
         records, found = self._disk.shared.records, dict[str, DirtyFile]()
         rows = records.found()
@@ -489,21 +490,12 @@ class Uploads:
                 resumable[name] = _Resumable(mtime_ns, row, origin)
             else:
                 records.drop(name)
-        files = {row["file"]: mtime_ns for mtime_ns, row, _ in resumable.values()}
-        lost = dict[str, str]()
-        for tail in self._disk.shared.tails.found():
-            if tail.name in files:  # otherwise no dirty file needs it
-                spill = partial(spill_tail, self._disk.directory, tail, files[tail.name])
-                try:
-                    await trio.to_thread.run_sync(spill)
-                except OSError as exc:
-                    lost[tail.name] = str(exc)
-            tail.release()
+        kept, lost = await self._take_tails(resumable)
         for name, (mtime_ns, row, origin) in resumable.items():
             try:
                 if row["file"] in lost:
                     raise CacheUnusable(lost[row["file"]])
-                dirty_file = self._rebuild(name, row, mtime_ns, origin)
+                dirty_file = self._rebuild(name, row, mtime_ns, origin, kept.get(row["file"]))
                 dirty_file.resumed(row)
                 found[name] = dirty_file
             except (OSError, CachefsError) as exc:
@@ -512,13 +504,48 @@ class Uploads:
                     log.error("%s was being written, and is lost: %s", origin.name(row["key"]), str(exc))  # noqa: TRY400
         return found, over
 
-    def _rebuild(self, name: str, row: Mapping[str, Any], mtime_ns: int, origin: Origin) -> DirtyFile:
-        """Make the dirty file of an earlier run again from its row, and resume its multipart upload."""
-        file = StagingFile(self._disk, row["file"])
-        size, base, attrs = file.path.stat().st_size, row["base"], row["attrs"]
+    async def _take_tails(
+        self, resumable: Mapping[str, _Resumable]
+    ) -> tuple[dict[str, Tail], dict[str, str]]:
+        """Write the ends of files that the previous daemon had in memory to the disk. Returns the tails that stay in memory,
+        because the disk is full and has nothing of their files, and why others are lost, both by the names of the files."""
+        assert self._disk.shared is not None
+        kept, lost = dict[str, Tail](), dict[str, str]()
+        found = {one.row["file"]: (name, one) for name, one in resumable.items()}
+        for tail in self._disk.shared.tails.found():
+            if tail.name in found:  # otherwise no dirty file needs it
+                name, (mtime_ns, row, _) = found[tail.name]
+                new_mark = partial(orphans.mark, row=row) if self.journal.has_content(name) else mark_new
+                path = self._disk.directory / tail.name
+                try:
+                    await trio.to_thread.run_sync(spill_tail, path, tail, mtime_ns, new_mark)
+                except OSError as exc:
+                    if exc.errno in FULL and not tail.start and not path.exists():
+                        kept[tail.name] = tail
+                        continue
+                    lost[tail.name] = str(exc)
+            tail.release()
+        return kept, lost
+
+    def _rebuild(
+        self,
+        name: str,
+        row: Mapping[str, Any],
+        mtime_ns: int,
+        origin: Origin,
+        held: bytes | Tail | None = None,
+    ) -> DirtyFile:
+        """Make the dirty file of an earlier run again from its row, and resume its multipart upload. Without a staging file
+        it lies in memory: what is `held`, or the content that the journal has."""
+        file, base, attrs = StagingFile(self._disk, row["file"]), row["base"], row["attrs"]
+        if held is None and not file.path.exists():
+            held = self.journal.content(name)
+        size = file.path.stat().st_size if held is None else len(held)
         dirty_file = DirtyFile(
             self, name, origin, row["key"], file, size, base=base, mtime_ns=mtime_ns, attrs=attrs
         )
+        if held is not None:
+            file.found_in_memory(held, partial(mark, dirty_file) if self.journal.has_content(name) else None)
         dirty_file.record.tokens, dirty_file.record.upload = row["tokens"], row["upload"]
         dirty_file.trying.unsure = True  # that run may have sent it just before its end
         if row["upload"] is not None:
@@ -1012,7 +1039,10 @@ class Uploads:
         """Make the acknowledged dirty file of an earlier run again, from its row."""
         dirty_file = self._rebuild(name, row, row["mtime_ns"], origin)
         dirty_file.content.row = Row.ACKNOWLEDGED
-        dirty_file.may_be_written()  # a process that opened it in that run may still write it in passthrough
+        if dirty_file.file.in_memory:
+            dirty_file.record.content_of = dirty_file.content.generation
+        else:
+            dirty_file.may_be_written()  # a process that opened it in that run may still write it in passthrough
         dirty_file.content.synced = dirty_file.content.generation
         return dirty_file
 

@@ -28,7 +28,17 @@ from cachefs.fuse.held import FORMAT
 from tests.conftest import LEVEL
 from tests.mount import restarting
 from tests.mount.conftest import Bucket, Mounted, why_no_native_backend
-from tests.mount.mounts import Completed, Mount, alive, eventually, mounts_at, processes_with, run, state_of
+from tests.mount.mounts import (
+    Completed,
+    Mount,
+    alive,
+    eventually,
+    mounts_at,
+    processes_with,
+    run,
+    state_of,
+    succeed,
+)
 from tests.mount.written import stored
 
 pytestmark = [
@@ -1013,6 +1023,64 @@ def test_who_reads_what_waits_for_its_upload_goes_on(mounted: Mounted, bucket: B
         assert (mount.path / "file").read_bytes() == data
     assert mount.cli("flush", mount.path).returncode == 0
     assert stored(bucket, "file") == data
+
+
+@pytest.fixture
+def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A disk of 64 MiB, of the kind that the test names: tmpfs or ext4."""
+    place, image = tmp_path / "disk", tmp_path / "image"
+    place.mkdir()
+    if request.param == "tmpfs":
+        succeed(["mount", "-t", "tmpfs", "-o", "size=64M", "small-disk", place])
+    else:
+        image.touch()
+        os.truncate(image, 64 * MIB)
+        succeed(["mkfs.ext4", "-q", "-m", "0", image])
+        succeed(["mount", "-o", "loop", image, place])
+    yield place
+    succeed(["umount", "-l", place])
+
+
+def fill_up(disk: Path) -> Path:
+    """Another program's file takes all the space."""
+    other = disk / "other"
+    with open(other, "ab", buffering=0) as file:
+        for size in (MIB, 4 * KIB, 1):
+            with pytest.raises(OSError, match="No space left"):
+                while True:
+                    file.write(bytes(size))
+                    os.fsync(file.fileno())
+    return other
+
+
+@pytest.mark.parametrize("small_disk", ["tmpfs", "ext4"], indirect=True)
+def test_small_files_that_the_journal_alone_has_go_on_while_the_disk_is_full(
+    small_disk: Path, mounted: Mounted, bucket: Bucket
+) -> None:
+    """Each next daemon shows all that was acknowledged, and uploads it. Nothing comes back once there is space."""
+    cache = small_disk / "cache"
+    options = {"read_only": None, "cache_dir": cache, "cache_size": "16M", "keep_free": "1M"}
+    mount = held_mount(mounted, bucket, writeback=True, upload_delay="1h", **options)
+    mount.allowed += ["full|No space|ENOSPC|no room|do not tell who writes|trying again|databases"]
+    data = {f"f{number}": os.urandom(100_000 if number else 0) for number in range(40)}
+    for name, content in data.items():
+        (mount.path / name).write_bytes(content)
+    assert os.listdir(cache / "staging") == []
+    other = fill_up(small_disk)
+    for _ in range(2):
+        kill(mount)
+        assert {name: (mount.path / name).read_bytes() for name in data} == data
+    assert os.listdir(cache / "staging") == [] and mount.status()["uploads"]["pending"] == len(data)
+    assert mount.cli("flush", mount.path).returncode == 0
+    assert {name: stored(bucket, name) for name in data} == data
+    kill(mount)
+    assert {name: (mount.path / name).read_bytes() for name in data} == data
+    other.unlink()
+    (mount.path / "f1").write_bytes(b"again")
+    assert mount.cli("flush", mount.path).returncode == 0
+    assert stored(bucket, "f1") == b"again"
+    kill(mount)
+    assert mount.status()["uploads"]["pending"] == 0
 
 
 def test_an_upgrade_does_not_change_what_is_mounted(mounted: Mounted, bucket: Bucket, tmp_path: Path) -> None:

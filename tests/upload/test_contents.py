@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 import trio
 
-from cachefs.base.database import MARK, Put
+from cachefs.base.database import MARK, Database, Put
 from cachefs.base.errors import CacheUnusable, NoRoom, OriginFailed
 from cachefs.base.shared_memory import SharedMemory
+from cachefs.daemon.uploading import left_behind
 from cachefs.upload import DirtyFile, journal, orphans, staging
-from cachefs.upload.journal import CONTENTS, Journal
+from cachefs.upload.journal import CONTENTS, CONTENTS_BYTES, Journal
 from cachefs.upload.staging import HELD
 from cachefs.upload.uploads import TOGETHER
-from tests.upload.scripted import SOURCE, Room, Turns, add, desk, in_trio
+from tests.upload.scripted import SOURCE, Room, ScriptedStore, Turns, add, desk, in_trio
 
 LOST = pytest.mark.parametrize("lost", ["empty", "zeros", "missing"])
 """What a power cut makes of a file that was not synced."""
@@ -52,8 +53,12 @@ async def spilled(dirty_file: DirtyFile) -> None:
 async def left(path: Path, store: Any = None) -> dict[str, bytes]:
     """What the next daemon uploads."""
     async with desk(path, store, writeback=True) as d:
-        assert d.uploads.journal._database.scan(CONTENTS) == []
+        names = {dirty_file.id for dirty_file in d.uploads.pending() if dirty_file.file.in_memory}
+        assert {name.decode() for name, _ in d.uploads.journal._database.scan(CONTENTS)} == names
         assert await d.uploads.flush() == []
+        await d.quiet()
+        assert d.uploads.journal._database.scan(CONTENTS) == [] and d.uploads.journal._room == CONTENTS_BYTES
+        assert d.uploads._disk.memory_left == staging.HELD_ALTOGETHER
         return {key: d.store.content(key) for key in d.store.objects}
 
 
@@ -470,20 +475,78 @@ async def test_a_journal_that_is_closed_relies_on_staging_files_alone(
     assert await left(after) == {"k": b"1"}
 
 
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "full")
+
+
+def no_room(*_: object) -> None:
+    raise NoRoom(os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("lost", ["", "empty"])
 @in_trio
-async def test_a_start_that_finds_no_room_keeps_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_start_on_a_full_disk_has_contents_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """Of the three files one has a staging file, which the power cut has emptied or the kill has left. No row of the journal
+    can be changed, either: all are there again after the next kill."""
+    expected = {"memory": b"1" * 100, "disk": b"2" * 100, "empty": b""}
     async with desk(tmp_path / "a", writeback=True, upload_delay_s=1000) as d:
-        await d.save("k", b"1" * 100)
-        after = cut(tmp_path / "a", tmp_path / "b", "empty")
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "full")
-
+        saved = {key: await d.save(key, data) for key, data in expected.items()}
+        await spilled(saved["disk"])
+        after = cut(tmp_path / "a", tmp_path / "b", lost)
     with monkeypatch.context() as patched:
         patched.setattr(staging, "_write", full)
-        with pytest.raises(NoRoom):
-            Journal(after / "state" / "journal", after / "staging")
-    assert await left(after) == {"k": b"1" * 100}
+        patched.setattr(Database, "write", no_room)
+        async with desk(after, writeback=True, upload_delay_s=1000) as d:
+            assert {one.key: bytes(await one.read(0, 1000)) for one in d.uploads.pending()} == expected
+            used = sum(len(data) for key, data in expected.items() if lost or key != "disk")
+            assert staging.HELD_ALTOGETHER - d.uploads._disk.memory_left == used
+            assert await d.files() == ([] if lost else [saved["disk"].id])
+            again = cut(after, tmp_path / "c")
+            assert await d.uploads.flush() == []
+            assert {key: d.store.content(key) for key in d.store.objects} == expected
+            uploaded = cut(after, tmp_path / "d")
+    assert await left(again) == expected
+    assert (await left(uploaded))["memory"] == expected["memory"], "its row could not be removed"
+
+
+@in_trio
+async def test_a_content_that_counts_no_more_is_removed_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut before then restores what was acknowledged; one after it, what the staging file has."""
+    async with desk(tmp_path / "a", writeback=True, upload_delay_s=1000) as d:
+        dirty_file = await d.save("k", b"1")
+        d.uploads.open(dirty_file)
+        await add(dirty_file, b"2")
+        after = cut(tmp_path / "a", tmp_path / "b")
+        await d.close(dirty_file)
+    with monkeypatch.context() as patched:
+        patched.setattr(Database, "write", no_room)
+        started = Journal(after / "state" / "journal", after / "staging")
+    before = cut(after, tmp_path / "c", "empty")
+    started.remove_later("other")
+    await started.write(journal.NOTES, "note", {})
+    assert started._database.scan(CONTENTS) == []
+    started.close()
+    assert await left(before) == {"k": b"1"}
+    assert await left(after) == {"k": b"12"}
+
+
+@in_trio
+async def test_a_content_waits_in_the_journal_for_a_mount_of_its_source(tmp_path: Path) -> None:
+    store, other = ScriptedStore(), ScriptedStore(source="scripted://other")
+    async with desk(tmp_path / "a", store, writeback=True, upload_delay_s=1000) as d:
+        await d.save("k", b"1" * 100)
+        after = cut(tmp_path / "a", tmp_path / "b")
+    async with desk(after, other, writeback=True) as d:
+        assert d.uploads.pending() == [] and d.uploads.elsewhere == [journal.WaitingFile(SOURCE, 100)]
+        again = cut(after, tmp_path / "c")
+    (again / "staging").rename(again / "state" / "staging")
+    assert left_behind(again / "state").sizes == [100]
+    (again / "state" / "staging").rename(again / "staging")
+    assert await left(again) == {"k": b"1" * 100}
 
 
 @pytest.mark.parametrize("before", journal.EARLIER)

@@ -6,6 +6,7 @@ from the copy as the next daemon would: as if the first one had been killed at t
 from __future__ import annotations
 
 import copy
+import errno
 import itertools
 import logging
 import mmap
@@ -20,10 +21,10 @@ from typing import Any, ClassVar
 import pytest
 import trio
 
-from cachefs.base.errors import CacheUnusable
+from cachefs.base.errors import CacheUnusable, NoRoom
 from cachefs.base.names import ObjectId
 from cachefs.base.shared_memory import FileRecords, SharedMemory
-from cachefs.upload import DirtyFile, journal, sending
+from cachefs.upload import DirtyFile, journal, orphans, sending, staging
 from cachefs.upload.staging import HELD
 from tests.conftest import LEVEL
 from tests.upload.scripted import KIB, MIB, PART, Desk, Room, ScriptedStore, add, desk, in_trio
@@ -314,7 +315,8 @@ async def test_a_file_that_another_one_was_renamed_over_does_not_come_back(
     async with after.alive(1, 2, writeback=True) as (d, found):
         assert {one.ino: one.discarded for one in found} == {1: True, 2: False}
         assert [one.key for one in d.uploads.pending()] == ["k"]
-        third = after.killed(tmp_path / "third")
+        assert [await content(one) for one in found] == [b"old", b"new"]
+        third, fourth = after.killed(tmp_path / "third"), after.killed(tmp_path / "fourth")
         for one in found:
             await d.close(one)
         assert await d.uploads.flush() == []
@@ -322,6 +324,10 @@ async def test_a_file_that_another_one_was_renamed_over_does_not_come_back(
     async with third.alive(2, writeback=True) as (d, (one,)):
         assert await content(one) == b"new"
         await d.close(one)
+    async with fourth.alive(1, 2, writeback=True) as (d, found):
+        assert [await content(one) for one in found] == [b"old", b"new"]
+        for one in found:
+            await d.close(one)
 
 
 @in_trio
@@ -542,6 +548,48 @@ async def test_killed_around_the_commit_of_a_small_file(
             assert await d.uploads.flush() == []
             await d.quiet()
             assert after.store.content("k") == data and await d.files() == []
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@in_trio
+async def test_an_open_file_that_lies_in_memory_stays_there_while_the_disk_is_full(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool
+) -> None:
+    """One that is `saved` is in the journal, too: its daemon was killed before it gave the memory back."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    async with daemon.alive(writeback=True, upload_delay_s=3600) as (d, _):
+        first = await create(d)
+        await add(first, b"data")
+        if saved:
+            monkeypatch.setattr(first.file, "promised", lambda content: None)
+            await d.uploads.commit(first)
+        after = daemon.killed(tmp_path / "second")
+        monkeypatch.undo()
+        await d.close(first)
+    monkeypatch.setattr(staging, "_write", full)
+    async with after.alive(INO, writeback=True, upload_delay_s=3600) as (d, (second,)):
+        assert await content(second) == b"data" and await d.files() == []
+        assert staging.HELD_ALTOGETHER - d.uploads._disk.memory_left == 4
+        if saved:
+            with pytest.raises(NoRoom):
+                await add(second, b"more")
+        else:
+            await add(second, b"more")
+        third = after.killed(tmp_path / "third")
+        await d.close(second)
+        assert await d.uploads.flush() == []
+        await d.quiet()
+        assert d.uploads._disk.memory_left == staging.HELD_ALTOGETHER
+    assert after.memory().tails.found() == []
+    monkeypatch.undo()
+    async with third.alive(INO, writeback=True) as (d, (dirty_file,)):
+        assert await content(dirty_file) == (b"data" if saved else b"datamore")
+        assert orphans.never_acknowledged(dirty_file.file.path) != saved
+        await d.close(dirty_file)
+        assert await d.uploads.flush() == []
 
 
 @pytest.mark.parametrize("memory", [True, False])
