@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cachefs.base.errors import ConfigError, MountError, OriginFailed
+from cachefs.base.errors import CacheUnusable, ConfigError, MountError, OriginFailed
 from cachefs.base.units import FOREVER, about_bytes, about_files, printable
 from cachefs.cli import show
 from cachefs.cli.places import Place, parse_seconds
@@ -76,8 +76,9 @@ def show_left(left: Mapping[str, Any]) -> None:
 def recover(place: Path, to: Path | None, remove: bool, as_json: bool) -> None:
     """List the written files in the cache directory (or mount) PLACE whose journal was lost, or copy them.
 
-    A mount moves such files to a directory of their own instead of removing them. No existing file is replaced. Exits with 1
-    if a file could not be copied.
+    A mount moves such files to a directory of their own instead of removing them. While no daemon uses PLACE, the files that
+    wait for the next mount are listed and copied, too. No existing file is replaced. Exits with 1 if a file could not be
+    copied.
     """
     from cachefs.daemon import recovering
     from cachefs.upload import orphans
@@ -87,6 +88,10 @@ def recover(place: Path, to: Path | None, remove: bool, as_json: bool) -> None:
     state_dir = recovering.state_dir_of(place)
     with orphans.unused(state_dir) as unused:
         found = orphans.found(state_dir, waiting=unused)
+        try:
+            found = recovering.with_contents(found, state_dir) if unused else found
+        except CacheUnusable as exc:
+            say(str(exc), err=True)
         if not found:
             note(f"{state_dir}: no such files")
         outcomes: Iterable[recovering.Outcome] = ((orphan, None, "") for orphan in found)
@@ -121,6 +126,8 @@ def recover(place: Path, to: Path | None, remove: bool, as_json: bool) -> None:
 def _row(orphan: Orphan, name: str) -> str:
     when = datetime.fromtimestamp(orphan.mtime_ns / 1e9).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     state = "the next mount decides" if orphan.waiting else f"in {orphan.path.parent.name}"
+    if orphan.content is not None:
+        state = "in the journal: the next mount uploads it"
     return f"{about_bytes(orphan.size):>10}  {when}  {printable(name)}  ({state})"
 
 

@@ -1,4 +1,5 @@
-"""`cachefs recover`: lists staging files that no journal accounts for, and copies them.
+"""`cachefs recover`: lists staging files that no journal accounts for, and copies them. While no daemon uses the cache
+directory, it also lists the files that wait for the next mount: staging files, and small files that the journal alone has.
 
 Copied to a mount of the source that they were written for, they get their old names and are uploaded like any other file.
 Copied elsewhere, each gets a path made of its source and its key.
@@ -7,17 +8,20 @@ Copied elsewhere, each gets a path made of its source and its key.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from cachefs.base.errors import CachefsError, ConfigError, MountError
 from cachefs.base.linux import mount_at
 from cachefs.daemon import asking
 from cachefs.daemon.mounting import canonical
+from cachefs.daemon.uploading import staging_of
 from cachefs.upload import orphans
+from cachefs.upload.journal import contents_of_unused
 from cachefs.upload.orphans import Orphan
 
 UNNAMED = "without-a-name"
@@ -40,6 +44,14 @@ def state_dir_of(place: Path) -> Path:
     ):
         raise ConfigError(f"{place} is neither a cache directory nor a cachefs mount")
     return path
+
+
+def with_contents(found: Sequence[Orphan], state_dir: Path) -> list[Orphan]:
+    """Add the files whose bytes the journal has, for a cache directory that no daemon uses; they replace staging files in
+    `found` that do not count. The last changed file comes first. Raises `CacheUnusable` if the journal cannot be read."""
+    contents = contents_of_unused(state_dir / "journal", staging_of(state_dir))
+    by_path = {orphan.path: orphan for orphan in (*found, *contents)}
+    return sorted(by_path.values(), key=lambda orphan: -orphan.mtime_ns)
 
 
 def name_of(orphan: Orphan) -> str:
@@ -105,11 +117,15 @@ def copy(found: Sequence[Orphan], target: Target, *, remove: bool) -> Iterator[O
             yield orphan, place, ""
 
 
+def _opened(orphan: Orphan) -> BinaryIO:
+    return open(orphan.path, "rb") if orphan.content is None else io.BytesIO(orphan.content)
+
+
 def _copy_one(orphan: Orphan, place: Path) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        with open(orphan.path, "rb") as source, open(fd, "wb", closefd=False) as sink:
+        with _opened(orphan) as source, open(fd, "wb", closefd=False) as sink:
             shutil.copyfileobj(source, sink, 1 << 20)
         os.fsync(fd)
     except BaseException:

@@ -22,7 +22,7 @@ the journal, and the file lies in memory again. So a start also succeeds on a fu
 | acknowledged | missing, and the journal has the content | the same; the file lies in memory |
 | of a file that an acknowledged one has replaced in a rename | either | the upload is aborted, the staging file is removed |
 | acknowledged | missing, and no content | an error is logged: it was removed from outside; the row is removed |
-| acknowledged, of a source that is not mounted | exists | row and file stay for a mount that has the source |
+| acknowledged, of a source that is not mounted | exists, or a content | row and bytes stay for a mount that has the source |
 | not acknowledged | either | the upload is aborted, the staging file is treated as one without a row |
 | none | exists | the file is removed if it was surely never acknowledged, otherwise moved aside (`orphans.py`) |
 | no journal | exists | all files are moved aside |
@@ -37,6 +37,8 @@ import json
 import logging
 import math
 import os
+import shutil
+import tempfile
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -724,6 +726,46 @@ async def recover(
         except OSError as exc:
             log.warning("cannot remove %s: %s", staging / leftover, exc.strerror)
     return revived
+
+
+def contents_of_unused(directory: Path, staging: Path) -> list[orphans.Orphan]:
+    """The acknowledged files that the next mount takes from the journal in `directory`, which no daemon uses, and not from
+    `staging`. Reads a copy, so nothing changes. Blocking. Raises `CacheUnusable` if the journal cannot be read."""
+    if not (directory / "data.mdb").exists():
+        return []
+    try:
+        with tempfile.TemporaryDirectory(prefix="cachefs-journal-") as place:
+            journal = Journal(Path(shutil.copytree(directory, Path(place) / "journal")))
+            try:
+                return _unsent_contents(journal, staging)
+            finally:
+                journal.close()
+    except (OSError, CachefsError) as exc:
+        log.debug("%s", exc)
+        raise CacheUnusable(
+            f"{directory} cannot be read: small files that it alone has are not listed"
+        ) from exc
+
+
+def _unsent_contents(journal: Journal, staging: Path) -> list[orphans.Orphan]:
+    """As `contents_of_unused`, of an open journal."""
+    rows, found = journal.rows(DIRTY_FILES), list[orphans.Orphan]()
+    for name in restorable(rows, journal.contents_by_file(rows).keys()):
+        row, path = rows[name], staging / rows[name]["file"]
+        content = None if journal.may_be_newer(path) else journal.content(name)
+        if content is not None:
+            found.append(
+                orphans.Orphan(
+                    path,
+                    len(content),
+                    row["mtime_ns"],
+                    row["source"],
+                    row["key"],
+                    waiting=True,
+                    content=content,
+                )
+            )
+    return found
 
 
 def restorable(rows: Mapping[str, Mapping[str, Any]], files: Collection[str]) -> set[str]:

@@ -46,7 +46,7 @@ _DESCRIBED = ("source", "key", "mtime_ns")
 class Orphan(NamedTuple):
     """An orphan that was moved aside; or, if `waiting`, a file in the staging directory of a cache that no daemon uses,
     which the next mount uploads, removes or moves aside. `size` is in bytes. `source` and `key` are "" if the file does not
-    have the attribute `OBJECT`."""
+    have the attribute `OBJECT`. With a `content`, the journal has the bytes, and what is at `path` does not count."""
 
     path: Path
     size: int
@@ -54,6 +54,7 @@ class Orphan(NamedTuple):
     source: str
     key: str
     waiting: bool
+    content: bytes | None = None
 
 
 # -- the attributes of a staging file: blocking, never raises --------------------------------------------

@@ -214,7 +214,7 @@ def test_a_file_that_is_kept_aside_says_what_it_is(tmp_path: Path, said: dict[st
         orphans.describe(place / "f", {"source": "", "key": "", **said})
     [found] = orphans.found(tmp_path, waiting=False)
     wanted = (place / "f", 5, said.get("mtime_ns") or 999, said.get("source", ""), said.get("key", ""), False)
-    assert found == wanted
+    assert found == orphans.Orphan(*wanted)
     assert orphans.warning(tmp_path).startswith("1 file ")
     orphans.remove(found)
     assert (

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 import trio
 from click.testing import CliRunner
 
+from cachefs.base.database import MARK
 from cachefs.base.errors import CacheUnusable
 from cachefs.cli.writing import recover
 from cachefs.daemon.uploading import left_behind
@@ -322,6 +325,80 @@ def test_files_of_a_running_daemon_are_left_to_it(cache: Path) -> None:
     finally:
         journal.close()
     assert len(done.output.splitlines()) == 3 and "s3://b/g" not in done.output
+
+
+@pytest.fixture
+def killed_cache(tmp_path: Path) -> Path:
+    """A cache directory after a kill. The journal alone has "a/small", "a/empty" and a file that was replaced. "a/changed"
+    has a staging file with later bytes, and the journal does not have "a/large"."""
+
+    @in_trio
+    async def write() -> None:
+        async with desk(tmp_path / "run", writeback=True, upload_delay_s=1000) as d:
+            await d.save("a/empty", b"")
+            replaced = await d.save("a/small", b"replaced")
+            await d.rename(await d.save("tmp", b"small"), "a/small", over=replaced)
+            changed = await d.save("a/changed", b"old")
+            d.uploads.open(changed)
+            await changed.write(0, b"new")
+            await d.save("a/large", DATA)
+            await d.files()
+            shutil.copytree(d.state / "journal", tmp_path / "cache" / "journal")
+            shutil.copytree(d.staging, tmp_path / "cache" / "staging")
+            d.uploads.release(changed)
+
+    write()
+    return tmp_path / "cache"
+
+
+def contents(place: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("rebooted", [False, True])
+def test_files_that_the_journal_alone_has_are_listed_and_copied(
+    killed_cache: Path, tmp_path: Path, rebooted: bool
+) -> None:
+    """After a reboot the journal counts, and not a staging file that may be cut short. Nothing is changed."""
+    mark = killed_cache / "journal" / MARK
+    if rebooted:
+        mark.write_text(re.sub(r"\bopen \S+", "open another", mark.read_text()))
+    before = contents(killed_cache)
+    done = CliRunner().invoke(recover, [str(killed_cache)], catch_exceptions=False)
+    assert len(done.output.splitlines()) == 4
+    assert {line.split()[4] for line in done.output.splitlines() if "in the journal" in line} == {
+        f"{SOURCE}/a/{name}" for name in ("small", "empty", *(["changed"] if rebooted else []))
+    }
+    said = json.loads(CliRunner().invoke(recover, [str(killed_cache), "--json"]).output)
+    assert {Path(one["name"]).name: one["size"] for one in said} == {
+        "small": 5,
+        "empty": 0,
+        "changed": 3,
+        "large": len(DATA),
+    }
+    assert all(one["waiting"] for one in said)
+    (to := tmp_path / "to").mkdir()
+    done = CliRunner().invoke(
+        recover, [str(killed_cache), "--to", str(to), "--remove"], catch_exceptions=False
+    )
+    assert done.exit_code == 0
+    assert contents(to / SOURCE.replace("://", "/") / "a") == {
+        "small": b"small",
+        "empty": b"",
+        "changed": b"old" if rebooted else b"new",
+        "large": DATA,
+    }
+    assert contents(killed_cache) == before
+
+
+def test_a_journal_that_cannot_be_read_leaves_the_staging_files_in_the_list(killed_cache: Path) -> None:
+    data = killed_cache / "journal" / "data.mdb"
+    data.write_bytes(b"\xff" * data.stat().st_size)
+    done = CliRunner().invoke(recover, [str(killed_cache)], catch_exceptions=False)
+    lines = done.output.splitlines()
+    assert done.exit_code == 0 and len(lines) == 3
+    assert "cannot be read: small files that it alone has are not listed" in done.output
+    assert sum("the next mount decides" in line for line in lines) == 2
 
 
 def test_what_is_no_cache_is_refused(tmp_path: Path) -> None:
