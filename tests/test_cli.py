@@ -161,7 +161,7 @@ def test_what_prints_has_json() -> None:
         "config",
         "completion",
     }  # no results on stdout
-    lines = {"record", "logs"}  # JSON lines by themselves; the log is JSON with --log-format json
+    lines = {"record"}  # JSON lines by themselves
     for name, command in cli.commands.items():
         if not command.hidden and name not in silent | lines:
             assert any("--json" in param.opts for param in command.params), name
@@ -204,23 +204,56 @@ def test_logs_of_a_cache_directory(tmp_path: Path) -> None:
     assert run("logs", "-n", "1", tmp_path).stdout == "second\\x1b[31m\n"
 
 
-def test_logs_are_followed_over_a_rotation(tmp_path: Path) -> None:
+def test_logs_as_json(tmp_path: Path) -> None:
+    """A log has lines of both formats after a mount with another --log-format, and lines that are neither."""
+    by_json = {
+        "time": "2024-05-01T12:00:01.000Z",
+        "level": "info",
+        "logger": "cachefs.fs",
+        "message": "b",
+        "op": "read",
+    }
+    lines = [
+        "2024-05-01T12:00:00.123Z WARNING fetch.fetcher: a: \\x1b",
+        "  File one",
+        json.dumps(by_json),
+        '{"time": "2024',
+        "7",
+    ]
+    (tmp_path / LOG_NAME).write_text("\n".join(lines))
+    by_text = {
+        "time": "2024-05-01T12:00:00.123Z",
+        "level": "warning",
+        "logger": "fetch.fetcher",
+        "message": "a: \\x1b",
+    }
+    entries = [by_text, {"message": "  File one"}, by_json, {"message": '{"time": "2024'}, {"message": "7"}]
+    assert [json.loads(line) for line in run("logs", "--json", tmp_path).stdout.splitlines()] == entries
+    assert json.loads(run("logs", "--json", "-n", "1", tmp_path).stdout) == {"message": "7"}
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_logs_are_followed_over_a_rotation(tmp_path: Path, as_json: bool) -> None:
     log = tmp_path / LOG_NAME
     log.write_text("old\n")
+
+    def shown(message: str) -> str:
+        return (json.dumps({"message": message}) if as_json else message) + "\n"
+
     with subprocess.Popen(
-        [sys.executable, "-m", "cachefs", "logs", "-f", str(tmp_path)],
+        [sys.executable, "-m", "cachefs", "logs", "-f", *["--json"][:as_json], str(tmp_path)],
         stdout=subprocess.PIPE,
         text=True,
         env=ENVIRON | {"PYTHONUNBUFFERED": "1"},
     ) as command:
         assert command.stdout is not None
-        assert command.stdout.readline() == "old\n"
+        assert command.stdout.readline() == shown("old")
         with log.open("a") as file:
             file.write("new\n")
-        assert command.stdout.readline() == "new\n"
+        assert command.stdout.readline() == shown("new")
         log.rename(tmp_path / f"{LOG_NAME}.1")
         log.write_text("fresh\n")
-        assert command.stdout.readline() == "fresh\n"
+        assert command.stdout.readline() == shown("fresh")
         command.send_signal(signal.SIGINT)
         assert command.wait(60) == 0
 

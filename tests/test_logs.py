@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from cachefs.base.errors import OriginFailed, PermissionDenied
-from cachefs.base.logs import JsonFormatter, Repeats, TextFormatter
+from cachefs.base.logs import JsonFormatter, Repeats, TextFormatter, entry_of
 from cachefs.base.metrics import Metrics
 from cachefs.base.units import printable
 from cachefs.fuse.errno_table import tell
@@ -27,6 +27,14 @@ def test_a_terminal_obeys_nothing_of_a_log() -> None:
     lines = TextFormatter().format(record("key", ValueError(EVIL))).split("\n")
     assert len(lines) > 1 and all(line.isprintable() for line in lines)
     assert json.loads(JsonFormatter().format(record(EVIL)))["message"] == f"{EVIL}: failed"
+
+
+def test_a_line_is_read_as_it_was_formatted() -> None:
+    one, same = record("key"), record("key")
+    same.created, same.msecs = one.created, one.msecs
+    text, machine = TextFormatter().format(one), JsonFormatter().format(same)
+    assert entry_of(machine) == json.loads(machine)
+    assert entry_of(text) == json.loads(machine) | {"logger": "fs"}
 
 
 def test_printable_text_is_left_as_it_is() -> None:

@@ -12,6 +12,7 @@ import logging
 import logging.handlers
 import os
 import queue
+import re
 import sys
 import threading
 import time
@@ -75,6 +76,24 @@ class JsonFormatter(TextFormatter):
         if record.stack_info:
             entry["stack"] = self.formatStack(record.stack_info)
         return json.dumps(entry, default=str)
+
+
+_TEXT_LINE = re.compile(
+    r"(?P<time>\d{4}-\d\d-\d\dT[\d:.]+Z) (?P<level>[A-Z]+) (?P<logger>[\w.-]+): (?P<message>.*)", re.DOTALL
+)
+
+
+def entry_of(line: str) -> dict[str, Any]:
+    """The members of a line that one of the formatters made. The logger of a text line is without "cachefs.".
+    Any other line, such as one of a traceback, is a message alone."""
+    try:
+        if isinstance(entry := json.loads(line), dict):
+            return entry
+    except ValueError:
+        pass
+    if (match := _TEXT_LINE.fullmatch(line)) is None:
+        return {"message": line}
+    return match.groupdict() | {"level": match["level"].lower()}
 
 
 class _Rotating(logging.handlers.RotatingFileHandler):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -431,18 +431,29 @@ def log_level(level: str, mountpoint: Path | None) -> None:
 @click.option(
     "-n", "--lines", "last", type=click.IntRange(0), help="Only the last N lines.  [all]", metavar="N"
 )
-def logs(place: Path | None, follow: bool, last: int | None) -> None:
+@as_json("An object a line: time, level, logger, message, as far as the line has them.")
+def logs(place: Path | None, follow: bool, last: int | None, as_json: bool) -> None:
     """Print the log file of the mount at MOUNTPOINT, or of a daemon that has died, by its cache directory.
 
     The log is rotated at 10 MiB; older lines are in cachefs.log.1 to .3 beside it.
     """
+    from cachefs.base.logs import entry_of
+
     path = _log_of(place)
+
+    def show_line(line: str) -> None:
+        line = line.rstrip("\n")
+        if as_json:
+            show.data(entry_of(line), line=True)
+        else:
+            say(line)
+
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             for line in deque(file, maxlen=last):
-                say(line.rstrip("\n"))
+                show_line(line)
             if follow:
-                _follow(path, file)
+                _follow(path, file, show_line)
     except OSError as exc:
         raise MountError(f"cannot read the log {path}: {exc.strerror}") from exc
 
@@ -457,12 +468,12 @@ def _log_of(place: Path | None) -> Path:
     return Path(path)
 
 
-def _follow(path: Path, file: IO[str]) -> None:
-    """Print new lines until Ctrl-C, also after a rotation."""
+def _follow(path: Path, file: IO[str], show_line: Callable[[str], None]) -> None:
+    """Show new lines until Ctrl-C, also after a rotation."""
     try:
         while True:
             while line := file.readline():
-                say(line.rstrip("\n"))
+                show_line(line)
             if path.exists() and os.stat(path).st_ino != os.fstat(file.fileno()).st_ino:
                 file.close()
                 file = open(path, encoding="utf-8", errors="replace")  # noqa: SIM115 (closed at the next one)
