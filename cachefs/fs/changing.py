@@ -33,9 +33,9 @@ from cachefs.base.errors import (
 )
 from cachefs.base.tasks import taken
 from cachefs.fs.dirty_files import check_key, check_name, writable
+from cachefs.fs.files import Node
 from cachefs.fs.freshness import EVERY_NAME
 from cachefs.fs.keys import mark_of_directory, name_in, name_of
-from cachefs.fs.local_changes import Node
 from cachefs.fs.name_locks import Place
 from cachefs.fs.rows import Row, encode
 from cachefs.fs.tree import Directory, Found, is_below

@@ -28,8 +28,9 @@ from cachefs.base.errors import (
     Unsupported,
 )
 from cachefs.base.ledger import about
+from cachefs.fs.files import Node
 from cachefs.fs.keys import MAX_NAME, nameable, text_of
-from cachefs.fs.local_changes import DIRTY_FILE_ETAG, LocalChanges, Node
+from cachefs.fs.local_changes import DIRTY_FILE_ETAG, LocalChanges
 from cachefs.fs.name_locks import NameLocks
 from cachefs.fs.overrides import written
 from cachefs.fs.reader import Buffer

@@ -21,16 +21,20 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import trio
+
 from cachefs.base.errors import CacheUnusable, NotFound, ObjectChanged
-from cachefs.fs.tree import KEPT_DIRECTORIES
+from cachefs.fs.rows import NO_ROW
+from cachefs.fs.tree import KEPT_DIRECTORIES, Found
 
 if TYPE_CHECKING:
     from cachefs.base.names import ObjectId
     from cachefs.fs.attributes import Attributes
-    from cachefs.fs.local_changes import Node
     from cachefs.fs.reader import Backing, Reader, Reusable
-    from cachefs.fs.tree import Directory, Found
+    from cachefs.fs.rows import Row
+    from cachefs.fs.tree import Directory
     from cachefs.origin import Origin
+    from cachefs.upload import DirtyFile
 
 WARM_OPENS = 16_384
 """Recently opened files that are remembered, under 1 KiB each. Measured: an open from here takes 2 µs, by the tables 9."""
@@ -71,6 +75,41 @@ EVERY_FILE: Container[bytes] = _EveryFile()
 DIRTY_FILE = -1
 """The size of a handle that reads a dirty file. Each of its reads then looks like one behind the end, so other reads need no
 check of their own."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Node:
+    """A file that is open for writing or not uploaded yet. `ino` is its inode, 0 until it has one. `stored`: the origin may
+    have an object under its name. `removed`: it has no name any more, only handles. `moving`: a rename is under way.
+    `settled`: its dirty file must not be opened any more, because the content is in the cache or at the origin.
+    `clears`: a process without the right to keep set-uid and set-gid bits may write it in passthrough."""
+
+    directory: Directory
+    name: bytes
+    ino: int
+    stored: bool
+    dirty_file: DirtyFile | None = None
+    row: Row = NO_ROW
+    pending: bool = False
+    removed: bool = False
+    settled: bool = True
+    moving: bool = False
+    clears: bool = False
+    writers: int = 0
+    attrs: dict[str, Any] = field(default_factory=dict)
+    lock: trio.Lock = field(default_factory=trio.Lock)
+
+    @property
+    def origin(self) -> Origin:
+        assert self.directory.origin is not None
+        return self.directory.origin
+
+    @property
+    def key(self) -> str:
+        return self.directory.prefix + self.name.decode()
+
+    def found(self, now: float) -> Found:
+        return Found(self.ino, False, self.row, now)
 
 
 @dataclass(slots=True, eq=False, repr=False)

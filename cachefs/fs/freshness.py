@@ -15,13 +15,11 @@ open never depends on an answer that is older than the open."""
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from cachefs.fs.files import Node
 from cachefs.fs.keys import name_in
 from cachefs.fs.tree import Directory, Found, Tree
-
-if TYPE_CHECKING:
-    from cachefs.fs.local_changes import Node
 
 REMEMBERED = 65_536
 """Single answers kept, about 110 bytes each. A bound of memory: 7 MB for each table."""
@@ -40,7 +38,7 @@ STALE_S = 1.0
 an outage."""
 
 
-class PendingNames(dict[tuple[int, bytes], "Node"]):
+class PendingNames(dict[tuple[int, bytes], Node]):
     """The pending nodes, by (inode of the directory, name). They override listings and answers about these names.
     `LocalChanges` writes this table. `in_directory` counts the nodes by directory."""
 

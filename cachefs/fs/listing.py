@@ -16,7 +16,6 @@ from collections.abc import Callable, Container
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import trio
@@ -24,18 +23,16 @@ import trio
 from cachefs.base.database import Put
 from cachefs.base.errors import CachefsError, NotFound, OriginFailed
 from cachefs.base.metrics import Metrics
-from cachefs.base.tasks import Outcome
 from cachefs.fs.freshness import Freshness
 from cachefs.fs.keys import mark_of_directory, name_in, read_page
 from cachefs.fs.pages import erase, sweep, write_names
 from cachefs.fs.rows import encode
-from cachefs.fs.tree import Directory, Tree
+from cachefs.fs.tree import Asked, Directory, Listing, Tree
 from cachefs.origin.protocol import ListPage, ObjectInfo
 
 if TYPE_CHECKING:
     from cachefs.fs.keys import Page
     from cachefs.fs.pages import Lost
-    from cachefs.fs.rows import Row
     from cachefs.origin import Origin
 
 log = logging.getLogger(__name__)
@@ -54,49 +51,6 @@ other threads want the interpreter."""
 
 ChangeHook = Callable[[Directory, int, bytes], None]
 """(directory, ino, name): called when the name does not lead to this inode (0: to none) any more."""
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Asked:
-    """A request for a page, sent `at` that time, after `changes` changes of this node (`Tree.changes`)."""
-
-    token: str | None
-    at: float
-    changes: int
-    page: Outcome[ListPage] = field(default_factory=Outcome)
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Listing:
-    """One generation of one directory, running or resting."""
-
-    generation: int
-    epoch: int
-    leftovers: bool  # rows of earlier generations may exist
-    token: str | None = None
-    position: bytes | None = None  # the last key seen, relative to the directory
-    ordered: bool = True
-    asked_at: float = 0.0  # when the last page was requested
-    pages: int = 0
-    allowed: int = 0
-    misses: int = 0
-    hidden: int = 0
-    failures: int = 0
-    asked: Asked | None = None  # the request for the next page, sent ahead
-    next_page: Outcome[None] = field(default_factory=Outcome)  # ends when that page is written
-
-    def covers(self, name: bytes) -> bool:
-        """True if the pages so far decide whether `name` exists, as a file or as a directory."""
-        return self.position is not None and self.ordered and name + b"/" <= self.position
-
-    def passed(self, rows: list[tuple[bytes, Row]]) -> list[tuple[bytes, Row]]:
-        """The leading ones of these rows (mark, row) whose names the pages so far decide."""
-        return list(takewhile(lambda one: self.covers(name_in(one[0])), rows))
-
-    def wake(self, failure: CachefsError | None = None) -> None:
-        """Wake the tasks that wait for the next page."""
-        page, self.next_page = self.next_page, Outcome()
-        page.end(failure=failure)
 
 
 @dataclass(eq=False, repr=False)

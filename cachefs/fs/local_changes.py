@@ -1,9 +1,10 @@
 """Changes made on this node that the origin does not show yet: files that are being written, and names that were changed.
 
-A *node* is one file that a process has open for writing, or whose dirty file was not uploaded yet. It is *pending* from its
-first change until its content is uploaded and no process has it open for writing. While a node is pending, its name shows
-the dirty file, whatever a listing says. The inode stays the same, and the version is `DIRTY_FILE_ETAG` with the dirty file's
-id. Listings and lookups never write pending rows, so this module may write them without the lock of the tree.
+A *node* (`cachefs.fs.files.Node`) is one file that a process has open for writing, or whose dirty file was not uploaded
+yet. It is *pending* from its first change until its content is uploaded and no process has it open for writing. While a node
+is pending, its name shows the dirty file, whatever a listing says. The inode stays the same, and the version is
+`DIRTY_FILE_ETAG` with the dirty file's id. Listings and lookups never write pending rows, so this module may write them
+without the lock of the tree.
 
 A change made at the origin is recorded here as an answer of the origin would be (`write`).
 """
@@ -19,13 +20,13 @@ import trio
 
 from cachefs.base.errors import CachefsError, ObjectChanged
 from cachefs.base.names import ObjectId
-from cachefs.fs.files import DIRTY_FILE
+from cachefs.fs.files import DIRTY_FILE, Node
 from cachefs.fs.inodes import inode_key
 from cachefs.fs.keys import mark_of_directory
 from cachefs.fs.name_locks import Place
 from cachefs.fs.pages import Lost, move, pin, write_answer
 from cachefs.fs.rows import NO_ROW, Row, encode
-from cachefs.fs.tree import Directory, Found, Tree, is_below, named
+from cachefs.fs.tree import Directory, Tree, is_below, named
 from cachefs.origin.protocol import ObjectInfo
 
 if TYPE_CHECKING:
@@ -40,41 +41,6 @@ if TYPE_CHECKING:
 
 DIRTY_FILE_ETAG = "draft "
 """The beginning of a dirty file's version, which stands in place of an etag. No origin has such etags."""
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Node:
-    """A file that is open for writing or not uploaded yet. `ino` is its inode, 0 until it has one. `stored`: the origin may
-    have an object under its name. `removed`: it has no name any more, only handles. `moving`: a rename is under way.
-    `settled`: its dirty file must not be opened any more, because the content is in the cache or at the origin.
-    `clears`: a process without the right to keep set-uid and set-gid bits may write it in passthrough."""
-
-    directory: Directory
-    name: bytes
-    ino: int
-    stored: bool
-    dirty_file: DirtyFile | None = None
-    row: Row = NO_ROW
-    pending: bool = False
-    removed: bool = False
-    settled: bool = True
-    moving: bool = False
-    clears: bool = False
-    writers: int = 0
-    attrs: dict[str, Any] = field(default_factory=dict)
-    lock: trio.Lock = field(default_factory=trio.Lock)
-
-    @property
-    def origin(self) -> Origin:
-        assert self.directory.origin is not None
-        return self.directory.origin
-
-    @property
-    def key(self) -> str:
-        return self.directory.prefix + self.name.decode()
-
-    def found(self, now: float) -> Found:
-        return Found(self.ino, False, self.row, now)
 
 
 @dataclass(eq=False, repr=False)

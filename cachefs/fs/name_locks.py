@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 import trio
 
 from cachefs.fs.keys import name_in
+from cachefs.fs.tree import Directory
 
-if TYPE_CHECKING:
-    from cachefs.fs.tree import Directory
-
-Place = tuple["Directory", bytes]
+Place = tuple[Directory, bytes]
 """The directory and the name of a file or directory."""
 
 

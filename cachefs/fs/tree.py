@@ -24,7 +24,7 @@ import struct
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 import trio
@@ -32,16 +32,16 @@ import trio
 from cachefs.base.behind import WriteBehind
 from cachefs.base.clock import Machine, SteadyClock
 from cachefs.base.database import Put
-from cachefs.base.errors import ConfigError, NotADirectory, ObjectChanged
-from cachefs.base.tasks import take
+from cachefs.base.errors import CachefsError, ConfigError, NotADirectory, ObjectChanged
+from cachefs.base.tasks import Outcome, take
 from cachefs.fs.attributes import Ttls
 from cachefs.fs.inodes import NUMBER_BYTES, ROOT, Numbers, inode_key
 from cachefs.fs.keys import mark_of_directory, name_in, nameable
 from cachefs.fs.rows import PINNED, Row, decode, encode
 
 if TYPE_CHECKING:
-    from cachefs.fs.listing import Listing
     from cachefs.origin import Origin
+    from cachefs.origin.protocol import ListPage
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +127,49 @@ class Listed:
     def packed(self) -> bytes:
         """The stored state: all but `early` and `came`."""
         return _STATE.pack(self.generation, self.complete, self.at, self.epoch, self.refreshed, self.hidden)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Asked:
+    """A request for a page, sent `at` that time, after `changes` changes of this node (`Tree.changes`)."""
+
+    token: str | None
+    at: float
+    changes: int
+    page: Outcome[ListPage] = field(default_factory=Outcome)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Listing:
+    """One generation of one directory, running or resting."""
+
+    generation: int
+    epoch: int
+    leftovers: bool  # rows of earlier generations may exist
+    token: str | None = None
+    position: bytes | None = None  # the last key seen, relative to the directory
+    ordered: bool = True
+    asked_at: float = 0.0  # when the last page was requested
+    pages: int = 0
+    allowed: int = 0
+    misses: int = 0
+    hidden: int = 0
+    failures: int = 0
+    asked: Asked | None = None  # the request for the next page, sent ahead
+    next_page: Outcome[None] = field(default_factory=Outcome)  # ends when that page is written
+
+    def covers(self, name: bytes) -> bool:
+        """True if the pages so far decide whether `name` exists, as a file or as a directory."""
+        return self.position is not None and self.ordered and name + b"/" <= self.position
+
+    def passed(self, rows: list[tuple[bytes, Row]]) -> list[tuple[bytes, Row]]:
+        """The leading ones of these rows (mark, row) whose names the pages so far decide."""
+        return list(takewhile(lambda one: self.covers(name_in(one[0])), rows))
+
+    def wake(self, failure: CachefsError | None = None) -> None:
+        """Wake the tasks that wait for the next page."""
+        page, self.next_page = self.next_page, Outcome()
+        page.end(failure=failure)
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -17,10 +17,10 @@ from cachefs.base.errors import AlreadyExists, IsADirectory, NotFound, NotPermit
 from cachefs.fs.attributes import DIRECTORY_SIZE, Attributes
 from cachefs.fs.changing import Changing
 from cachefs.fs.dirty_files import DirtyFiles, Opened, check_name, writable
-from cachefs.fs.files import DIRTY_FILE
+from cachefs.fs.files import DIRTY_FILE, Node
 from cachefs.fs.inodes import ROOT
 from cachefs.fs.keys import name_in
-from cachefs.fs.local_changes import LocalChanges, Node
+from cachefs.fs.local_changes import LocalChanges
 from cachefs.fs.name_locks import NameLocks, Place
 from cachefs.fs.overrides import Overrides, without_set_ids, written
 from cachefs.fs.tree import Directory, Found, Tree
