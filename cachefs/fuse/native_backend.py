@@ -384,6 +384,15 @@ class Device:
         """Have another process send notifications from now on, so that no thread of this one waits in the kernel."""
         self._notifier = Notifier(self.fd)
 
+    def repeat_requests(self) -> None:
+        """Have the kernel repeat the requests that the previous daemon has not answered, and look up each name again."""
+        for code in (protocol.NOTIFY_INC_EPOCH, protocol.NOTIFY_RESEND):
+            try:
+                self.notify(code, b"")
+            except OSError as exc:  # kernels before Linux 6.16 do not know NOTIFY_INC_EPOCH
+                log.debug("notification %d: %s", code, exc)
+        self.notify_beside()
+
     # -- backing files -----------------------------------------------------------------------------
 
     def register(self, fd: int) -> int:
@@ -545,12 +554,17 @@ class NativeBackend:
         """Attach the mount that the device has made, unless it was taken over and is attached already."""
         if not self._device.held:
             self._device.attach(mountpoint)
-            if self._records is not None:
-                self._records.hold(self._device, self.agreed, mountpoint)
+            if self._records is not None and self.agreed.flags & Init.HAS_RESEND:
+                # The next daemon can answer what this one leaves only if the kernel can repeat it.
+                self._records.hold(self._device.fd, mountpoint, self._device.number, *self.agreed)
+                self._device.held = True
+                self._device.notify_beside()
 
     async def serve(self, ready: Callable[[], None]) -> None:
         if self._records is not None and self._records.follows:
-            self._records.take_over(self._device, self.operations.writers)
+            for number in self._records.take_over(self.operations.writers):
+                self._unregister(number)
+            self._device.repeat_requests()
             self.operations.took_over()
             self._records.answering()
         self._reopen, self._close_known = self._fs.open_known, self._fs.close_known
@@ -584,9 +598,12 @@ class NativeBackend:
 
     def retire(self, backing: Backing) -> None:
         if backing.id:
-            self._device.unregister(backing.id)
-            if self._records is not None:
-                self._records.unregistered(backing.id)
+            self._unregister(backing.id)
+
+    def _unregister(self, backing_id: int) -> None:
+        self._device.unregister(backing_id)
+        if self._records is not None:
+            self._records.unregistered(backing_id)
 
     def invalidate(self, inode: int, parent: int, name: bytes) -> None:
         try:

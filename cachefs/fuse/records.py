@@ -5,18 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cachefs.base.names import ObjectId
 from cachefs.fs import FileSystem, Former
-from cachefs.fuse import protocol
 from cachefs.fuse.callers import Writers
 from cachefs.fuse.held import READS, READS_WRITTEN, WRITES, Held, described
-from cachefs.fuse.protocol import RESENT, Init
+from cachefs.fuse.protocol import RESENT
 from cachefs.origin import Origin
-
-if TYPE_CHECKING:
-    from cachefs.fuse.native_backend import Device, Negotiated
 
 log = logging.getLogger(__name__)
 
@@ -36,17 +31,12 @@ class Records:
         self._unanswered: dict[int, int] = {}
         self._failing: dict[int, int] = {}  # handle that could not be restored → place of its record
 
-    def hold(self, device: Device, agreed: Negotiated, mountpoint: Path) -> None:
-        """Pass the connection to the holder, so that it outlives this daemon, if the kernel can repeat requests."""
-        if agreed.flags & Init.HAS_RESEND:
-            flags = int(agreed.flags)
-            self._held.hold(device.fd, mountpoint, device.number, agreed.minor, flags)
-            device.held = True
-            device.notify_beside()
+    def hold(self, fd: int, mountpoint: Path, number: str, minor: int, flags: int) -> None:
+        """See `Held.hold`."""
+        self._held.hold(fd, mountpoint, number, minor, flags)
 
-    def take_over(self, device: Device, writers: Writers) -> None:
-        """Restore the previous daemon's handles, release its other backing ids, and have the kernel repeat unanswered
-        requests."""
+    def take_over(self, writers: Writers) -> set[int]:
+        """Restore the previous daemon's handles. Returns those of its backing ids that none of them has."""
         self._fs.follow(self._held.restarts)
         used = set()
         count = 0
@@ -80,16 +70,8 @@ class Records:
             self._unanswered[record.unique & ~RESENT] = record.fh
             used.add(record.backing_id)
             count += 1
-        for number in self._table.backing_ids() - used:
-            device.unregister(number)
-            self._table.unregistered(number)
         log.info("took the mount over from another daemon: %d files are open", count)
-        for code in (protocol.NOTIFY_INC_EPOCH, protocol.NOTIFY_RESEND):
-            try:
-                device.notify(code, b"")
-            except OSError as exc:  # kernels before Linux 6.16 do not know NOTIFY_INC_EPOCH
-                log.debug("notification %d: %s", code, exc)
-        device.notify_beside()
+        return self._table.backing_ids() - used
 
     @property
     def follows(self) -> bool:

@@ -301,6 +301,22 @@ def test_writing(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
                 assert pair.device.write(*parts) is False
 
 
+def test_unanswered_requests_are_repeated_also_by_a_kernel_without_epochs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent = []
+
+    def notify(code: int, body: bytes) -> None:
+        sent.append(code)
+        if code == protocol.NOTIFY_INC_EPOCH:
+            raise OSError(errno.EINVAL, "")
+
+    with Pair() as pair:
+        monkeypatch.setattr(pair.device, "notify", notify)
+        pair.device.repeat_requests()
+    assert sent == [protocol.NOTIFY_INC_EPOCH, protocol.NOTIFY_RESEND]
+
+
 def test_a_closed_device_stays_closed() -> None:
     with Pair() as pair:
         pair.device.close()
