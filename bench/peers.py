@@ -80,7 +80,9 @@ def _serve(size: int, keyed: bool) -> None:
         print(listener.socket.getsockname()[1], flush=True)
         handshake = Handshake("bench", VERSION, "", "", 1.0)
         verifier = Verifier(KEY) if keyed else None
-        await Server(_PlanStore(size), lambda: handshake, block_size=MIB, verifier=verifier).serve([listener])
+        await Server(_PlanStore(size), lambda _: handshake, block_size=MIB, verifier=verifier).serve(
+            [listener]
+        )
 
     trio.run(main)
 

@@ -209,11 +209,12 @@ class Membership:
         finally:
             await self.source.leave()
 
-    def handshake_requested(self, host: str) -> None:
-        """A node at this IP address has requested our handshake: poll early if it may be new. So nodes that start together
+    def handshake_requested(self, host: str) -> Handshake:
+        """Our handshake, for a node at this IP address. Polls early if that node may be new, so nodes that start together
         know each other as soon as the last of them listens."""
         if self.source.handshake_requested(host):
             self._wake.set()
+        return self._handshake
 
     def take_id(self, source: Source, handshake: Handshake) -> None:
         """Use another id from now on. Called while `run` does not run. The members stay as they are until the next

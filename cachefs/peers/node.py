@@ -144,13 +144,12 @@ class PeerNode:
         chosen = self._chosen
         self._server = Server(
             shares,
-            lambda: self._handshake,
+            self._membership.handshake_requested,
             block_size=self._config.block_size,
             verifier=Verifier(chosen.key) if chosen.key is not None else None,
             tls=chosen.server_tls,
             stats=self._stats,
             metrics=self._metrics,
-            on_handshake=self._membership.handshake_requested,
         )
         contained(nursery, "serving peers", self._serve, self._server)
         contained(nursery, "following the list of peers", self._follow)

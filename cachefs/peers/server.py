@@ -343,14 +343,14 @@ class _Refusal(Exception):
 
 
 class Server:
-    """Serves on listening sockets. `handshake` is called for each handshake request. `names` are the Host values of this
-    node: a request that is signed for another one is refused. Empty means that they are not known yet, and any Host is
-    accepted. `on_handshake` is called with the host of each client that requests a handshake."""
+    """Serves on listening sockets. `handshake` is called with the client's host for each handshake request. `names` are the
+    Host values of this node: a request that is signed for another one is refused. Empty means that they are not known yet,
+    and any Host is accepted."""
 
     def __init__(
         self,
         shares: Shares,
-        handshake: Callable[[], Handshake],
+        handshake: Callable[[str], Handshake],
         *,
         block_size: int,
         verifier: Verifier | None = None,
@@ -359,10 +359,8 @@ class Server:
         limits: Limits | None = None,
         stats: PeerTable | None = None,
         metrics: Metrics | None = None,
-        on_handshake: Callable[[str], None] = lambda host: None,
     ) -> None:
         self.names = names
-        self._on_handshake = on_handshake
         self._shares = shares
         self._handshake = handshake
         self._block_size = block_size
@@ -520,8 +518,7 @@ class _Conversation:
             path, query = parse_target(request.target)
             self._authenticate(request)
             if path == HANDSHAKE:
-                server._on_handshake(self._host)
-                await self._reply(200, server._handshake().pack())
+                await self._reply(200, server._handshake(self._host).pack())
                 return
             if path not in (BLOCKS, PREFETCH, HAVE):
                 raise _Refusal(400, "no such request")

@@ -180,7 +180,7 @@ async def serving(
     stats = PeerTable()
     server = Server(
         plan_store,
-        lambda: HANDSHAKE,
+        lambda host: HANDSHAKE,
         block_size=plan_store.block_size,
         verifier=verifier,
         tls=tls,

@@ -184,7 +184,7 @@ async def _node(
     node = Node(opened, fetcher, origin, metrics)
     node.cluster, node.client, node.address, node.handshake = cluster, client, address, handshake
     node.serving = Serving(opened.store, fetcher, cluster, [origin])  # type: ignore[list-item]
-    server = Server(node.serving, lambda: handshake, block_size=block, stats=stats, metrics=metrics)
+    server = Server(node.serving, lambda host: handshake, block_size=block, stats=stats, metrics=metrics)
     node.start(nursery, listener, server)
     await node.serve()
     if background:
