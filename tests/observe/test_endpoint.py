@@ -242,6 +242,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
         "one",
     ):
         assert words in page, words
+    assert page.count(">b:1</td>") == 1, "a node is in the list of peers once"
 
 
 async def _within(seconds: float, what: Callable[[], Awaitable[str]]) -> str:
