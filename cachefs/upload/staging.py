@@ -29,6 +29,7 @@ from typing import NamedTuple, TypeVar
 import trio
 
 from cachefs.base import ownership
+from cachefs.base.durable import sync_directory
 from cachefs.base.errors import CachefsError, CacheUnusable, NoRoom, TooLarge
 from cachefs.base.linux import HANGS_AFTER_S
 from cachefs.base.shared_memory import TAIL_BYTES, SharedMemory, Tail
@@ -691,11 +692,7 @@ def sync_names(directory: Path) -> None:
     """Sync a staging directory, so that its files are found there after a power cut. Blocking. Raises `NoRoom`,
     `CacheUnusable`."""
     try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_directory(directory)
     except OSError as exc:
         raise translated(exc, directory) from exc
 
