@@ -18,16 +18,22 @@ because with a copy left, programs would wait for a daemon that does not come.
 
 from __future__ import annotations
 
-import _socket  # not `socket`, which takes half a megabyte more
+# Modules are chosen by what they take: `socket` would take half a megabyte more than `_socket`, and `signal` (which imports
+# enum), `contextlib` and `collections.abc` together one.
+import _socket
 import fcntl
 import os
 import select
-import signal
 import struct
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+
+TYPE_CHECKING = False  # as in `typing`, which is not imported either
+if TYPE_CHECKING:
+    import signal
+    from collections.abc import Sequence
+else:
+    import _signal as signal
 
 LAUNCH = "import sys; sys.path.append(sys.argv.pop(1)); import holder; holder.main()"
 """The code that the interpreter runs, with the directory of this file as first argument. An import uses the compiled file;
@@ -121,8 +127,10 @@ class Holder:
         """Tell the child to begin: to take the connection over, or to mount."""
         short = LIVES.unpack(self._read(LIVES_AT, LIVES.size))[0]
         os.pwrite(self._state, LIVES.pack(short, time.monotonic()), LIVES_AT)
-        with suppress(OSError):  # it has died
+        try:
             _send(self._socket, b"begin", [self._fuse] if self._fuse >= 0 else [])
+        except OSError:
+            pass  # it has died
 
     def _count(self, how: str, *, killed: bool = False) -> bool:
         """Count a daemon that has ended; `how` is "" if it has handed over. False if no other is to be started."""
@@ -245,14 +253,16 @@ class Holder:
 
     def _take(self) -> None:
         """Take the connection, if the daemon has passed it."""
-        with suppress(OSError):
+        try:
             _, passed, _, _ = self._socket.recvmsg(16, _socket.CMSG_SPACE(4))
-            for _, _, number in passed:
-                (fd,) = struct.unpack("i", number)
-                os.set_inheritable(fd, False)
-                self._fuse = fd
-                _store(_STORED_MEMORY, self._state)
-                _store(_STORED_FUSE, fd)  # last: the memory file alone is discarded by the next holder
+        except OSError:
+            return  # it has not
+        for _, _, number in passed:
+            (fd,) = struct.unpack("i", number)
+            os.set_inheritable(fd, False)
+            self._fuse = fd
+            _store(_STORED_MEMORY, self._state)
+            _store(_STORED_FUSE, fd)  # last: the memory file alone is discarded by the next holder
 
     def _take_away(self, code: int) -> int:
         """Unmount the mount that a daemon has left, because it died while it stopped. Returns `code`."""
@@ -320,10 +330,13 @@ def _notify(message: str, *fds: int) -> None:
     if not address.startswith(("/", "@")):
         return
     manager = _socket.socket(_socket.AF_UNIX, _socket.SOCK_DGRAM)
-    with suppress(OSError):
+    try:
         manager.connect("\0" + address[1:] if address[0] == "@" else address)
         _send(manager, message.encode(), fds)
-    manager.close()
+    except OSError:
+        pass  # the service manager does without it
+    finally:
+        manager.close()
 
 
 def _send(to: _socket.socket, message: bytes, fds: Sequence[int]) -> None:
@@ -336,8 +349,10 @@ def _how(code: int) -> str:
 
 
 def _say(line: str) -> None:
-    with suppress(OSError):
+    try:
         os.write(2, f"cachefs: {line}\n".encode())
+    except OSError:
+        pass  # nobody reads it any more
 
 
 def main() -> None:

@@ -384,11 +384,11 @@ async def test_a_disk_that_does_not_answer_at_once_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tier_module, "AT_ONCE_S", 0.01)
-    disk, answers = tier_module.Disk("ssd", tmp_path), threading.Event()
-    assert disk.at_once(lambda: answers.wait(30)) is None and len(disk._calls) == 1
+    disk, answers, ended = tier_module.Disk("ssd", tmp_path), threading.Event(), threading.Event()
+    assert disk.at_once(lambda: answers.wait(30) and ended.set()) is None and not ended.is_set()
     answers.set()
-    await until(lambda: not disk._calls, 10)
-    assert not disk._calls
+    await until(lambda: ended.is_set() and not disk._calls, 10)
+    assert ended.is_set() and not disk._calls
 
 
 def raises(error: Exception) -> Any:
@@ -570,7 +570,7 @@ def test_one_call_makes_no_more_room_than_a_reader_waits_for(monkeypatch: pytest
 
 
 def test_after_the_end_no_file_is_opened_and_the_idle_ones_are_retired() -> None:
-    parts: Any = SimpleNamespace(catalog=None, eviction=None, metrics=None)
+    parts: Any = SimpleNamespace(catalog=None, eviction=None, metrics=None, pin=None)
     tier = SimpleNamespace(registered=3)
     files = Passthrough(parts, [], None, None)  # type: ignore[arg-type]
     retired: list[Any] = []
