@@ -421,7 +421,10 @@ class DirtyFile:
     def may_be_written(self) -> None:
         """Treat the file as being in passthrough, because an earlier run may have opened it in passthrough."""
         self.kernel.way, self.file.in_passthrough = Way.PASSTHROUGH, True
-        self.kernel.shape = self.file.shape()
+        self.kernel.shape = shape = self.file.shape()
+        # The process may have written since the caller examined the file. `look` finds only changes from `shape` on, so the
+        # size is that of `shape`, too: otherwise an earlier one would stay.
+        self.parts.rewritten(shape.size)
 
     def resumed(self, row: Mapping[str, Any]) -> None:
         """Restore its state from the previous daemon's record (`resumed_row`). The file counts as dirty, because it may have

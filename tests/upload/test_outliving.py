@@ -25,7 +25,7 @@ from cachefs.base.errors import CacheUnusable, NoRoom
 from cachefs.base.names import ObjectId
 from cachefs.base.shared_memory import FileRecords, SharedMemory
 from cachefs.upload import DirtyFile, journal, orphans, sending, staging
-from cachefs.upload.staging import HELD
+from cachefs.upload.staging import HELD, Shape, StagingFile
 from tests.conftest import LEVEL
 from tests.upload.scripted import KIB, MIB, PART, Desk, Room, ScriptedStore, add, desk, in_trio
 from tests.upload.test_passthrough import Kernel
@@ -447,6 +447,39 @@ async def test_a_file_is_written_down_once_for_each_change_of_what_it_is(
         assert puts == [True]
         await d.close(dirty_file)
         await d.uploads.flush()
+
+
+@pytest.mark.parametrize("acknowledged", [False, True])
+@in_trio
+async def test_a_process_writes_in_passthrough_while_the_next_daemon_takes_the_file_over(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, acknowledged: bool
+) -> None:
+    """Between any two calls on the file. All that was written is there, and is uploaded."""
+    async with daemon.alive(writeback=True) as (d, _):
+        Kernel(d)
+        dirty_file = await create(d)
+        assert await d.uploads.open_backing(dirty_file) is not None
+        if acknowledged:
+            await d.uploads.commit(dirty_file)
+        if acknowledged:
+            daemon.memory().records.drop(dirty_file.id)
+        after = daemon.killed(tmp_path / "second")
+    plain, written = StagingFile.shape, list[Path]()
+
+    def shape(file: StagingFile) -> Shape:
+        if not written:
+            written.append(file.path)
+            file.path.write_bytes(b"written")
+        return plain(file)
+
+    monkeypatch.setattr(StagingFile, "shape", shape)
+    async with after.alive(INO, writeback=True, upload_delay_s=0.0) as (d, (second,)):
+        assert written == [second.file.path]
+        assert await content(second) == b"written"
+        await d.uploads.commit(second)
+        await d.close(second)
+        assert await d.uploads.flush() == []
+        assert after.store.content("k") == b"written"
 
 
 @in_trio
