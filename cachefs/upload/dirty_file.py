@@ -49,7 +49,8 @@ class Record:
     the state of the multipart `upload`, and the dirty file that it has replaced (`over`), which a crash must not restore.
     The holder of the `turn` writes the row. The journal also has the content of the generation `content_of` (-1: of none, or
     of an unknown one). Its record for the next daemon, in shared memory, has the inode `ino` (0: there is no record);
-    `says_clean`: the record says that the origin has the content."""
+    `says_clean`: the record says that the origin has the content. `says_removed`: it says that the name is removed, which is
+    certain later than `Content.removed`."""
 
     def __init__(self) -> None:
         self.turn = trio.Lock()
@@ -57,7 +58,7 @@ class Record:
         self.upload: dict[str, Any] | None = None
         self.over: DirtyFile | None = None
         self.content_of = -1
-        self.ino, self.says_clean = 0, False
+        self.ino, self.says_clean, self.says_removed = 0, False, False
 
 
 class Way(enum.Enum):
@@ -246,12 +247,16 @@ class DirtyFile:
             "dirty": self.content.dirty,
             "way": self.kernel.way.name,
             "spoiled": self.file.spoiled,
-            "removed": self.discarded,
+            "removed": self.record.says_removed,
         }
 
     def noted(self) -> None:
         """Update the record for the next daemon."""
         self._owner.noted(self)
+
+    def note_removed(self) -> None:
+        """See `Uploads.note_removed`."""
+        self._owner.note_removed(self)
 
     @property
     def _tokens(self) -> str:
@@ -430,7 +435,7 @@ class DirtyFile:
         """Restore its state from the previous daemon's record (`resumed_row`). The file counts as dirty, because it may have
         been changed after the record was written."""
         self.record.ino = row["ino"]
-        self.content.removed = row["removed"]
+        self.content.removed = self.record.says_removed = row["removed"]
         self.file.resumed(spoiled=row["spoiled"], removed=row["removed"])
         if row["upload"] is not None:
             self.parts.resumed()

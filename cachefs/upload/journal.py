@@ -575,6 +575,7 @@ class Records:
         over, dirty_file.record.over = dirty_file.record.over, None
         if over is None:
             return
+        over.note_removed()
         async with over.record.turn:
             if over.acknowledged:
                 await _outlive_row(over)
@@ -677,7 +678,7 @@ async def recover(
     files = set(await trio.to_thread.run_sync(os.listdir, staging))
     rows = journal.rows(DIRTY_FILES)
     files -= {dirty_file.file.path.name for dirty_file in resumed.values()}
-    replaced, obsolete = _replaced(rows), set[str]()
+    replaced, obsolete = replaced_files(rows), set[str]()
     replaced |= set(replaced_by_resumed)
     in_journal = journal.contents_by_file(rows)
     coming_back = restorable(rows, files | in_journal.keys()) - replaced
@@ -771,11 +772,11 @@ def _unsent_contents(journal: Journal, staging: Path) -> list[orphans.Orphan]:
 def restorable(rows: Mapping[str, Mapping[str, Any]], files: Collection[str]) -> set[str]:
     """The ids of the dirty files that come back: they are acknowledged, were not replaced, and have bytes. `files` are the
     names of the staging files that exist, and of those whose contents the journal has."""
-    replaced = _replaced(rows)
+    replaced = replaced_files(rows)
     there = (name for name, row in rows.items() if row["acknowledged"] and row["file"] in files)
     return {name for name in there if name not in replaced}
 
 
-def _replaced(rows: Mapping[str, Mapping[str, Any]]) -> set[str | None]:
+def replaced_files(rows: Mapping[str, Mapping[str, Any]]) -> set[str | None]:
     """The ids of dirty files that an acknowledged one has replaced, and None."""
     return {row["over"] for row in rows.values() if row["acknowledged"]}

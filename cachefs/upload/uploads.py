@@ -39,7 +39,17 @@ from cachefs.store.backing import BackingFile
 from cachefs.upload import orphans
 from cachefs.upload.content import Row, State, Stored
 from cachefs.upload.dirty_file import DirtyFile, Way
-from cachefs.upload.journal import NOTES, Journal, JournalRemoved, Records, WaitingFile, mark, recover
+from cachefs.upload.journal import (
+    DIRTY_FILES,
+    NOTES,
+    Journal,
+    JournalRemoved,
+    Records,
+    WaitingFile,
+    mark,
+    recover,
+    replaced_files,
+)
 from cachefs.upload.passthrough import Passthrough
 from cachefs.upload.queue import IN_BACKGROUND, Queue, in_vain
 from cachefs.upload.room import UNASKED, Cache, StagingRoom, WholeVersion
@@ -446,7 +456,11 @@ class Uploads:
 
     def noted(self, dirty_file: DirtyFile) -> None:
         """Write or remove the record of a dirty file for the next daemon, after a change of its state."""
-        if self._disk.shared is None or not dirty_file.ino or dirty_file.discarded:
+        if self._disk.shared is None or not dirty_file.ino:
+            return
+        # A file that is being discarded gets no record. If it has one, the record stays right: the name comes back if the
+        # origin refuses the removal, or if this daemon dies before.
+        if dirty_file.discarded and not self._is_noted(dirty_file):
             return
         if dirty_file.handles or not dirty_file.acknowledged:
             self._put_record(dirty_file)
@@ -461,6 +475,13 @@ class Uploads:
         dirty_file.record.says_clean = not dirty_file.dirty
         if not self._disk.shared.records.put(dirty_file.id, dirty_file.mtime_ns, dirty_file.resumed_row()):
             log.info("%s: too many files are being written to outlive this process", dirty_file.key)
+
+    def note_removed(self, dirty_file: DirtyFile) -> None:
+        """Change the record of a dirty file that is being discarded, if there is one: the next daemon keeps the file for its
+        users only."""
+        dirty_file.record.says_removed = True
+        if self._is_noted(dirty_file):
+            self._put_record(dirty_file)
 
     def _forget_acknowledged(self, dirty_file: DirtyFile) -> None:
         """Remove the record of a file that the journal has and no process has open: many such files may wait for uploads."""
@@ -480,6 +501,9 @@ class Uploads:
         records, found = self._disk.shared.records, dict[str, DirtyFile]()
         rows = records.found()
         over = {row["over"] for _, row in rows.values() if row["over"] is not None}
+        # A closed file that waits for its upload has no record. Its row in the journal tells which file it has replaced.
+        journaled = self.journal.rows(DIRTY_FILES).items()
+        over |= replaced_files({name: row for name, row in journaled if name not in rows})
         resumable = dict[str, _Resumable]()
         for name, (mtime_ns, row) in rows.items():
             origin = self._records.origin(row["source"], row["key"])
@@ -559,6 +583,7 @@ class Uploads:
 
     def _drop(self, dirty_file: DirtyFile) -> None:
         """Remove the staging file of a dirty file whose name is removed. Open handles can still use it."""
+        dirty_file.record.says_removed = True
         if self._disk.shared is not None and dirty_file.ino and dirty_file.handles:
             self._put_record(dirty_file)
         else:
@@ -720,12 +745,16 @@ class Uploads:
                 if instead is not None:
                     await instead()
             except BaseException:
-                dirty_file.content.removed = False
+                dirty_file.content.removed = dirty_file.record.says_removed = False
+                if self._is_noted(dirty_file):
+                    self.noted(dirty_file)
                 if dirty_file.dirty and (dirty_file.acknowledged or not dirty_file.handles):
                     self._queue.plan(dirty_file, 0.0)
                 elif not dirty_file.handles:  # the last user has closed the file meanwhile
                     self._settle_soon(dirty_file)
                 raise
+            # Before the staging file is unlinked, which the next daemon would miss.
+            self.note_removed(dirty_file)
             try:
                 await dirty_file.sender.abandon()
             finally:  # also if the caller is cancelled, because the name is removed

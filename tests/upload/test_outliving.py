@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import pytest
 import trio
+import trio.testing
 
 from cachefs.base.errors import CacheUnusable, NoRoom
 from cachefs.base.names import ObjectId
@@ -330,6 +331,137 @@ async def test_a_file_that_another_one_was_renamed_over_does_not_come_back(
             await d.close(one)
 
 
+@pytest.mark.parametrize("users", [0, 1], ids=["closed", "open"])
+@pytest.mark.parametrize("sent", [False, True], ids=["new", "changed"])
+@pytest.mark.parametrize("writeback", [False, True])
+@in_trio
+async def test_killed_at_each_step_of_a_rename_over_another_file(
+    daemon: Daemon,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    writeback: bool,
+    sent: bool,
+    users: int,
+) -> None:
+    """Once the next daemon has the new file under the name, the replaced one does not come back. `sent`: the origin has an
+    earlier version of the new file, whose upload is a step of the rename. Users of the replaced file still have it."""
+    numbers, copies = itertools.count(), list[Daemon]()
+
+    def copy_now() -> None:
+        copies.append(daemon.killed(tmp_path / f"copy{next(numbers)}"))
+
+    request, write, unlink = daemon.store.request, journal.Journal._write, StagingFile.unlink
+
+    @asynccontextmanager
+    async def copying(kind: str, key: str) -> AsyncIterator[None]:
+        copy_now()
+        async with request(kind, key):
+            yield
+        copy_now()
+
+    def committing(self: Any, *rows: Any) -> None:
+        copy_now()
+        write(self, *rows)
+        copy_now()
+
+    def unlinking(self: StagingFile) -> None:
+        unlink(self)
+        copy_now()
+
+    async with daemon.alive(writeback=True, upload_delay_s=3600) as (d, _):
+        old, new = await create(d, "k", 1), await create(d, "new", 2)
+        await add(old, b"old")
+        await d.uploads.commit(old)
+        if sent:
+            await add(new, b"first")
+            await d.uploads.commit(new)
+            await d.uploads.flush(lambda one: one is new)
+            await new.truncate(0)
+        await add(new, b"new")
+        await d.close(new)
+        begun = daemon.killed(tmp_path / "begun")
+        d.uploads.release(old)
+    # Files of the previous daemon have a row and a record, however they are used.
+    monkeypatch.setattr(begun.store, "request", copying)
+    daemon, open_inos = begun, [1] * users
+    async with daemon.alive(*open_inos, writeback=writeback, upload_delay_s=3600) as (d, (one, other)):
+        old, new = sorted((one, other), key=lambda found: found.key)
+        assert (old.key, new.key) == ("k", "new")
+        monkeypatch.setattr(journal.Journal, "_write", committing)
+        monkeypatch.setattr(StagingFile, "unlink", unlinking)
+        copy_now()
+
+        async def rename() -> None:
+            await d.uploads.rename(new, d.store, "k", over=old)
+
+        await d.uploads.discard(old, replaced=True, instead=rename)
+        copy_now()
+        monkeypatch.undo()
+        if users:
+            d.uploads.release(old)
+    moved = 0
+    for after in copies:
+        vars(after.store).pop("request", None)
+        caplog.clear()
+        async with after.alive(*open_inos, writeback=writeback, upload_delay_s=3600) as (d, found):
+            under = {one.key: await content(one) for one in d.uploads.pending()}
+            assert len(under) == len(d.uploads.pending())
+            by_content = {await content(one): one for one in found}
+            if "new" not in under:
+                moved += 1
+                assert under.get("k", b"new") == b"new"
+                assert all(one.discarded for data, one in by_content.items() if data == b"old")
+            else:
+                assert under == {"k": b"old", "new": b"new"}
+            assert not users or b"old" in by_content
+            for one in found:
+                if one.handles:
+                    await d.close(one)
+            assert await d.uploads.flush() == []
+            assert after.store.content("k") == (b"old" if "new" in under else b"new")
+        assert "is lost" not in caplog.text and "ERROR" not in caplog.text
+    assert 1 < moved < len(copies)
+
+
+@in_trio
+async def test_a_file_whose_upload_ends_while_it_is_being_removed(
+    daemon: Daemon,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The next daemon does not miss the staging file, which the cache has got."""
+    async with daemon.alive() as (d, _), trio.open_nursery() as nursery:
+        dirty_file = await create(d)
+        await add(dirty_file, b"data")
+        await dirty_file.file.spill()
+        put, adopt, adopted = d.store.hold("put"), d.cache.adopt, trio.Event()
+        copies = list[Daemon]()
+
+        async def adopting(*what: Any) -> bool:
+            done = await adopt(*what)
+            copies.append(daemon.killed(tmp_path / "second"))
+            adopted.set()
+            return done
+
+        async def discard() -> None:
+            await d.uploads.discard(dirty_file, instead=adopted.wait)
+
+        monkeypatch.setattr(d.cache, "adopt", adopting)
+        d.uploads.release(dirty_file)
+        await put.reached.wait()
+        nursery.start_soon(discard)
+        await trio.testing.wait_all_tasks_blocked()
+        assert put.release is not None
+        put.release.set()
+    (after,) = copies
+    after.store.rules = []
+    async with after.alive() as (d, found):
+        assert found == [] and await d.files() == []
+    assert "ERROR" not in caplog.text
+
+
 @in_trio
 async def test_what_the_origin_has_is_dropped_unless_it_is_open(daemon: Daemon, tmp_path: Path) -> None:
     """An open one counts as dirty: it may have been written just now."""
@@ -461,7 +593,6 @@ async def test_a_process_writes_in_passthrough_while_the_next_daemon_takes_the_f
         assert await d.uploads.open_backing(dirty_file) is not None
         if acknowledged:
             await d.uploads.commit(dirty_file)
-        if acknowledged:
             daemon.memory().records.drop(dirty_file.id)
         after = daemon.killed(tmp_path / "second")
     plain, written = StagingFile.shape, list[Path]()
