@@ -138,11 +138,14 @@ class LocalChanges:
         return directory, mark
 
     def inode_of(self, dirty_file: DirtyFile, directory: Directory, name: bytes) -> int:
-        """The inode for a dirty file that is restored under a name: its own, or the one in the name's row; 0 where there is
-        neither."""
-        if not (ino := dirty_file.ino):
+        """The inode for a dirty file that is restored under a name: its own, by its record or by a row of the tree; 0 where
+        there is neither."""
+        version = DIRTY_FILE_ETAG + dirty_file.id
+        if not (ino := dirty_file.ino or self._tree.former_inos.get(version, 0)):
             row = self._tree.row(directory, name)
-            return 0 if row is None else row.ino
+            # If the previous daemon died during a rename, the row is that of the file which this one has replaced. Processes
+            # may have that file open, so its inode must not show this one.
+            return row.ino if row is not None and row.etag == version else 0
         with suppress(ObjectChanged):
             above, mark = self.place_of(ino)
             if (above, mark) != (directory, name):  # the previous daemon died during a rename

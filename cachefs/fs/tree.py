@@ -277,6 +277,8 @@ class Tree:
         self._lasting: list[Put] = []  # rows that stay the same while the mount exists
         same_volumes = self._check_fingerprint(volumes)
         self.numbers = Numbers(database)
+        # Version of a dirty file → the inode under which the last daemon showed it.
+        self.former_inos: dict[str, int] = {}
         self._forget_dirty_files()
         self.epoch = int.from_bytes(database.get("state", _EPOCH) or b"", "big")
         only = volumes[0].origin if len(volumes) == 1 and not volumes[0].name else None
@@ -310,7 +312,7 @@ class Tree:
 
     def _forget_dirty_files(self) -> None:
         """Make the names unknown that were being written when the last daemon died. Each row keeps its inode, for a dirty
-        file that is recovered."""
+        file that is recovered. `former_inos` has the inodes, for a dirty file that is recovered under another name."""
         while rows := self.database.scan("local", b"", b"\xff" * 8, 1000):
             puts: list[Put] = []
             for key, _ in rows:
@@ -319,6 +321,7 @@ class Tree:
                 puts.append(("local", key, None))
                 if data is not None and (row := decode(data)).generation == PINNED:
                     puts.append(("names", key, encode(row._replace(generation=0))))
+                    self.former_inos[row.etag] = row.ino
                 if state is not None:
                     puts.append(("directories", above, _unlisted(state)))
             self.database.write(puts)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cachefs.base.errors import CacheUnusable
+from cachefs.base.errors import CacheUnusable, ObjectChanged
 from cachefs.fs.tree import Volume
 from tests.fs import bucket as buckets
 from tests.fs.bucket import WritableBucket
@@ -131,3 +131,22 @@ async def test_what_an_earlier_run_left_is_shown_at_the_prefix_that_it_was_writt
         await mount.fs.recover()
         assert await mount.read("inner/f") == b"abc"
         assert await mount.stat("outer/a/b/f") is None
+
+
+async def test_a_file_whose_rename_a_kill_has_cut_short_has_not_the_inode_of_the_file_that_it_replaced(
+    tmp_path: Path,
+) -> None:
+    """Its row in the journal has the new key, and the tree has both names as they were."""
+    bucket, writer = WritableBucket(["d/f"]), MemoryWriter(writeback=True)
+    async with mounted(bucket, path=tmp_path, writer=writer, **RW) as mount:
+        await mount.write("d/g", b"new")
+        old, new = await mount.ino("d/f"), await mount.ino("d/g")
+    again = MemoryWriter(writeback=True)
+    again.dirty_files = writer.pending()
+    again.dirty_files[0].key = "d/f"
+    async with mounted(bucket, path=tmp_path, writer=again, **RW) as mount:
+        await mount.fs.recover()
+        assert await mount.ino("d/f") == new != old
+        assert await mount.read("d/f") == b"new" and await mount.stat("d/g") is None
+        with pytest.raises(ObjectChanged):
+            await mount.fs.getattr(old)
