@@ -322,9 +322,7 @@ def main(arguments: Sequence[str]) -> int:
                         if said:
                             print("  " + "\n  ".join(mount.log().splitlines()[-40:]), flush=True)
                             mount.umount("--lazy")
-                            for pid in mount.pids:
-                                if alive(pid):
-                                    os.kill(pid, signal.SIGKILL)
+                            mount.kill_all()
                         shutil.rmtree(home, ignore_errors=True)
     return 1 if wrong else 0
 

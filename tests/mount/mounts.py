@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -256,8 +256,22 @@ class Mount:
         eventually(lambda: not alive(self.pid), "the killed daemon is gone")
 
     def kill_daemon(self) -> None:
-        """Another one goes on."""
-        os.kill(self.pid, signal.SIGKILL)
+        """Kill the daemon that answers now; another one goes on."""
+        pid = int(self.ask("status")["pid"])
+        assert self.runs_as(pid), f"{pid} is not a daemon of {self.path}"
+        os.kill(pid, signal.SIGKILL)
+
+    def runs_as(self, pid: int) -> bool:
+        """True if the process is one of this mount: its command line has the cache directory. A process id that was
+        remembered may be another process's by now."""
+        return pid in processes_with(str(self.cache))
+
+    def kill_all(self) -> None:
+        """Kill the daemons that were remembered and still run."""
+        for pid in self.pids:
+            if self.runs_as(pid):
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.kill(pid, signal.SIGKILL)
 
     def drop_kernel_pages(self) -> None:
         """Make the kernel forget the pages of all files that nobody maps, so that reads reach the daemon."""
@@ -292,7 +306,7 @@ class Mount:
                 eventually(lambda pid=pid: not alive(pid), "")  # type: ignore[misc]
             except AssertionError:
                 wrong.append(f"daemon {pid} is still there")
-                os.kill(pid, signal.SIGKILL)
+                self.kill_all()
                 self.killed = True
         layers = mounts_at(self.path)
         if layers:
@@ -329,6 +343,4 @@ class Watchdog:
     def _bite(self) -> None:
         self.bitten = True
         for mount in self._watched:
-            for pid in mount.pids:
-                if alive(pid):
-                    os.kill(pid, signal.SIGKILL)
+            mount.kill_all()

@@ -135,9 +135,11 @@ class Actor:
 
     def read(self) -> None:
         if self.random.random() < 0.5:
-            data = (self.root / "stable").read_bytes()
-            if not whole(data) or not data:
-                raise Torn(f"stable-torn-{len(data)}")
+            with open(self.root / "stable", "rb") as file:
+                data = file.read()
+                if not whole(data) or not data:
+                    size, again = os.fstat(file.fileno()).st_size, os.pread(file.fileno(), 1 << 20, 0)
+                    raise Torn(f"stable-torn: {len(data)} bytes of {size}, then {len(again)}")
         else:
             self.path().read_bytes()
 
@@ -390,10 +392,8 @@ def series(
             if chosen.log:
                 shutil.copy(mount.log_file, f"{chosen.log}-{source}-{mode}-{fuse}")
             mount.umount("--lazy")
-            for pid in mount.pids:
-                if alive(pid):
-                    os.kill(pid, signal.SIGKILL)
-                    eventually(lambda pid=pid: not alive(pid), "the daemon ends")  # type: ignore[misc]
+            mount.kill_all()
+            eventually(lambda: not any(map(mount.runs_as, mount.pids)), "the daemon ends")
     return result, wrong
 
 
@@ -427,7 +427,8 @@ def main(arguments: Sequence[str]) -> int:
                     )
                     done = sum(counts.get("ok", 0) for counts in result.values())
                     failed += bool(wrong)
-                    print(f"{source} {mode} {fuse}: {done} operations, {len(wrong)} wrong", flush=True)
+                    said = f"{done} operations, {len(wrong)} wrong (seed {chosen.seed})"
+                    print(f"{source} {mode} {fuse}: {said}", flush=True)
                     for line in wrong[:40]:
                         print(f"  {line}", flush=True)
                     if chosen.json:

@@ -15,7 +15,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
@@ -32,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.lab.client import LabStore
 from cachefs.fuse import holder
-from tests.mount.mounts import Mount, alive, eventually
+from tests.mount.mounts import Mount, eventually
 
 if TYPE_CHECKING:
     from tests.operations.unit_mount import UnitMount
@@ -455,9 +454,8 @@ def series(
             wrong += mount.finish()
             if wrong:
                 shutil.copy(mount.log_file, f"{tempfile.gettempdir()}/restarts-{mode}.log")
-            for pid in mount.pids:
-                if alive(pid):
-                    os.kill(pid, signal.SIGKILL)
+            if isinstance(mount, Mount):  # a unit's processes end with its machine
+                mount.kill_all()
             if foreground is not None:
                 foreground.wait(30)
     return rounds, pauses, wrong
