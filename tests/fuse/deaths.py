@@ -215,6 +215,10 @@ class Daemons:
                     return count - 1
                 time.sleep(0.002)
 
+    def answers(self) -> bool:
+        """True once the present daemon, which is not the first, answers the kernel."""
+        return self.log().count("the kernel is answered again") > self._answered
+
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
         self.next_daemon()
