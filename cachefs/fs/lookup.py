@@ -160,7 +160,10 @@ class Looker:
         while share and (under_way := self._questions.get(key)) is not None:
             if under_way.doubts != self._freshness.doubts:
                 break  # its answer may be from before a change that was found since
-            if (answer := await under_way.answer.wait()) is not None:
+            answer = await under_way.answer.wait()
+            # The row of a dirty file has no size. It counts only at once: before this caller went on, the file may have been
+            # uploaded, and would be opened by that row as an empty one.
+            if answer is not None and not (isinstance(answer, Found) and not answer.row.known):
                 return answer
         question = _Question(self._freshness.doubts)
         if share:

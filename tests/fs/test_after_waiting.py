@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
 from cachefs.base.errors import CachefsError, NotFound, ObjectChanged, OriginFailed
 from cachefs.base.names import ObjectId
@@ -97,6 +98,52 @@ async def test_a_file_that_is_renamed_while_its_attributes_are_asked_for() -> No
         assert (await mount.fstat(fh)).size == 18 and not mount.fs._files.nameless
         await mount.close_file(fh)
         assert bucket.content("g")[-8:] == b"and more"
+
+
+@pytest.mark.parametrize("what", ["open", "lookup", "getattr"])
+async def test_a_file_whose_upload_ends_between_an_answer_and_another_caller_that_waited_for_it(
+    what: str,
+) -> None:
+    """The answer says that the file is being written. The caller does not take it for empty."""
+    bucket, writer = WritableBucket(["f"]), MemoryWriter(writeback=True)
+    async with mounted(bucket, writer=writer, **RW) as mount, trio.open_nursery() as nursery:
+        ino, written = await mount.ino("f"), await mount.open("f", os.O_RDWR)
+        mount.clock.now += 61
+        head = Held(bucket, "head")
+        found: list[bytes | int] = []
+
+        async def ask() -> None:
+            await mount.fs.lookup(1, b"f")
+            for (
+                dirty_file
+            ) in writer.pending():  # without a checkpoint, so the other caller has not gone on yet
+                dirty_file.dirty, dirty_file.made = False, bucket._made("f", bytes(dirty_file.data))
+                writer.on_committed(dirty_file, dirty_file.made)
+                writer._settle(dirty_file)
+
+        async def wait() -> None:
+            if what == "lookup":
+                shown, _ = await mount.fs.lookup(1, b"f")
+                assert shown is not None
+                found.append(shown.size)
+            elif what == "getattr":
+                found.append((await mount.fs.getattr(ino))[0].size)
+            else:
+                fh, _ = await mount.fs.open(ino, os.O_RDONLY, 1)
+                found.append(await mount.pread(fh))
+                await mount.close_file(fh)
+
+        nursery.start_soon(ask)
+        await head.reached.wait()
+        nursery.start_soon(wait)
+        await trio.testing.wait_all_tasks_blocked()
+        await mount.fs.write(written, 0, b"written")
+        await mount.close_file(written)
+        head.released.set()
+        await trio.sleep(1)
+        content = bucket.content("f")
+        assert len(content) == 10 and content.startswith(b"written")
+        assert found == [content if what == "open" else len(content)]
 
 
 async def test_a_file_that_another_client_replaces_while_an_open_empties_it() -> None:
