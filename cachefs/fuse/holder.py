@@ -256,7 +256,7 @@ class Holder:
         try:
             _, passed, _, _ = self._socket.recvmsg(16, _socket.CMSG_SPACE(4))
         except OSError:
-            return  # it has not
+            return  # it has passed none
         for _, _, number in passed:
             (fd,) = struct.unpack("i", number)
             os.set_inheritable(fd, False)
@@ -334,7 +334,7 @@ def _notify(message: str, *fds: int) -> None:
         manager.connect("\0" + address[1:] if address[0] == "@" else address)
         _send(manager, message.encode(), fds)
     except OSError:
-        pass  # the service manager does without it
+        pass  # a service manager that does not listen is no reason to end
     finally:
         manager.close()
 
@@ -352,7 +352,7 @@ def _say(line: str) -> None:
     try:
         os.write(2, f"cachefs: {line}\n".encode())
     except OSError:
-        pass  # nobody reads it any more
+        pass  # stderr is closed
 
 
 def main() -> None:
