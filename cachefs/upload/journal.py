@@ -11,8 +11,9 @@ file system.
 
 A small file that is acknowledged has its *content* in the journal, written in the same transaction as its row. Then its
 staging file need not be synced, and is not even made if the file lies in memory. The next start keeps a staging file that is
-there, which may be newer, and removes the content. If there is none, or if the machine was rebooted, the content stays in
-the journal, and the file lies in memory again. So a start also succeeds on a full disk. A stop writes the staging files.
+there, which may be newer, and removes the content. If there is none, if it cannot be synced, or if the machine was rebooted,
+the content stays in the journal, and the file lies in memory again. So a start also succeeds on a full disk. A stop writes
+the staging files.
 
 `recover` compares rows and staging files at a start. Each dirty file comes back, or is cleared away:
 
@@ -120,8 +121,7 @@ class Journal:
         be newer (`_choose_contents`). For `killed` see `Database`. Blocking.
 
         Raises `CacheInUse` if another process has it open. Raises `CacheUnusable` if the database cannot be read, and then
-        changes nothing. Raises `NoRoom` or `CacheUnusable` if the disk fails to sync a staging file and to take it again;
-        then the contents stay."""
+        changes nothing. Raises `CacheUnusable` if a staging file cannot be removed; then the contents stay."""
         try:
             self._database = Database(
                 directory,
@@ -206,8 +206,8 @@ class Journal:
 
     def _choose_contents(self) -> None:
         """For each content that an earlier run has left, keep the content or the staging file. Called at the start, before
-        rows are written. Afterwards a file whose content stays has no staging file. Blocking. Raises `NoRoom`,
-        `CacheUnusable`."""
+        rows are written. Afterwards a file whose content stays has no staging file. Blocking. Raises `CacheUnusable`, and
+        `NoRoom` if the directory cannot be synced."""
         rows, removed = self.rows(DIRTY_FILES), list[bytes]()
         for name, content in self._database.scan(CONTENTS):
             row = rows.get(name.decode())
@@ -225,19 +225,22 @@ class Journal:
         except NoRoom as exc:
             log.warning("%s", exc)
             self._left |= {(CONTENTS, name) for name in removed}
+            # The database still has an older content. Each later acknowledgement must replace it, as after `_failed`.
+            self._sizes |= {
+                key: 0 for name in removed if rows.get(key := name.decode(), {}).get("acknowledged")
+            }
 
     def _is_on_disk(self, row: Mapping[str, Any], content: bytes) -> bool:
         """At the start: True if the staging file of an acknowledged file is synced and has `content`, or what was written
-        later. Otherwise there is no staging file afterwards. Blocking. Raises `NoRoom`, `CacheUnusable`."""
+        later. Otherwise there is no staging file afterwards. Blocking. Raises `CacheUnusable`."""
         if self._staging is None:
             return False
         path = self._staging / row["file"]
-        if not self.may_be_newer(path):
-            remove(path)
-            return False
-        if not sync_bytes(path):
-            self._write_out(path, row, content)
-        return True
+        if self.may_be_newer(path) and sync_bytes(path):
+            return True
+        # After a failed sync the next one would succeed, although the disk does not have the bytes.
+        remove(path)
+        return False
 
     def may_be_newer(self, path: Path) -> bool:
         """At the start: True if a staging file exists that counts more than its content. After a reboot none does, because
@@ -264,6 +267,7 @@ class Journal:
                 continue
             path = staging / row["file"]
             if not sync_bytes(path):  # otherwise the file has all that was written, and may be newer
+                remove(path)  # as in `_is_on_disk`
                 self._write_out(path, row, content)
         sync_names(staging)
         self._database.write([(CONTENTS, name, None) for name, _ in found])
@@ -437,6 +441,8 @@ class Records:
         self.journal = journal
         self.orphans: dict[str, dict[str, Any]] = {}  # the rows of multipart uploads to abort
         self.elsewhere: list[WaitingFile] = []
+        # Files whose rows are older than their records, which outlive this daemon, too. `run` writes the rows.
+        self.unwritten: list[DirtyFile] = []
         self._origins = origins
         self._wake = trio.Event()
 
@@ -606,10 +612,16 @@ class Records:
         while True:
             if (name := self.journal.left) is not None:
                 await self.remove(name)  # its transaction removes all others that are left
+            for dirty_file in list(self.unwritten):
+                with suppress(CachefsError):
+                    if dirty_file.content.row is not Row.NONE:  # otherwise it was uploaded or removed
+                        await self.keep(dirty_file)
+                    self.unwritten.remove(dirty_file)
             for name, row in list(self.orphans.items()):
                 await self._abort(name, row)
             self._wake = trio.Event()
-            with trio.move_on_after(LONGEST_RETRY_S if self.orphans or self.journal.left else float("inf")):
+            waits = self.orphans or self.unwritten or self.journal.left
+            with trio.move_on_after(LONGEST_RETRY_S if waits else math.inf):
                 await self._wake.wait()
                 await trio.sleep(1)
 
@@ -682,16 +694,23 @@ async def recover(
     replaced |= set(replaced_by_resumed)
     in_journal = journal.contents_by_file(rows)
     coming_back = restorable(rows, files | in_journal.keys()) - replaced
-    for name, row in rows.items():
+    # Replaced files come first: the row of the file that has replaced them loses its `over` when it is written again.
+    for name, row in sorted(rows.items(), key=lambda item: item[0] not in replaced):
         if (continued := resumed.get(name)) is not None:
             if continued.discarded:
                 await _keep_bytes(continued)
                 continued.file.unmark()
+                if row["upload"] is not None:
+                    await records.orphaned(row["source"], row["key"], row["upload"])
                 await records.remove(name, first=partial(orphans.forget, continued.file.path))
                 continue
             continued.content.row = Row.ACKNOWLEDGED if row["acknowledged"] else Row.NOTED
             if {**row, "mtime_ns": continued.mtime_ns} != continued.row():
-                await records.keep(continued)
+                try:
+                    await records.keep(continued)
+                except NoRoom as exc:
+                    log.warning("%s; trying again", exc)
+                    records.unwritten.append(continued)
             continue
         url = f"{row['source']}/{row['key']}"
         origin = records.origin(row["source"], row["key"])

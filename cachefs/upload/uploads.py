@@ -500,14 +500,9 @@ class Uploads:
         assert self._disk.shared is not None
         records, found = self._disk.shared.records, dict[str, DirtyFile]()
         rows = records.found()
-        over = {row["over"] for _, row in rows.values() if row["over"] is not None}
-        # A closed file that waits for its upload has no record. Its row in the journal tells which file it has replaced.
-        journaled = self.journal.rows(DIRTY_FILES).items()
-        over |= replaced_files({name: row for name, row in journaled if name not in rows})
         resumable = dict[str, _Resumable]()
         for name, (mtime_ns, row) in rows.items():
             origin = self._records.origin(row["source"], row["key"])
-            row["removed"] |= name in over
             # A file in passthrough, or one that is mapped, may have been changed without the daemon's knowledge.
             has_changes = (row["dirty"] or row["way"] != Way.HERE.name) and not row["removed"]
             if origin is not None and (has_changes or row["ino"] in open_inos):
@@ -515,7 +510,18 @@ class Uploads:
             else:
                 records.drop(name)
         kept, lost = await self._take_tails(resumable)
+        # A file that is lost has replaced none: the older one comes back.
+        over = {row["over"] for _, row in rows.values() if row["file"] not in lost} - {None}
+        # A closed file that waits for its upload has no record. Its row in the journal tells which file it has replaced.
+        journaled = self.journal.rows(DIRTY_FILES).items()
+        over |= replaced_files({name: row for name, row in journaled if name not in rows})
         for name, (mtime_ns, row, origin) in resumable.items():
+            row["removed"] |= name in over
+            if row["removed"] and row["ino"] not in open_inos:
+                records.drop(name)
+                if (tail := kept.pop(row["file"], None)) is not None:
+                    tail.release()
+                continue
             try:
                 if row["file"] in lost:
                     raise CacheUnusable(lost[row["file"]])

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ LOST = pytest.mark.parametrize("lost", ["empty", "zeros", "missing"])
 
 
 def cut(path: Path, after: Path, lost: str = "", boot: str = "another") -> Path:
-    """The power is cut now: `after` is what the disk has then. Without `lost` only the process is killed."""
+    """The power is cut now: `after` is what the disk has then. Without `lost` only the process is killed; "nothing" is lost
+    if all is synced."""
     shutil.copytree(path, after)
-    for file in (after / "staging").iterdir() if lost else ():
+    for file in (after / "staging").iterdir() if lost not in ("", "nothing") else ():
         size = file.stat().st_size
         if lost == "missing":
             file.unlink()
@@ -566,3 +568,57 @@ async def test_a_journal_of_a_format_before_is_read_and_one_of_a_later_is_not(
     later.write_text(later.read_text().replace(before, "journal-4"))
     with pytest.raises(CacheUnusable):
         journal.refuse_foreign(later.parent)
+
+
+@pytest.mark.parametrize("how", ["grows", "has no content"])
+@in_trio
+async def test_what_is_synced_after_a_start_on_a_full_disk_survives_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The full disk has kept a content that is older than the staging file."""
+    async with desk(tmp_path / "a", writeback=True, upload_delay_s=1000) as d:
+        await spilled(await d.save("k", b"1" * 100))
+        after = cut(tmp_path / "a", tmp_path / "b")
+    with monkeypatch.context() as patched:
+        patched.setattr(Database, "write", no_room)
+        d = await (started := desk(after, writeback=True, upload_delay_s=1000)).__aenter__()
+    try:
+        (one,) = d.uploads.pending()
+        d.uploads.open(one)
+        if how == "grows":
+            await add(one, b"2" * HELD)
+        else:
+            await one.write(0, b"2" * 100)
+
+            async def cold(size: int) -> None:
+                """As if the page cache did not have it."""
+
+            monkeypatch.setattr(one.file, "content", cold)
+        await d.uploads.commit(one)
+        expected = bytes(await one.read(0, 2 * HELD))
+        later = cut(after, tmp_path / "c", "nothing")
+        d.uploads.release(one)
+    finally:
+        await started.__aexit__(None, None, None)
+    assert await left(later) == {"k": expected}
+
+
+@in_trio
+async def test_after_a_failed_sync_no_later_start_takes_the_staging_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel reports a failed write once, and then drops the pages."""
+    async with desk(tmp_path / "a", writeback=True, upload_delay_s=1000) as d:
+        await spilled(await d.save("k", b"1" * 100))
+        after = cut(tmp_path / "a", tmp_path / "b")
+
+    def fails(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched, suppress(CacheUnusable):
+        patched.setattr(os, "fdatasync", fails)
+        started = Journal(after / "state" / "journal", after / "staging")
+        started._database.close(clean=False)  # killed
+    for file in (after / "staging").iterdir():
+        file.write_bytes(bytes(100))
+    assert await left(after) == {"k": b"1" * 100}

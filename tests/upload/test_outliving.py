@@ -11,24 +11,29 @@ import itertools
 import logging
 import mmap
 import os
+import re
 import shutil
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import trio
 import trio.testing
 
+from cachefs.base.database import MARK, Database
 from cachefs.base.errors import CacheUnusable, NoRoom
 from cachefs.base.names import ObjectId
 from cachefs.base.shared_memory import FileRecords, SharedMemory
-from cachefs.upload import DirtyFile, journal, orphans, sending, staging
+from cachefs.upload import DirtyFile, journal, orphans, sending, staging, uploads
+from cachefs.upload.journal import Journal
 from cachefs.upload.staging import HELD, Shape, StagingFile
 from tests.conftest import LEVEL
 from tests.upload.scripted import KIB, MIB, PART, Desk, Room, ScriptedStore, add, desk, in_trio
+from tests.upload.test_contents import full, no_room
 from tests.upload.test_passthrough import Kernel
 
 INO = 77
@@ -825,3 +830,140 @@ async def test_a_file_that_is_removed_while_it_is_acknowledged_is_there_for_its_
     async with after.alive(INO, writeback=True) as (d, (second,)):
         assert second.discarded and await content(second) == b"data"
         d.uploads.release(second)
+
+
+async def replaced(
+    daemon: Daemon, second: Path, old_id: str, new_id: str, monkeypatch: pytest.MonkeyPatch
+) -> Daemon:
+    """A daemon that was killed after "new" (inode 2, open) was renamed over "k" (inode 1, closed), both acknowledged, and
+    before the replaced file was discarded."""
+    ids = iter((old_id, new_id))
+    async with daemon.alive(writeback=True, upload_delay_s=3600) as (d, _):
+        with monkeypatch.context() as patched:
+            patched.setattr(uploads, "uuid4", lambda: SimpleNamespace(hex=next(ids) * 32))
+            old, new = await create(d, "k", 1), await create(d, "new", 2)
+        await add(old, b"old")
+        await d.close(old)
+        await add(new, b"new")
+        await d.uploads.commit(new)
+        await d.uploads.rename(new, d.store, "k", over=old)
+        after = daemon.killed(second)
+        await d.uploads.discard(old, replaced=True)
+        await d.close(new)
+    return after
+
+
+@pytest.mark.parametrize("ids", ["ab", "ba"])
+@in_trio
+async def test_no_power_cut_at_a_takeover_brings_a_replaced_file_back(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ids: str
+) -> None:
+    after = await replaced(daemon, tmp_path / "second", *ids, monkeypatch)
+    cuts, write = list[Path](), Journal._write
+
+    def committing(self: Journal, *rows: Any) -> None:
+        write(self, *rows)
+        disk = shutil.copytree(after.path, tmp_path / f"cut{len(cuts)}")
+        mark = disk / "state" / "journal" / MARK
+        mark.write_text(re.sub(r"\bopen \S+", "open another", mark.read_text()))  # of another boot
+        cuts.append(disk)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "_write", committing)
+        async with after.alive(2, writeback=True, upload_delay_s=3600) as (d, found):
+            patched.undo()
+            for one in found:
+                await d.close(one)
+    assert cuts
+    for disk in cuts:
+        async with desk(disk, writeback=True, upload_delay_s=3600) as d:
+            assert [(one.key, await content(one)) for one in d.uploads.pending()] == [("k", b"new")], disk
+
+
+@pytest.mark.parametrize("users", [0, 1], ids=["closed", "open"])
+@in_trio
+async def test_the_parts_of_a_replaced_file_go_after_a_kill(
+    daemon: Daemon, tmp_path: Path, users: int
+) -> None:
+    async with daemon.alive() as (d, _):
+        old, new = await create(d, "k", 1), await create(d, "new", 2)
+        for _ in range(20):
+            await add(old, bytes(MIB))
+        await d.quiet()
+        assert len(daemon.store.uploads) == 1
+        await add(new, b"new")
+        await d.uploads.rename(new, d.store, "k", over=old)
+        after = daemon.killed(tmp_path / "second")
+        await d.uploads.discard(old, replaced=True)
+        d.uploads.release(old)
+        await d.close(new)
+    async with after.alive(*[1] * users, 2) as (d, found):
+        for one in found:
+            if one.handles:
+                await d.close(one)
+        assert await d.uploads.flush() == []
+        await d.quiet()
+        await trio.sleep(100)
+        assert after.store.content("k") == b"new" and after.store.uploads == {}
+
+
+@pytest.mark.parametrize("how", ["renamed over another", "an attempt has begun"])
+@in_trio
+async def test_a_row_that_a_full_disk_refuses_at_a_takeover_is_written_later(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    async with daemon.alive(writeback=True, upload_delay_s=3600) as (d, _):
+        old, new = await create(d, "k", 1), await create(d, "new", 2)
+        await add(old, b"old")
+        await d.close(old)
+        await add(new, b"new")
+        await d.uploads.commit(new)
+        if how == "renamed over another":
+            await d.uploads.rename(new, d.store, "k", over=old)
+            await d.uploads.discard(old, replaced=True)
+        else:
+            new.new_token()  # only its record has the token
+        after = daemon.killed(tmp_path / "second")
+        await d.close(new)
+    with monkeypatch.context() as patched:
+        patched.setattr(staging, "_write", full)
+        patched.setattr(Database, "write", no_room)
+        async with after.alive(2, writeback=True, upload_delay_s=3600) as (d, found):
+            (one,) = (one for one in found if one.handles)
+            assert await content(one) == b"new" and d.uploads._records.unwritten == [one]
+            patched.undo()
+            await trio.sleep(100)
+            assert d.uploads._records.unwritten == []
+            assert d.uploads.journal.rows(journal.DIRTY_FILES)[one.id]["tokens"] == one.record.tokens
+            await d.close(one)
+
+
+@pytest.mark.parametrize("users", [0, 1], ids=["closed", "open"])
+@in_trio
+async def test_a_file_that_is_lost_has_replaced_none(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, users: int
+) -> None:
+    """A kill amid a rename over an acknowledged file. The end of the new file was in memory, and the disk is full."""
+    async with daemon.alive(writeback=True, upload_delay_s=3600) as (d, _):
+        old, new = await create(d, "k", 1), await create(d, "new", 2)
+        await add(old, b"old")
+        await d.uploads.commit(old)
+        if not users:
+            await d.close(old)
+        for _ in range(15):
+            await add(new, b"n" * 30 * KIB)
+        assert new.file.ends_in_memory and not new.file.in_memory
+        await d.uploads.rename(new, d.store, "k", over=old)
+        after = daemon.killed(tmp_path / "second")
+        await d.uploads.discard(old, replaced=True)
+        if users:
+            d.uploads.release(old)
+        await d.close(new)
+    with monkeypatch.context() as patched:
+        patched.setattr(staging, "_write", full)
+        async with after.alive(*[1] * users, 2, writeback=True, upload_delay_s=3600) as (d, found):
+            assert [(one.key, await content(one), one.discarded) for one in found] == [("k", b"old", False)]
+            patched.undo()
+            for one in found:
+                if one.handles:
+                    await d.close(one)
