@@ -82,8 +82,9 @@ class DirectoryReader:
         self.handles = OpenDirectories()
 
     async def read(self, handle: DirectoryHandle, offset: int, limit: int) -> list[Entry]:
-        """At most `limit` entries behind the cookie `offset` (0: from the beginning); none at the end. Raises `OriginFailed`
-        if the place of the cookie is lost."""
+        """At most `limit` entries behind the cookie `offset` (0: from the beginning); none at the end. Begins again if an
+        earlier daemon has given out the cookie, and its name is gone. Raises `OriginFailed` if another cookie's place is
+        lost."""
         about(handle.directory.prefix)
         if offset and handle.renewals != self._tree.renewals:
             raise OriginFailed("the names that were known are lost: the directory is to be read again")
@@ -94,9 +95,11 @@ class DirectoryReader:
             after = handle.last
         elif offset:
             mark = self._tree.mark_at(handle.directory, offset)
-            if mark is None:
+            if mark is None and handle.generation:
                 raise OriginFailed("the directory changed while it was read: the place to go on from is gone")
-            after = mark
+            # A reader that began with an earlier daemon may have removed the last name that it was given, as `rm -r` does.
+            # Nothing tells where that name was. Names that come twice are better than names that are left out.
+            after = mark or b""
         else:
             handle.generation = 0
             after = b""

@@ -189,6 +189,25 @@ def test_no_reader_notices_that_the_daemon_was_killed(
     assert 0 < status["longest_pause_s"] < 20
 
 
+def test_names_that_were_read_may_be_removed_before_the_next_daemon_is_asked(
+    mounted: Mounted, bucket: Bucket
+) -> None:
+    """As `rm -r` does it: it removes what it has read, and reads on."""
+    names = [f"{number:04}" for number in range(1500)]  # more than a buffer of the C library holds
+    for name in names:
+        bucket.put(f"d/{name}", b"1")
+    mount = held_mount(mounted, bucket, read_only=None)
+    found = []
+    with os.scandir(mount.path / "d") as entries:
+        for entry in entries:
+            found.append(entry.name)
+            os.unlink(entry.path)
+            if len(found) == 500:
+                kill(mount)
+    assert found == names
+    assert os.listdir(mount.path / "d") == []
+
+
 def _opened_in_passthrough(mount: Mount, name: str) -> bool:
     before = mount.metrics()["passthrough_opens"]
     (mount.path / name).read_bytes()
