@@ -287,12 +287,13 @@ class Mount:
             return ""
 
     def complaints(self) -> list[str]:
-        """Lines of the log that nobody allowed."""
-        return [
-            line
-            for line in self.log().splitlines()
-            if NOISE.search(line) and not any(re.search(pattern, line) for pattern in self.allowed)
-        ]
+        """Entries of the log with a line that nobody allowed, each with its traceback."""
+
+        def unexpected(line: str) -> bool:
+            return NOISE.search(line) is not None and not any(re.search(one, line) for one in self.allowed)
+
+        entries = re.split(r"\n(?=\d{4}-\d\d-\d\dT)", self.log().rstrip("\n"))
+        return [entry for entry in entries if any(map(unexpected, entry.splitlines()))]
 
     def finish(self) -> list[str]:
         """Take everything away; what should not have been there any more, or in the log."""
