@@ -65,7 +65,7 @@ class BackingFile:
 class Backing(BackingFile):
     """A whole, verified, immutable file of the cache. `users` counts the opens that share it, `copies` are its extents."""
 
-    __slots__ = ("_idle", "_metrics", "_passthrough", "_pin", "copies", "object", "reused", "tier", "users")
+    __slots__ = ("_idle", "_metrics", "_passthrough", "copies", "object", "reused", "tier", "users")
 
     def __init__(
         self, passthrough: Passthrough, obj: CachedObject, tier: Tier, fd: int, copies: list[Copy]
@@ -73,7 +73,6 @@ class Backing(BackingFile):
         super().__init__(fd)
         self._passthrough = passthrough
         self._idle, self._metrics = passthrough._idle, passthrough._metrics
-        self._pin = passthrough._space.pin
         self.object = obj
         self.tier = tier
         self.copies = copies
@@ -87,7 +86,8 @@ class Backing(BackingFile):
             return False
         self.users = 1
         self.reused = True
-        self._pin(*self.copies)
+        for copy in self.copies:
+            copy.pins += 1
         self._metrics.passthrough_blocks += self.blocks
         return True
 
@@ -278,12 +278,13 @@ class Passthrough:
             self.retire(backing)
             self._space.unpin(obj, *copies)
         else:
-            self._space.unpin(obj, *copies)
-            recent = self._catalog.recent
+            recent, changed = self._catalog.recent, False
             for copy in copies:
-                if copy.used <= recent:
-                    self._note_end(backing)
-                    break
+                copy.pins -= 1
+                if copy.used <= recent or copy.forgotten or not copy.bitmap:
+                    changed = True
+            if changed:
+                self._note_end(backing)
             self._idle[backing] = True
             if len(self._idle) > IDLE_BACKINGS:
                 self.retire(self._idle.popitem(last=False)[0])
@@ -291,7 +292,9 @@ class Passthrough:
             obj.rest()
 
     def _note_end(self, backing: Backing) -> None:
-        """Note the use when the last user has released the file, once between two flushes (a second apart)."""
+        """Clean up after the last user: remove copies that have no blocks any more, and note the use, once between two
+        flushes (a second apart)."""
+        self._space.unpinned(backing.object, *backing.copies)
         if backing.reused:
             self._note_use(backing)
         for copy in backing.copies:
