@@ -211,7 +211,7 @@ class Journal:
         rows, removed = self.rows(DIRTY_FILES), list[bytes]()
         for name, content in self._database.scan(CONTENTS):
             row = rows.get(name.decode())
-            if row is None or not row["acknowledged"] or self._is_on_disk(row, content):
+            if row is None or not row["acknowledged"] or self._is_on_disk(row):
                 removed.append(name)
             else:
                 self._sizes[name.decode()] = len(content)
@@ -230,9 +230,9 @@ class Journal:
                 key: 0 for name in removed if rows.get(key := name.decode(), {}).get("acknowledged")
             }
 
-    def _is_on_disk(self, row: Mapping[str, Any], content: bytes) -> bool:
-        """At the start: True if the staging file of an acknowledged file is synced and has `content`, or what was written
-        later. Otherwise there is no staging file afterwards. Blocking. Raises `CacheUnusable`."""
+    def _is_on_disk(self, row: Mapping[str, Any]) -> bool:
+        """At the start: True if an acknowledged file has a staging file that counts more than its content, and is synced.
+        Otherwise it has no staging file afterwards. Blocking. Raises `CacheUnusable`."""
         if self._staging is None:
             return False
         path = self._staging / row["file"]
@@ -246,12 +246,6 @@ class Journal:
         """At the start: True if a staging file exists that counts more than its content. After a reboot none does, because
         the power may have failed before it was written out."""
         return self._database.same_boot and path.exists()
-
-    def _write_out(self, path: Path, row: Mapping[str, Any], content: bytes) -> None:
-        """Make the staging file of an acknowledged file from its content, on the disk. Blocking. Raises `NoRoom`,
-        `CacheUnusable`."""
-        rewrite(path, content)
-        orphans.mark(path, row)
 
     def _move_contents(self) -> None:
         """Move all contents of acknowledged files to their staging files, on the disk, and remove them from the journal.
@@ -268,7 +262,8 @@ class Journal:
             path = staging / row["file"]
             if not sync_bytes(path):  # otherwise the file has all that was written, and may be newer
                 remove(path)  # as in `_is_on_disk`
-                self._write_out(path, row, content)
+                rewrite(path, content)
+                orphans.mark(path, row)
         sync_names(staging)
         self._database.write([(CONTENTS, name, None) for name, _ in found])
         self._sizes.clear()

@@ -114,9 +114,8 @@ async def test_a_file_whose_upload_ends_between_an_answer_and_another_caller_tha
 
         async def ask() -> None:
             await mount.fs.lookup(1, b"f")
-            for (
-                dirty_file
-            ) in writer.pending():  # without a checkpoint, so the other caller has not gone on yet
+            # There is no checkpoint from here on, so the other caller has not gone on yet.
+            for dirty_file in writer.pending():
                 dirty_file.dirty, dirty_file.made = False, bucket._made("f", bytes(dirty_file.data))
                 writer.on_committed(dirty_file, dirty_file.made)
                 writer._settle(dirty_file)

@@ -287,12 +287,12 @@ class Mount:
             return ""
 
     def complaints(self) -> list[str]:
-        """Entries of the log with a line that nobody allowed, each with its traceback."""
+        """Entries of the log with a line that `allowed` does not cover, each with its traceback."""
 
         def unexpected(line: str) -> bool:
             return NOISE.search(line) is not None and not any(re.search(one, line) for one in self.allowed)
 
-        entries = re.split(r"\n(?=\d{4}-\d\d-\d\dT)", self.log().rstrip("\n"))
+        entries = re.split(r"\n(?=\d{4}-\d\d-\d\dT|\{)", self.log().rstrip("\n"))  # text or JSON
         return [entry for entry in entries if any(map(unexpected, entry.splitlines()))]
 
     def finish(self) -> list[str]:

@@ -66,9 +66,8 @@ def read(path: Path, last: Synchronized[int], over: Synchronized[int], seen: See
             finally:
                 os.close(fd)
         except OSError as exc:
-            if (
-                exc.errno != errno.ESTALE
-            ):  # what was cached of a replaced file may be forgotten with its daemon
+            # What was cached of a replaced file may be forgotten with its daemon.
+            if exc.errno != errno.ESTALE:
                 raise
             seen["stale"] += 1
             continue

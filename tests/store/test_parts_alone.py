@@ -386,6 +386,7 @@ async def test_a_disk_that_does_not_answer_at_once_is_not_waited_for(
     monkeypatch.setattr(tier_module, "AT_ONCE_S", 0.01)
     disk, answers, ended = tier_module.Disk("ssd", tmp_path), threading.Event(), threading.Event()
     assert disk.at_once(lambda: answers.wait(30) and ended.set()) is None and not ended.is_set()
+    await until(lambda: len(disk._calls) == 1, 10)
     answers.set()
     await until(lambda: ended.is_set() and not disk._calls, 10)
     assert ended.is_set() and not disk._calls
@@ -570,7 +571,7 @@ def test_one_call_makes_no_more_room_than_a_reader_waits_for(monkeypatch: pytest
 
 
 def test_after_the_end_no_file_is_opened_and_the_idle_ones_are_retired() -> None:
-    parts: Any = SimpleNamespace(catalog=None, eviction=None, metrics=None, pin=None)
+    parts: Any = SimpleNamespace(catalog=None, eviction=None, metrics=None)
     tier = SimpleNamespace(registered=3)
     files = Passthrough(parts, [], None, None)  # type: ignore[arg-type]
     retired: list[Any] = []

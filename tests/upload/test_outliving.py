@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,6 +141,25 @@ async def test_what_was_written_is_there_and_more_can_be_written(
     assert third.memory().records.found() == {} and third.memory().tails.found() == []
 
 
+def with_copies(daemon: Daemon, copy_now: Callable[[], None]) -> tuple[Any, Any]:
+    """(`ScriptedStore.request`, `Journal._write`) that also call `copy_now`, before and after."""
+    request, write = daemon.store.request, journal.Journal._write
+
+    @asynccontextmanager
+    async def copying(kind: str, key: str) -> AsyncIterator[None]:
+        copy_now()
+        async with request(kind, key):
+            yield
+        copy_now()
+
+    def committing(self: Any, *rows: Any) -> None:
+        copy_now()
+        write(self, *rows)
+        copy_now()
+
+    return copying, committing
+
+
 @pytest.mark.parametrize("writeback", [False, True])
 @in_trio
 async def test_killed_at_each_request_and_each_commit_of_the_journal(
@@ -157,19 +176,7 @@ async def test_killed_at_each_request_and_each_commit_of_the_journal(
         count = written[0]  # first: this may be another thread
         copies.append((daemon.killed(tmp_path / f"copy{next(numbers)}"), count))
 
-    request, write = daemon.store.request, journal.Journal._write
-
-    @asynccontextmanager
-    async def copying(kind: str, key: str) -> AsyncIterator[None]:
-        copy_now()
-        async with request(kind, key):
-            yield
-        copy_now()
-
-    def committing(self: Any, *rows: Any) -> None:
-        copy_now()
-        write(self, *rows)
-        copy_now()
+    copying, committing = with_copies(daemon, copy_now)
 
     async with daemon.alive(writeback=writeback) as (d, _):
         first = await create(d)
@@ -356,19 +363,8 @@ async def test_killed_at_each_step_of_a_rename_over_another_file(
     def copy_now() -> None:
         copies.append(daemon.killed(tmp_path / f"copy{next(numbers)}"))
 
-    request, write, unlink = daemon.store.request, journal.Journal._write, StagingFile.unlink
-
-    @asynccontextmanager
-    async def copying(kind: str, key: str) -> AsyncIterator[None]:
-        copy_now()
-        async with request(kind, key):
-            yield
-        copy_now()
-
-    def committing(self: Any, *rows: Any) -> None:
-        copy_now()
-        write(self, *rows)
-        copy_now()
+    copying, committing = with_copies(daemon, copy_now)
+    unlink = StagingFile.unlink
 
     def unlinking(self: StagingFile) -> None:
         unlink(self)
