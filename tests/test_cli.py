@@ -23,7 +23,7 @@ from click.testing import CliRunner, Result
 from cachefs import __version__
 from cachefs.base import logs
 from cachefs.base.client import control_path
-from cachefs.base.errors import MountError
+from cachefs.base.errors import CachefsError, ConfigError, MountError, NoRoom
 from cachefs.base.linux import mount_at, parse
 from cachefs.cli import status as statusview
 from cachefs.cli.main import VERBS, cli
@@ -607,6 +607,30 @@ def test_a_background_mount_that_fails(
     place.mkdir()
     with pytest.raises(MountError, match=words):
         background.start([], config_for(place, cache_dir=tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(ConfigError("write 10G"), ConfigError), (NoRoom("full"), MountError)]
+)
+def test_a_background_mount_tells_bad_input_from_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: CachefsError, kind: type[CachefsError]
+) -> None:
+    """The exit code of both differs, and that of a mount in the foreground is the same."""
+    read_fd, write_fd = os.pipe()
+    monkeypatch.setenv(background.READY_FD, str(write_fd))
+    background.Ready().failed(error)
+    said = os.read(read_fd, 1000).decode()
+    os.close(read_fd)
+    (tmp_path / "said").write_text(said)
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/bash\neval "cat {tmp_path}/said >&$CACHEFS_READY_FD"; exit 1\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    place = tmp_path / "m"
+    place.mkdir()
+    with pytest.raises(CachefsError, match=f"^{error}$") as caught:
+        background.start([], config_for(place, cache_dir=tmp_path / "cache"))
+    assert type(caught.value) is kind
 
 
 # --- real mounts ---------------------------------------------------------------------------------

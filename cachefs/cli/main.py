@@ -234,7 +234,7 @@ def mount(ctx: click.Context, /, places: tuple[str, ...], o: tuple[str, ...], **
             return _serve(config, ready, read, held)
         _mount_in_background(ctx.meta["arguments"], config)
     except BaseException as exc:
-        ready.failed(str(exc) if isinstance(exc, CachefsError) else f"{type(exc).__name__}: {exc}")
+        ready.failed(exc)
         raise
     return 0
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from cachefs.base import logs, ownership
 from cachefs.base.client import runtime_dir, slug
-from cachefs.base.errors import MountError
+from cachefs.base.errors import CachefsError, ConfigError, MountError
 from cachefs.base.linux import mount_at, probe
 from cachefs.config.config import LOG_NAME, Config
 from cachefs.daemon.mounting import detach
@@ -28,6 +28,9 @@ from cachefs.fuse import holder
 from cachefs.fuse.held import why_not
 
 READY_FD = "CACHEFS_READY_FD"
+FAILED, WRONG = "error: ", "wrong: "
+"""How the child's line begins when there is no mount: for any failure, and for bad input, whose exit code is another."""
+
 STOP_DEADLINE_S = 5.0
 
 
@@ -47,8 +50,9 @@ class Ready:
     def ready(self) -> None:
         self._say("ready")
 
-    def failed(self, line: str) -> None:
-        self._say("error: " + " ".join(line.splitlines()))
+    def failed(self, exc: BaseException) -> None:
+        reason = str(exc) if isinstance(exc, CachefsError) else f"{type(exc).__name__}: {exc}"
+        self._say((WRONG if isinstance(exc, ConfigError) else FAILED) + " ".join(reason.splitlines()))
 
     def _say(self, line: str) -> None:
         if self._fd is None:
@@ -96,7 +100,7 @@ def open_log(config: Config) -> tuple[Path, int]:
 
 def start(arguments: Sequence[str], config: Config, *, over_dead: bool = False) -> None:
     """Run ``cachefs mount -f arguments`` in the background. Returns when its mount answers. Otherwise raises `MountError`
-    with the reason, and nothing is left running. With `over_dead` the new mount replaces a dead one, and a failure leaves a
+    with the reason, or `ConfigError` for bad input, and nothing is left running. With `over_dead` the new mount replaces a dead one, and a failure leaves a
     dead mount."""
     until = time.monotonic() + config.mount_timeout
     before = None if over_dead else config.mountpoint.stat().st_dev
@@ -130,14 +134,16 @@ def start(arguments: Sequence[str], config: Config, *, over_dead: bool = False) 
 def _wait_until_ready(
     child: subprocess.Popen[bytes], fd: int, until: float, config: Config, log_path: Path, log_start: int
 ) -> None:
-    """Wait for the child's line. Raises `MountError` unless it is "ready"."""
+    """Wait for the child's line. Unless it is "ready", raises `ConfigError` for bad input, else `MountError`."""
     line = _read_line(fd, until)
     if line is None:
         raise MountError(_no_answer(config, log_path))
     if line != "ready":
         with suppress(subprocess.TimeoutExpired):
             child.wait(STOP_DEADLINE_S)  # while it closes its cache
-        reason = line.removeprefix("error: ") or _last_line(log_path, log_start)
+        if line.startswith(WRONG):
+            raise ConfigError(line.removeprefix(WRONG))
+        reason = line.removeprefix(FAILED) or _last_line(log_path, log_start)
         raise MountError(reason or f"the daemon ended before the mount was there: see {log_path}")
 
 

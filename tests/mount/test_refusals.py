@@ -255,7 +255,11 @@ class TestUsage:
         assert "secret" not in done.stderr.replace("AWS_SECRET", "")
 
     def test_the_unknown_scheme_is_named(self, mounted: Mounted) -> None:
-        assert "nosuch" in refused(mounted("nosuch://bucket", start=False), code=1)
+        assert "nosuch" in refused(mounted("nosuch://bucket", start=False), code=2)
+
+    def test_options_that_the_source_does_not_take(self, mounted: Mounted) -> None:
+        mount = mounted("file:///usr/share", start=False, requester_pays=True)
+        assert "--requester-pays is for s3://" in refused(mount, code=2)
 
 
 # The interpreter may lie where only root can go: to look there is the one right this user keeps.
