@@ -713,6 +713,26 @@ def test_mount_status_refresh_umount(place: Place) -> None:
 
 @pytest.mark.mount
 @needs_fuse
+def test_a_mount_that_fails_leaves_that_of_a_faster_command(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two commands at one mountpoint, the slower one finds the mount of the other only in its daemon."""
+    faster = f"{sys.executable} -m cachefs mount --cache-dir {place.cache} --ram 64M --keep-free 0"
+    faster += f" file://{place.source} {place.mountpoint}"
+    script = tmp_path / "python"
+    script.write_text(
+        "#!/bin/bash\nfd=$CACHEFS_READY_FD; unset CACHEFS_READY_FD\n"
+        f'{faster}\neval "echo error: already shows >&$fd"; exit 1\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    with pytest.raises(MountError, match="already shows"):
+        background.start([], config_for(place.mountpoint, cache_dir=tmp_path / "other"))
+    assert (place.mountpoint / "a.txt").read_text() == "hello\n"
+
+
+@pytest.mark.mount
+@needs_fuse
 def test_a_busy_mount_names_its_users(place: Place) -> None:
     assert place.mount().returncode == 0
     with subprocess.Popen(["sleep", "60"], cwd=place.mountpoint) as sleeper:

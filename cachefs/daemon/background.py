@@ -21,7 +21,7 @@ from pathlib import Path
 from cachefs.base import logs, ownership
 from cachefs.base.client import runtime_dir, slug
 from cachefs.base.errors import CachefsError, ConfigError, MountError
-from cachefs.base.linux import mount_at, probe
+from cachefs.base.linux import is_dead, mount_at, probe
 from cachefs.config.config import LOG_NAME, Config
 from cachefs.daemon.mounting import detach
 from cachefs.fuse import holder
@@ -100,8 +100,8 @@ def open_log(config: Config) -> tuple[Path, int]:
 
 def start(arguments: Sequence[str], config: Config, *, over_dead: bool = False) -> None:
     """Run ``cachefs mount -f arguments`` in the background. Returns when its mount answers. Otherwise raises `MountError`
-    with the reason, or `ConfigError` for bad input, and nothing is left running. With `over_dead` the new mount replaces a dead one, and a failure leaves a
-    dead mount."""
+    with the reason, or `ConfigError` for bad input, and nothing is left running. With `over_dead` the new mount replaces a
+    dead one, and a failure leaves a dead mount."""
     until = time.monotonic() + config.mount_timeout
     before = None if over_dead else config.mountpoint.stat().st_dev
     log_path, log_fd = open_log(config)
@@ -207,6 +207,16 @@ def _stop(child: subprocess.Popen[bytes], mountpoint: Path, before: int | None) 
     mount = mount_at(mountpoint)
     if mount is not None and mount.is_cachefs:
         answer = probe(mountpoint, 1.0)
-        if isinstance(answer, OSError) or answer.st_dev != before:
+        # The child's mount is dead now, or it hangs with a process that cannot be killed. Any other is the mount of another
+        # command that was faster, which may be the reason for this failure.
+        if is_dead(answer) or (isinstance(answer, OSError) and _is_running(child.pid)):
             with suppress(OSError):
                 detach(mount, lazy=True)
+
+
+def _is_running(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
