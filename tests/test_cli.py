@@ -196,6 +196,14 @@ def test_config_check(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "write 500G" in one_line(done.stderr)
     done = run("config", "check", "--json", file)
     assert done.exit_code == 2 and "write 500G" in json.loads(done.stdout)["error"]
+    for line, words in (
+        ('peers = "bogus"', "not a place to find peers"),
+        ('peer_key_file = "/k"', "needs --peers"),
+        ('peers = "static:127.0.0.1:7070"\npeer_key_file = "/no/key"', "/no/key: No such file"),
+    ):
+        file.write_text(f'source = "s3://a"\n{line}\n')
+        done = run("config", "check", file)
+        assert done.exit_code == 2 and words in one_line(done.stderr)
 
 
 def test_logs_of_a_cache_directory(tmp_path: Path) -> None:
@@ -533,6 +541,9 @@ def test_mountpoints(tmp_path: Path, fuse: Path) -> None:
     mounting.check(config_for(place))
     assert "inside the mountpoint" in refusal(config_for(place, cache_dir=place / "cache"))
     assert "inside the cache directory" in refusal(config_for(place, cache_dir=tmp_path))
+    (tmp_path / "file").touch()
+    for cache_dir in (tmp_path / "file", tmp_path / "file/cache"):
+        assert f"{tmp_path}/file is a file" in refusal(config_for(place, cache_dir=cache_dir))
     for url in (f"file://{tmp_path}", f"file://{place}/x", f"file://{place}"):
         assert "read itself" in refusal(config_for(place, sources=(Source("", url),)))
 

@@ -225,6 +225,7 @@ def mount(ctx: click.Context, /, places: tuple[str, ...], o: tuple[str, ...], **
 
             click.echo(layers.dump(config), nl=False)
             return 0
+        mounting.check_log(config)
         if config.foreground or ready.in_background:
             # A connection in a service manager's store is taken over in any case, because programs wait for it.
             if held is None and (not why_not(config) or background.has_stored_connection()):
@@ -381,7 +382,8 @@ def config() -> None:
 def check(file: str | None, as_json: bool) -> int:
     """Read the TOML file FILE (or $CACHEFS_CONFIG) as cachefs mount would, and print the first mistake.
 
-    Sends no request to the origins, and ignores other options in the environment. Exits with 2 if there is a mistake.
+    Also reads the keys and certificates of peers that it names. Sends no request to the origins, and ignores other
+    options in the environment. Exits with 2 if there is a mistake.
     """
     from cachefs.config import layers
 
@@ -389,6 +391,7 @@ def check(file: str | None, as_json: bool) -> int:
         raise ConfigError("no FILE: name a config file, or set CACHEFS_CONFIG")
     try:
         found = layers.load_file(Path(file))
+        mounting.check_peers(found)
     except ConfigError as exc:
         if not as_json:
             raise

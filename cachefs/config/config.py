@@ -29,6 +29,7 @@ from cachefs.config.options import (
     COUNT,
     DERIVED,
     DURATION,
+    ENDPOINT,
     GROUP,
     LISTEN,
     MODE,
@@ -38,7 +39,7 @@ from cachefs.config.options import (
     SIZE,
     SWITCH,
     TEXT,
-    URL,
+    TIMEOUT,
     USER,
     WEIGHT,
     Row,
@@ -202,7 +203,7 @@ class Config:
         "Library that talks to the origin. auto takes libcurl where it knows the scheme, else fsspec.",
         value="auto",
     )
-    endpoint_url: str | None = URL(
+    endpoint_url: str | None = ENDPOINT(
         "Address of an S3-, Azure- or Google-compatible store, such as http://minio:9000.", value=None
     )
     region: str | None = TEXT("Region of the bucket.", value=None)
@@ -239,7 +240,7 @@ class Config:
 
     concurrency: int = COUNT("Most requests in flight to the origin; fewer while it throttles.", value=64)
     download_limit: int = RATE("Most bytes a second from the origin: 200M. 0 is no limit.", value=0)
-    timeout: float = DURATION(
+    timeout: float = TIMEOUT(
         "How long a request may go without progress, retries included, before it fails.", value=60.0
     )
     max_readahead: int = BYTE_COUNT("Most bytes that are read ahead of a sequential reader.", value=64 << 20)
@@ -293,7 +294,7 @@ class Config:
         value=True,
     )
     nonempty: bool = SWITCH("Mount over a directory that is not empty.", value=False)
-    mount_timeout: float = DURATION("How long to wait for the mount to answer before giving up.", value=30.0)
+    mount_timeout: float = TIMEOUT("How long to wait for the mount to answer before giving up.", value=30.0)
     log_level: LogLevel = choice(LogLevel)("Lowest level that is logged.", value="info")
     log_format: LogFormat = choice(LogFormat)("Format of the log.", value="text")
     log_file: Path | None = PATH(

@@ -153,6 +153,20 @@ def _parse_block_size(text: str) -> int:
     return size
 
 
+def _parse_timeout(text: str) -> float:
+    seconds = parse_duration(text)
+    if not seconds:
+        raise ValueError("no time to wait: write it like 60s, or forever")
+    return seconds
+
+
+def _parse_endpoint(text: str) -> str:
+    _refuse_secrets(text)
+    if not re.match(r"https?://[^/]", text.strip(), re.IGNORECASE):
+        raise ValueError("not the address of a server: write it like http://minio:9000")
+    return check_url(text.strip())
+
+
 def _user(name: str) -> int:
     import pwd
 
@@ -211,11 +225,12 @@ BYTE_COUNT = _kind("SIZE", parse_capacity, format_bytes)
 BLOCK_SIZE = _kind("SIZE", _parse_block_size, format_bytes)
 RATE = _kind("RATE", parse_rate, format_bytes)
 DURATION = _kind("TIME", parse_duration, format_duration)
+TIMEOUT = _kind("TIME", _parse_timeout, format_duration)
 MODE = _kind("OCTAL", parse_mode, format_mode)
 COUNT = _kind("N", _parse_count)
 WEIGHT = _kind("N", _parse_weight)
 TEXT = _kind("TEXT", _parse_text)
-URL = _kind("URL", lambda text: check_url(_parse_text(text)))
+ENDPOINT = _kind("URL", _parse_endpoint)
 LISTEN = _kind("HOST:PORT", _parse_listen)
 PATH = _kind("PATH", _parse_path, str)
 USER = _kind("USER", partial(_parse_id, "user", _user))

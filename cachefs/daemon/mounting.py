@@ -19,7 +19,7 @@ from pathlib import Path
 from cachefs.base import linux
 from cachefs.base.errors import MountError
 from cachefs.base.linux import Mount, is_dead, mount_at, probe
-from cachefs.config.config import Config
+from cachefs.config.config import ROWS, Config
 from cachefs.fuse import connection
 
 FUSE_DEVICE = Path("/dev/fuse")
@@ -71,12 +71,22 @@ def check(config: Config) -> list[str]:
     elif dead_mount(config) is None:
         clear(config)
     _check_overlap(config)
-    _check_peers(config)
+    check_peers(config)
     if passed is None:
         check_rights(config.allow_other)
         return []
     mount = connection.mount_of(passed)
     return [] if mount is None else connection.remarks(mount, os.geteuid())
+
+
+def check_log(config: Config) -> None:
+    """Refuse a log below the mountpoint, which the daemon would write to itself. Raises `MountError`. This is checked
+    before the log is opened, because opening it makes the file."""
+    log, mountpoint = config.log_file, config.mountpoint
+    # First without resolving links, as in `_check_overlap`.
+    for resolve in (os.path.abspath, os.path.realpath):
+        if log is not None and Path(resolve(log)).is_relative_to(mountpoint):
+            raise MountError(f"the log {log} is inside the mountpoint: choose another --log-file")
 
 
 def dead_mount(config: Config) -> Mount | None:
@@ -100,11 +110,11 @@ def _check_descriptors() -> None:
 
 
 def _check_cache_directory(path: Path) -> None:
-    for above in path.parents:
-        if above.exists():
-            if not above.is_dir():
+    for place in (path, *path.parents):
+        if place.exists():
+            if not place.is_dir():
                 raise MountError(
-                    f"the cache directory {path} cannot be: {above} is a file: choose another --cache-dir"
+                    f"the cache directory {path} cannot be: {place} is a file: choose another --cache-dir"
                 )
             return
 
@@ -138,8 +148,11 @@ def clear(config: Config) -> list[str]:
     return notes
 
 
-def _check_peers(config: Config) -> None:
-    if config.peers is not None or config.peer_listen is not None:
+def check_peers(config: Config) -> None:
+    """Check the options about peers and the files that they name. Raises `ConfigError`."""
+    if config.peers is not None or any(
+        name in config.origins for name, row in ROWS.items() if row.group == "Peers"
+    ):
         from cachefs.peers.settings import settings
 
         settings(config)

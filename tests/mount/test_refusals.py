@@ -80,6 +80,17 @@ class TestMountpoint:
         refused(mount, words=mount.arguments(cache_dir=mount.path / "cache"))
         assert os.listdir(mount.path) == []
 
+    @pytest.mark.parametrize("flags", [[], ["-f"]], ids=" ".join)
+    def test_a_log_inside_of_it(
+        self, mounted: Mounted, bucket: Bucket, tmp_path: Path, flags: list[str]
+    ) -> None:
+        """Also through a link. The file is not made: the next mount would find a directory that is not empty."""
+        mount = mounted(bucket, start=False)
+        (tmp_path / "link").symlink_to(mount.path)
+        words = [*mount.arguments(log_file=tmp_path / "link/log"), *flags]
+        assert "inside the mountpoint: choose another --log-file" in refused(mount, words=words)
+        assert os.listdir(mount.path) == []
+
 
 class TestStore:
     def test_no_such_bucket(self, mounted: Mounted, lab: LabStore) -> None:
