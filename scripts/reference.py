@@ -157,7 +157,7 @@ def _commands() -> Iterator[str]:
     yield "`cachefs VERB --help` prints the same. [Exit codes](exit-codes.md) are the same for all verbs.\n"
     yield "| verb | |\n|---|---|"
     for name, command in _verbs():
-        yield f"| [{name}](#cachefs-{name.replace('.', '')}) | {_cell(command.get_short_help_str(100))} |"
+        yield f"| [{name}](#cachefs-{name.replace('.', '').replace(' ', '-')}) | {_cell(command.get_short_help_str(100))} |"
     yield ""
     for name, command in _verbs():
         yield f"## cachefs {name}\n\n```\n{_usage(name, command)}\n```\n"
@@ -232,8 +232,9 @@ def _man_helper() -> Iterator[str]:
     yield _roff(
         "mount(8) calls mount.cachefs for lines of fstab whose type is cachefs. SOURCE is a URL, or an absolute path of a "
         "TOML file that names the sources. Options meant for other programs (_netdev, nofail, noatime, x-...) are ignored; "
-        "dashes and underscores in names are the same. A mount from fstab is not restarted when its daemon dies; that of "
-        "the systemd unit cachefs@.service is."
+        "dashes and underscores in names are the same. A mount that root makes on Linux 6.9 or later goes on when its "
+        "daemon dies (restart). In other cases a mount from fstab ends with its daemon, and the systemd unit "
+        "cachefs@.service mounts again."
     )
     yield ".SH OPTIONS"
     for group in GROUPS.values():
@@ -298,7 +299,13 @@ def _with_default(row: Row) -> str:
 
 
 def _verbs() -> list[tuple[str, click.Command]]:
-    return [(name, cli.commands[name]) for name in sorted(cli.commands)]
+    """Each verb; behind a group, such as `config`, the commands in it."""
+    found: list[tuple[str, click.Command]] = []
+    for name, command in sorted(cli.commands.items()):
+        found.append((name, command))
+        if isinstance(command, click.Group):
+            found += [(f"{name} {inner}", command.commands[inner]) for inner in sorted(command.commands)]
+    return found
 
 
 def _context(command: click.Command, name: str) -> click.Context:
