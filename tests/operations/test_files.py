@@ -3,7 +3,9 @@ are held to Kubernetes' own schema, and to the rules that the schema does not kn
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import tomllib
@@ -20,7 +22,7 @@ from cachefs.cli.main import cli, mount
 from cachefs.config import layers
 from cachefs.config.config import Config
 from tests.conftest import ROOT
-from tests.mount.mounts import run
+from tests.mount.mounts import COMMAND, run
 
 UNIT = ROOT / "systemd" / "cachefs@.service"
 HELPER = ROOT / "systemd" / "mount.cachefs"
@@ -61,6 +63,32 @@ def options_of(words: list[str]) -> Config:
     if len(places) > 1:
         given["source"] = places[0]
     return layers.load(given, o, {})
+
+
+class TestTheEntrypoint:
+    @pytest.mark.parametrize("where", ["argument", "variable", "file"])
+    def test_it_makes_the_mountpoint_and_nothing_else(self, tmp_path: Path, where: str) -> None:
+        """The values of options are paths, too."""
+        mountpoint, log = tmp_path / "share/data", tmp_path / "log"
+        command = tmp_path / "bin/cachefs"
+        command.parent.mkdir()
+        command.write_text(
+            f'#!/bin/sh\ncase "$*" in *--print-config) exec {shlex.join(COMMAND)} "$@" ;; esac\necho "$@"\n'
+        )
+        command.chmod(0o755)
+        file = tmp_path / "c.toml"
+        file.write_text(f'source = "s3://bucket"\nmountpoint = "{mountpoint}"\n')
+        words, env = {
+            "argument": (["s3://bucket", str(mountpoint)], {}),
+            "variable": ([], {"CACHEFS_SOURCE": "s3://bucket", "CACHEFS_MOUNTPOINT": str(mountpoint)}),
+            "file": (["--config", str(file)], {}),
+        }[where]
+        words = ["mount", "-f", *words, "--log-file", str(log)]
+        path = f"{command.parent}:{os.environ['PATH']}"
+        done = run([str(ROOT / "docker" / "entrypoint"), *words], env={**os.environ, **env, "PATH": path})
+        assert (done.returncode, done.stdout, done.stderr) == (0, " ".join(words) + "\n", "")
+        assert mountpoint.is_dir()
+        assert not log.exists()
 
 
 class TestTheUnit:
