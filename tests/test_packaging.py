@@ -27,6 +27,15 @@ backend = import_module("backend" if own else "setuptools.build_meta")
 print(backend.build_sdist(out), backend.build_wheel(out))
 """
 
+REQUIRED = """
+import os, sys
+_, place, hook, own = sys.argv
+os.chdir(place)
+sys.path.insert(0, own)
+from importlib import import_module
+getattr(import_module("backend"), hook)()
+"""
+
 IMPORTED = """
 import sys, threading
 from cachefs import hints
@@ -69,6 +78,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
     out = tmp_path_factory.mktemp("dist")
     hints = source / "packaging/hints"
     return {"daemon": build(source, out), "hints": build(hints, out, hints)}
+
+
+@pytest.mark.parametrize("hook", ["get_requires_for_build_wheel", "get_requires_for_build_sdist"])
+def test_hints_build_from_a_fresh_checkout(tmp_path: Path, hook: str) -> None:
+    """pip and build call this first, in a process of its own."""
+    hints = source_of(tmp_path) / "packaging/hints"
+    done = subprocess.run(
+        [sys.executable, "-c", REQUIRED, hints, hook, hints], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def oldest() -> str:

@@ -6,14 +6,13 @@ Without that file `cachefs` is a namespace here, so that a cachefs-fuse elsewher
 import shutil
 from pathlib import Path
 
-from setuptools import build_meta
-from setuptools.build_meta import *  # noqa: F403 (the other hooks are setuptools' own)
+from setuptools.build_meta import *  # noqa: F403 (the hooks are setuptools' own)
 
 HERE = Path(__file__).parent
 MODULES = ("hints.py", "base/client.py", "base/errors.py", "base/linux.py")
 
 
-def _copied():
+def _copy():
     """Copy the modules to src/. A sdist has them there already."""
     package = HERE.parents[1] / "cachefs"
     if package.is_dir():
@@ -24,16 +23,5 @@ def _copied():
             shutil.copyfile(package / name, place)
 
 
-def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
-    _copied()
-    return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
-
-
-def build_sdist(sdist_directory, config_settings=None):
-    _copied()
-    return build_meta.build_sdist(sdist_directory, config_settings)
-
-
-def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
-    _copied()
-    return build_meta.prepare_metadata_for_build_wheel(metadata_directory, config_settings)
+# Each hook needs them, and a front end runs each in a process of its own.
+_copy()
