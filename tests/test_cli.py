@@ -743,6 +743,31 @@ def test_a_mount_that_fails_leaves_that_of_a_faster_command(
 
 
 @pytest.mark.mount
+@pytest.mark.root
+@needs_fuse
+def test_a_bind_mount_of_it(place: Place, tmp_path: Path) -> None:
+    """Verbs name the daemon's own mountpoint, and an unmount does not wait for a daemon that another mount keeps."""
+    assert place.mount().returncode == 0
+    other = Path(os.path.realpath(tmp_path)) / "other"
+    other.mkdir()
+    daemon = os.pidfd_open(int(str(place.status()["pid"])))
+    subprocess.run(["mount", "--bind", place.mountpoint / "dir", other], check=True)
+    try:
+        for words in (("status", other), ("info", other / "b.bin")):
+            done = cachefs(*words)
+            assert done.returncode == 1
+            assert f"{other} is a bind mount: name {place.mountpoint}," in one_line(done.stderr)
+        done = cachefs("umount", place.mountpoint)
+        assert done.returncode == 0
+        assert f"unmounted; its daemon goes on, because {other} is a bind mount of it" in done.stderr
+        assert (other / "b.bin").read_bytes() == (place.source / "dir/b.bin").read_bytes()
+    finally:
+        subprocess.run(["umount", other], check=True)
+    assert select.select([daemon], [], [], 10)[0], "it has ended"
+    os.close(daemon)
+
+
+@pytest.mark.mount
 @needs_fuse
 def test_a_busy_mount_names_its_users(place: Place) -> None:
     assert place.mount().returncode == 0

@@ -25,7 +25,7 @@ import trio.testing
 
 from cachefs.base import client
 from cachefs.base.client import ControlError, NotRunning, request
-from cachefs.base.errors import NotFound
+from cachefs.base.errors import MountError, NotFound
 from cachefs.base.linux import Mount, is_dead, probe
 from cachefs.daemon import control
 
@@ -347,6 +347,20 @@ def test_a_daemon_that_says_nothing(path: Path) -> None:
         listener.listen()
         with pytest.raises(ControlError, match=r"did not answer within 0\.1 s"):
             request(path, "status", timeout_s=0.1)
+
+
+@pytest.mark.parametrize(
+    ("uid", "words"), [(0, "run this where it runs"), (1000, "as the user who mounted it")]
+)
+def test_a_daemon_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, uid: int, words: str) -> None:
+    """It is another user's, or in another container; root is not told to become root."""
+    mount = Mount("0:99", "/", "/mnt/x", "fuse.cachefs", "s3://a", (f"user_id={uid}",))
+    monkeypatch.setattr(client, "mount_at", lambda _: mount)
+    monkeypatch.setattr(client, "sockets", lambda _: iter(()))
+    monkeypatch.setattr(client, "probe", lambda *_: os.stat("/"))
+    monkeypatch.setattr(os, "getuid", lambda: uid)
+    with pytest.raises(MountError, match=words):
+        client.ask(Path("/mnt/x"), "status")
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cachefs.base.errors import CachefsError, MountError
-from cachefs.base.linux import is_dead, mount_at, probe
+from cachefs.base.linux import Mount, elsewhere, is_dead, mount_at, probe
 
 T = TypeVar("T")
 
@@ -130,9 +130,17 @@ def ask(mountpoint: Path, verb: str, /, timeout_s: float = 5.0, **arguments: Any
         )
     with suppress(NotRunning):
         return answer()
-    raise MountError(
-        f"the daemon of {mountpoint} does not answer this user: run this as the user who mounted it, or as root"
-    )
+    raise MountError(_no_answer(mount))
+
+
+def _no_answer(mount: Mount) -> str:
+    """Why the daemon of a living mount cannot be asked, and what to do."""
+    for other in elsewhere(mount):
+        if any(place.exists() for place in sockets(Path(other))):
+            return f"{mount.path} is a bind mount: name {other}, where the daemon has mounted it"
+    if os.getuid() == 0:
+        return f"the daemon of {mount.path} does not answer here: run this where it runs, such as in its container"
+    return f"the daemon of {mount.path} does not answer this user: run this as the user who mounted it, or as root"
 
 
 def connected(path: Path, timeout_s: float, owners: Collection[int] = ()) -> socket.socket:

@@ -186,6 +186,11 @@ def mount_at(path: Path) -> Mount | None:
     return found[-1] if found else None
 
 
+def elsewhere(mount: Mount) -> list[str]:
+    """The other mountpoints of the same filesystem in this process's namespace (bind mounts)."""
+    return [other.path for other in mounts() if other.device == mount.device and other.path != mount.path]
+
+
 class Finder:
     """Finds the cachefs mount that a path lies below, for long lists of paths.
 

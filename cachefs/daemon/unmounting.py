@@ -17,7 +17,7 @@ from typing import Any
 from cachefs.base import client
 from cachefs.base.client import control_path
 from cachefs.base.errors import MountError
-from cachefs.base.linux import Mount, is_dead, mount_at, probe
+from cachefs.base.linux import Mount, elsewhere, is_dead, mount_at, probe
 from cachefs.base.units import FOREVER
 from cachefs.daemon import asking
 from cachefs.daemon.mounting import canonical, detach, holders
@@ -49,14 +49,16 @@ def unmount(path: Path, *, lazy: bool = False, flush: bool = False, show: Show =
     daemon = None if hangs or lazy else _daemon(path)
     try:
         _detach(mount, lazy=lazy)
-        if daemon is not None:
+        others = elsewhere(mount)
+        if daemon is not None and not others:
             _wait_for_exit(daemon, path)
     finally:
         if daemon is not None:
             os.close(daemon)
     if lazy:
         return f"{path}: detached; its daemon ends when the last user has gone"
-    return f"{path}: unmounted{f', but {left}' if left else ''}"
+    goes_on = f"; its daemon goes on, because {others[0]} is a bind mount of it" if others else ""
+    return f"{path}: unmounted{f', but {left}' if left else ''}{goes_on}"
 
 
 def _wait_for_uploads(path: Path, must: bool, show: Show) -> str | None:
