@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -264,6 +265,18 @@ def test_logs_are_followed_over_a_rotation(tmp_path: Path, as_json: bool) -> Non
         assert command.stdout.readline() == shown("fresh")
         command.send_signal(signal.SIGINT)
         assert command.wait(60) == 0
+
+
+def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
+    """As after an unmount below it."""
+    command = shlex.join([sys.executable, "-m", "cachefs"])
+    (tmp_path / "gone").mkdir()
+    for words in ("mount s3://b m", "umount m", "info x"):
+        script = f"mkdir -p {tmp_path}/gone; cd {tmp_path}/gone; rmdir {tmp_path}/gone; {command} {words}"
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+        done = subprocess.run(["sh", "-c", script], env=env, capture_output=True, text=True)
+        assert done.returncode == 1
+        assert "the working directory does not exist any more: cd to another one" in one_line(done.stderr)
 
 
 def test_no_traceback_for_the_unexpected(monkeypatch: pytest.MonkeyPatch) -> None:

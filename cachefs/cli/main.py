@@ -104,10 +104,21 @@ class OneLine(click.Group):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
         except Exception as exc:
+            if isinstance(exc, FileNotFoundError) and not _has_working_directory():
+                _fail("the working directory does not exist any more: cd to another one first", 1)
             if _debugging():
                 traceback.print_exc()
             _fail(f"internal error: {type(exc).__name__}: {exc} (--log-level debug shows where)", 1)
         sys.exit(result if isinstance(result, int) else 0)
+
+
+def _has_working_directory() -> bool:
+    """False after the directory was removed, or its mount was taken away below it."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _debugging() -> bool:

@@ -14,6 +14,7 @@ from cachefs.base.errors import CacheUnusable
 from cachefs.base.linux import memory_limit
 from cachefs.base.metrics import Metrics
 from cachefs.base.shared_memory import RowLog
+from cachefs.base.units import about_bytes
 from cachefs.config.config import Config
 from cachefs.fs import FORMAT, TABLES
 from cachefs.store import SHM, Opened, Store, open_store, remove_orphans
@@ -42,10 +43,11 @@ def open_cache(config: Config, metrics: Metrics, *, killed: bool = False) -> Ope
     remove_orphans()
     free, total = _disk_of(config)
     cached_bytes = _bytes_at_last_stop(config.cache_dir)
-    return open_store(
+    ssd_bytes, ram_bytes = config.cache_size.resolve(free + cached_bytes), config.ram.resolve(memory_limit())
+    opened = open_store(
         config.cache_dir,
-        config.cache_size.resolve(free + cached_bytes),
-        config.ram.resolve(memory_limit()),
+        ssd_bytes,
+        ram_bytes,
         config.keep_free.resolve(total),
         config.block_size,
         config.verify,
@@ -53,6 +55,15 @@ def open_cache(config: Config, metrics: Metrics, *, killed: bool = False) -> Ope
         config.eviction,
         killed=killed,
     )
+    for tier, option, size, found in (
+        ("ssd", "--cache-size", config.cache_size, ssd_bytes),
+        ("ram", "--ram", config.ram, ram_bytes),
+    ):
+        if found < config.block_size and size.bytes != 0:  # 0 is a wish
+            opened.warnings.append(
+                f"no {tier} tier: {option} {size} is {about_bytes(found)} here, less than one block"
+            )
+    return opened
 
 
 def _bytes_at_last_stop(cache_dir: Path) -> int:
