@@ -99,8 +99,8 @@ EXIT_CODES = (
 """Exit status of the command → meaning."""
 
 EXIT_MOUNT = """\
-`mount.cachefs` exits with the codes of mount(8): 0, 1 for wrong usage (also for `-N` and the option `remount`), 8 when it
-was interrupted, and 32 for any other failure.
+`mount.cachefs` exits with the codes of mount(8): 0 (also if the mountpoint shows the same sources already), 1 for wrong
+usage (also for `-N` and the option `remount`), 8 when it was interrupted, and 32 for any other failure.
 """
 
 

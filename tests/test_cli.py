@@ -756,6 +756,27 @@ def test_a_mount_that_fails_leaves_that_of_a_faster_command(
 
 
 @pytest.mark.mount
+@needs_fuse
+def test_mount_a_again(place: Place, tmp_path: Path) -> None:
+    """mount(8) does not know a path again in the URL of the mount table, and calls the helper for each such line."""
+    file = tmp_path / "c.toml"
+    file.write_text(
+        f'[[source]]\nname = "one"\nurl = "{place.source}"\n[[source]]\nname = "two"\nurl = "/usr/share"\n'
+    )
+    other = tmp_path / "empty"
+    other.mkdir()
+    options = f"cache_dir={place.cache},ram=64M,keep_free=0"
+    for source in (place.source, file):
+        for _ in range(2):
+            done = cachefs("mount.cachefs", source, place.mountpoint, "-o", options)
+            assert (done.returncode, done.stderr) == (0, "")
+        done = cachefs("mount.cachefs", other, place.mountpoint, "-o", options)
+        assert done.returncode == 32 and "already shows" in one_line(done.stderr)
+        assert cachefs("umount", place.mountpoint).returncode == 0
+        assert not place.is_mounted()
+
+
+@pytest.mark.mount
 @pytest.mark.root
 @needs_fuse
 def test_a_bind_mount_of_it(place: Place, tmp_path: Path) -> None:

@@ -118,3 +118,7 @@ class ConfigError(CachefsError):
 
 class MountError(CachefsError):
     """Mounting failed; the text says why and what to do."""
+
+
+class AlreadyMounted(MountError):
+    """A living cachefs is mounted there."""

@@ -21,13 +21,13 @@ from typing import Any, NoReturn
 import click
 
 from cachefs import __version__
-from cachefs.base.errors import CachefsError, ConfigError, MountError
+from cachefs.base.errors import AlreadyMounted, CachefsError, ConfigError, MountError
 from cachefs.cli import cache, files, live, show, status, writing
 from cachefs.cli.places import Place
 from cachefs.cli.show import as_json, note, say
 from cachefs.config.config import GROUPS, ROWS, Config
 from cachefs.config.options import Row, base_directory
-from cachefs.daemon import mounting
+from cachefs.daemon import asking, mounting
 
 log = logging.getLogger(__name__)
 
@@ -344,7 +344,7 @@ def mount_cachefs(
 ) -> Any:
     """The helper of mount(8) for `mount -t cachefs` and for lines of fstab. SOURCE may also be a TOML file.
 
-    Exits with the codes of mount(8)."""
+    Exits with the codes of mount(8). A mountpoint that shows the same sources already is left as it is, with code 0."""
     from cachefs.config.layers import split_options
 
     options = [option for argument in o for option in split_options(argument)]
@@ -361,7 +361,15 @@ def mount_cachefs(
     is_file = source.startswith("/") and source.endswith(".toml")
     arguments += ["--config", source, mountpoint] if is_file else [source, mountpoint]
     with mount.make_context("mount", arguments, parent=ctx.parent) as inner:
-        return mount.invoke(inner)
+        try:
+            return mount.invoke(inner)
+        except AlreadyMounted:
+            # mount -a calls again for each line whose source is a path, because the mount table has a URL in its place.
+            given = dict(inner.params)
+            config = _mount_config(given.pop("places"), given.pop("o"), given, False, os.getcwd())
+            if asking.shows_the_same(config):
+                return 0
+            raise
 
 
 @cli.command(short_help="Unmount, and wait for the daemon to end.")

@@ -14,8 +14,9 @@ from cachefs.base import client
 from cachefs.base.client import ask as ask
 from cachefs.base.client import control_path, runtime_dir
 from cachefs.base.errors import MountError
-from cachefs.base.linux import mounts
+from cachefs.base.linux import mount_at, mounts
 from cachefs.base.units import about_bytes, about_files, printable
+from cachefs.config.config import Config
 from cachefs.daemon.mounting import canonical
 
 POLL_S = 0.25
@@ -31,6 +32,19 @@ FLUSH_STEP_S = 1.0
 def status_of(mountpoint: Path) -> dict[str, Any]:
     status: dict[str, Any] = ask(canonical(mountpoint), "status")
     return status
+
+
+def shows_the_same(config: Config) -> bool:
+    """True if a living mount at the mountpoint has the same sources, with whatever options."""
+    mount = mount_at(config.mountpoint)
+    if mount is None or not mount.is_cachefs:
+        return False
+    try:
+        sources = status_of(config.mountpoint)["sources"]
+    except (client.ControlError, MountError):
+        return False
+    shown = [(source["name"], source["url"]) for source in sources]
+    return shown == [(source.name, source.url) for source in config.sources]
 
 
 def all_statuses() -> list[dict[str, Any]]:

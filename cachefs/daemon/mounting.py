@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cachefs.base import linux
-from cachefs.base.errors import MountError
+from cachefs.base.errors import AlreadyMounted, MountError
 from cachefs.base.linux import Mount, is_dead, mount_at, probe
 from cachefs.config.config import ROWS, Config
 from cachefs.fuse import connection
@@ -171,7 +171,7 @@ def _clear_mountpoint(path: Path) -> list[str]:
         elif isinstance(answer, OSError) and answer.errno == errno.ETIMEDOUT:
             raise MountError(f"{path} is mounted and does not answer: cachefs umount --lazy {path}")
         elif mount.is_cachefs:
-            raise MountError(f"{path} already shows {mount.source}: cachefs umount {path} first")
+            raise AlreadyMounted(f"{path} already shows {mount.source}: cachefs umount {path} first")
         else:
             break
     return notes

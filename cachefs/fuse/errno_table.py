@@ -51,6 +51,7 @@ TABLE: dict[type[BaseException], tuple[int, int]] = {
     errors.CacheUnusable: (errno.EIO, logging.ERROR),
     errors.ConfigError: (errno.EINVAL, logging.ERROR),
     errors.MountError: (errno.EIO, logging.ERROR),
+    errors.AlreadyMounted: (errno.EIO, logging.ERROR),
     errors.CachefsError: (errno.EIO, logging.ERROR),
     trio.TooSlowError: (errno.EIO, logging.WARNING),
     MemoryError: (errno.ENOMEM, logging.ERROR),
