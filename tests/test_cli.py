@@ -513,6 +513,20 @@ def test_logs_rotate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(path.stat().st_size <= 1000 for path in tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("quiet_logs")
+def test_a_log_that_another_process_has_rotated(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    logs.setup("info", "text", log)
+    logging.getLogger("cachefs").info("old")
+    logs.follow_rotation()
+    log.rename(tmp_path / "x.log.1")
+    logs.follow_rotation()  # nothing is there: the old file is better than none
+    log.touch()
+    logs.follow_rotation()
+    logging.getLogger("cachefs").info("new")
+    assert "old" in (tmp_path / "x.log.1").read_text() and log.read_text().endswith("new\n")
+
+
 # --- before mounting -----------------------------------------------------------------------------
 
 

@@ -104,6 +104,18 @@ class _Rotating(logging.handlers.RotatingFileHandler):
             path, maxBytes=MAX_FILE_BYTES, backupCount=OLD_FILES, encoding="utf-8", errors="backslashreplace"
         )
 
+    def follow_rotation(self) -> None:
+        if self.stream is None:
+            return
+        try:
+            if os.path.samestat(os.stat(self.baseFilename), os.fstat(self.stream.fileno())):
+                return
+            opened = self._open()
+        except OSError:
+            return
+        self.stream.close()
+        self.stream = opened
+
     def _open(self) -> TextIOWrapper:
         fd = open_file(Path(self.baseFilename), ours=False)
         return open(fd, "a", encoding=self.encoding, errors=self.errors)
@@ -160,6 +172,13 @@ def setup(level: str, format: str, file: Path | None = None) -> None:
     root.setLevel(logging.WARNING)
     logging.raiseExceptions = False  # otherwise a full disk under the log would put tracebacks on stderr
     set_level(level)
+
+
+def follow_rotation() -> None:
+    """Open the log again if another process has renamed it. Otherwise records would go to an old file, which is full."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _Rotating):
+            handler.follow_rotation()
 
 
 QUEUED_RECORDS = 10_000

@@ -308,6 +308,7 @@ def _serve(config: Config, ready: Any, reread: Callable[[], Config], held: Any) 
         daemon.load(config)
         held.stand_by(__version__, config.identity)
         held.wait()
+        logs.follow_rotation()  # by the daemon before this one, which wrote to the same file until now
     if held is None or not held.taking_over:
         for line in mounting.check(config):
             log.warning("%s", line)

@@ -27,7 +27,7 @@ from cachefs.daemon.mounting import detach
 from cachefs.fuse import holder
 from cachefs.fuse.held import why_not
 
-READY_FD = "CACHEFS_READY_FD"
+READY_FD = holder.READY_FD
 FAILED, WRONG = "error: ", "wrong: "
 """How the child's line begins when there is no mount: for any failure, and for bad input, whose exit code is another."""
 
@@ -45,7 +45,8 @@ class Ready:
                 os.set_inheritable(self._fd, False)
             except OSError:  # a stale variable in the environment
                 self._fd = None
-        self.in_background = self._fd is not None
+        # A daemon that follows another one has no pipe, and logs to the same file.
+        self.in_background = self._fd is not None or text == holder.SAID
 
     def ready(self) -> None:
         self._say("ready")

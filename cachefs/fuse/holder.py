@@ -42,6 +42,10 @@ compiling would take a megabyte."""
 DESCRIPTORS = "CACHEFS_HOLDER"
 """Name of the environment variable with the two descriptors."""
 
+READY_FD, SAID = "CACHEFS_READY_FD", "said"
+"""Name of the environment variable with the descriptor on which a mount in the background says that it is ready, and its
+value for the daemons after the first: they run in the background, too, and have nothing to say."""
+
 DEATHS = struct.Struct("=QdQ")
 """At the beginning of the memory file: how often another daemon has taken over, when the last one ended (CLOCK_MONOTONIC,
 seconds), and how many of them had handed the mount over."""
@@ -180,9 +184,10 @@ class Holder:
                 os._exit(127)
         theirs.close()
         os.chdir("/")  # so that the holder keeps no directory busy
-        ready = os.environ.pop("CACHEFS_READY_FD", "")
+        ready = os.environ.get(READY_FD, "")
         if ready.isdigit():
-            os.close(int(ready))  # only the daemon says whether it is ready, and only once
+            os.close(int(ready))  # only the first daemon says whether it is ready
+            os.environ[READY_FD] = SAID
         return pid, ours
 
     def _wait(self) -> int:
@@ -350,9 +355,28 @@ def _how(code: int) -> str:
 
 def _say(line: str) -> None:
     try:
+        if _log and not os.path.samestat(os.stat(_log), os.fstat(2)):
+            fd = os.open(_log, os.O_WRONLY | os.O_APPEND)
+            os.dup2(fd, 2)
+            os.close(fd)
+    except OSError:
+        pass  # the log is gone
+    try:
         os.write(2, f"cachefs: {line}\n".encode())
     except OSError:
         pass  # stderr is closed
+
+
+def _own_log() -> str:
+    """The path of the log if stderr is a mount's own one, which the daemon renames when it is full; else ""."""
+    try:
+        path = os.readlink("/proc/self/fd/2")
+        return path if READY_FD in os.environ and os.path.isfile(path) else ""
+    except OSError:
+        return ""
+
+
+_log = _own_log()
 
 
 def main() -> None:

@@ -22,6 +22,8 @@ import pytest
 
 import cachefs
 from bench.lab.client import LabStore
+from cachefs.base.logs import MAX_FILE_BYTES
+from cachefs.config.config import LOG_NAME
 from cachefs.daemon.background import held_by_holder
 from cachefs.fuse import holder
 from cachefs.fuse.held import FORMAT
@@ -79,6 +81,29 @@ def kill(mount: Mount) -> None:
     mount.killed = True
     os.kill(mount.pid, signal.SIGKILL)
     restarting.next_daemon(mount, before, 30.0)
+
+
+def test_the_next_daemons_write_the_same_log(mounted: Mounted, bucket: Bucket) -> None:
+    """Also after it was rotated: by another daemon than the one that stood by, whose descriptor leads to the old file."""
+    mount = held_mount(mounted, bucket, log_file=None)
+    mount.allowed.append("logging at info")
+    mount.log_file = mount.cache / LOG_NAME
+    kill(mount)
+    status = mount.ask("status")
+    assert status["log_file"] == str(mount.log_file)
+    assert mount.cli("logs", mount.path).stdout.count("mounted ") == 2
+    assert os.readlink(f"/proc/{status['pid']}/cwd") == "/", "it keeps no directory busy"
+    standby = _next_one(mount)
+    eventually(
+        lambda: opened(standby).count(str(mount.log_file)) == 3,
+        "it has opened the log, beside stdout and stderr",
+    )
+    os.truncate(mount.log_file, MAX_FILE_BYTES)
+    mount.cli("log-level", "info", mount.path)
+    eventually(lambda: mount.log_file.stat().st_size < MAX_FILE_BYTES, "the log is rotated")
+    kill(mount)
+    assert "the daemon has died" in mount.log() and "mounted " in mount.log()
+    mount.log_file.with_name(f"{LOG_NAME}.1").unlink()  # its zeros
 
 
 class Readers:
