@@ -335,6 +335,16 @@ def test_another_mount_is_not_taken_away(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not taken
 
 
+def test_the_mount_of_another_user_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fusermount3 would say that it is not in /etc/mtab."""
+    (mount,) = parse("40 1 0:50 / /mnt/x rw - fuse.cachefs s3://a rw,user_id=7,group_id=7\n")
+    monkeypatch.setattr("cachefs.daemon.unmounting.mount_at", lambda _: mount)
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    result = run("umount", "/mnt/x")
+    assert result.exit_code == 1
+    assert "is mounted by another user: run this as user 7, or as root" in one_line(result.stderr)
+
+
 def test_a_closed_pipe_is_not_talked_about() -> None:
     read, write = os.pipe()
     os.close(read)

@@ -38,6 +38,8 @@ def unmount(path: Path, *, lazy: bool = False, flush: bool = False, show: Show =
         raise MountError(f"{path} is not mounted")
     if not mount.is_cachefs:
         raise MountError(f"{path} is a mount of type {mount.fstype}, not a cachefs: use umount")
+    if mount.owner is not None and os.getuid() not in (0, mount.owner):
+        raise MountError(f"{path} is mounted by another user: run this as user {mount.owner}, or as root")
     answer = probe(path)
     if is_dead(answer):
         _detach(mount, lazy=True)
