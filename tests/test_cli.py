@@ -847,6 +847,12 @@ def test_a_dead_mount_is_taken_away_and_never_stacked_on(place: Place) -> None:
     assert place.mount().returncode == 0
     place.kill()
     assert "has died" in one_line(cachefs("status", place.mountpoint).stderr)
+    assert (
+        f"its daemon has died: cachefs umount {place.mountpoint}, then mount it again"
+        in cachefs("status").stdout
+    )
+    found = {one["mountpoint"]: one for one in json.loads(cachefs("status", "--json").stdout)}
+    assert "has died" in found[str(place.mountpoint)]["warnings"][0]
     done = place.mount()
     assert done.returncode == 0
     assert "took away a dead mount" in one_line(done.stderr)

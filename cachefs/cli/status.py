@@ -38,8 +38,14 @@ MARKS = {"ok": ("ok     ", "green"), "note": ("note   ", "yellow"), "problem": (
 @mountpoint
 @as_json("All values of the daemon; a list without MOUNTPOINT.")
 def status(mountpoint: Path | None, as_json: bool) -> None:
-    """Show the state, the cache and the requests of the mount at MOUNTPOINT, or of all mounts of this user."""
-    found = asking.all_statuses() if mountpoint is None else [asking.status_of(mountpoint)]
+    """Show the state, the cache and the requests of the mount at MOUNTPOINT, or of all mounts of this user.
+
+    Of a mount that does not answer, or whose daemon has died, there is its mountpoint and a warning."""
+    if mountpoint is not None:
+        found = [asking.status_of(mountpoint)]
+    else:
+        found = asking.all_statuses()
+        found += asking.dead_mounts(found)
     if as_json:
         show.data(found if mountpoint is None else found[0])
         return

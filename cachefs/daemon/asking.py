@@ -14,7 +14,7 @@ from cachefs.base import client
 from cachefs.base.client import ask as ask
 from cachefs.base.client import control_path, runtime_dir
 from cachefs.base.errors import MountError
-from cachefs.base.linux import mount_at, mounts
+from cachefs.base.linux import is_dead, mount_at, mounts, probe
 from cachefs.base.units import about_bytes, about_files, printable
 from cachefs.config.config import Config
 from cachefs.daemon.mounting import canonical
@@ -24,6 +24,10 @@ POLL_S = 0.25
 UPGRADED_S = 60.0
 """How long the present daemon may take to hand over, and then the next one to answer. The present one waits half of that for
 the next one to load, from a disk that may be slow, and answers with an error after that."""
+
+PROBE_S = 1.0
+"""How long a mount may take to answer before it counts as living: a dead one answers at once, with an error. Derived: one
+whose daemon is just started again must not hold `status` up."""
 
 FLUSH_STEP_S = 1.0
 """How long the daemon waits for uploads before it answers how much is left. Derived: a terminal shows it once a second."""
@@ -66,6 +70,20 @@ def all_statuses() -> list[dict[str, Any]]:
             known = (m.path for m in mounts() if m.is_cachefs and control_path(Path(m.path)) == socket)
             found.append({"mountpoint": next(known, "?"), "warnings": [str(exc)]})
     return sorted(found, key=lambda status: str(status.get("mountpoint", "")))
+
+
+def dead_mounts(known: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A mountpoint and a warning for each mount of this user (for root: of any) whose daemon has died; none for those that
+    are in `known`, which have answered."""
+    answered = {status.get("mountpoint") for status in known}
+    found: list[dict[str, Any]] = []
+    for mount in mounts():
+        if not mount.is_cachefs or mount.path in answered or os.getuid() not in (0, mount.owner):
+            continue
+        if is_dead(probe(Path(mount.path), PROBE_S)):
+            todo = f"cachefs umount {mount.path}, then mount it again"
+            found.append({"mountpoint": mount.path, "warnings": [f"its daemon has died: {todo}"]})
+    return found
 
 
 def mount_of(path: Path) -> tuple[Path, str]:
