@@ -781,6 +781,17 @@ def test_a_mount_that_fails_leaves_that_of_a_faster_command(
 
 @pytest.mark.mount
 @needs_fuse
+def test_a_log_that_cannot_be_written(place: Place, tmp_path: Path) -> None:
+    """A mount with its log elsewhere is better than none, and the caller learns where."""
+    done = place.mount("--log-file", tmp_path)
+    assert done.returncode == 0
+    log = str(place.status()["log_file"])
+    assert one_line(done.stderr) == f"cachefs: cannot write the log {tmp_path}: logging to {log}\n"
+    assert "mounted file://" in cachefs("logs", place.mountpoint).stdout
+
+
+@pytest.mark.mount
+@needs_fuse
 def test_mount_a_again(place: Place, tmp_path: Path) -> None:
     """mount(8) does not know a path again in the URL of the mount table, and calls the helper for each such line."""
     file = tmp_path / "c.toml"

@@ -284,7 +284,9 @@ def _mount_in_background(arguments: list[str], config: Config) -> None:
     # A caller that ends this process (timeout, a service manager) must end the child, too: `sys.exit` unwinds `start`, which
     # does that.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    background.start(arguments, config, over_dead=dead is not None)
+    log_path = background.start(arguments, config, over_dead=dead is not None)
+    if "log_file" in config.origins and log_path != config.log_file:
+        say(f"cachefs: cannot write the log {config.log_file}: logging to {log_path}", err=True)
     if dead is not None:
         say(f"cachefs: {mounting.took_away(dead)}", err=True)
 
