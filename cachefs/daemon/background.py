@@ -101,8 +101,8 @@ def open_log(config: Config) -> tuple[Path, int]:
 
 def start(arguments: Sequence[str], config: Config, *, over_dead: bool = False) -> Path:
     """Run ``cachefs mount -f arguments`` in the background. Returns the path of its log when its mount answers. Otherwise
-    raises `MountError` with the reason, or `ConfigError` for bad input, and nothing is left running. With `over_dead` the new
-    mount replaces a dead one, and a failure leaves a dead mount."""
+    raises `MountError` with the reason, or `ConfigError` for bad input, and nothing is left running. With `over_dead` the
+    new mount replaces a dead one, and a failure leaves a dead mount."""
     until = time.monotonic() + config.mount_timeout
     before = None if over_dead else config.mountpoint.stat().st_dev
     log_path, log_fd = open_log(config)
