@@ -69,9 +69,9 @@ ORDER = (
 WITH_DIRECTORIES = ("mkdir", "rmdir", "rename-directory")
 HARSH = ("die", "refresh")
 
-FORGOTTEN = {"read", "held"}
+FORGOTTEN = {"read", "held", "append"}
 """With a daemon that is killed also ESTALE: what it had cached of a file that was removed while it was open may be
-forgotten."""
+forgotten. An append reads the file first, at its first write."""
 
 Result = dict[str, dict[str, int]]
 """Operation → errno's name, "ok" or what was torn → how often."""
