@@ -10,6 +10,7 @@ The caller has claimed the names (`NameLocks`)."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
@@ -330,9 +331,11 @@ class Changing:
         self._overrides.put(node.ino, node.attrs)
 
     def _moved(self, place: Place, row: Row, to: Place, info: ObjectInfo) -> None:
-        """Record that a file has another name, and that its object there is `info`. The caller is `applying`."""
+        """Record that a file has another name, that its object there is `info`, and that the one under the old name is to be
+        deleted. The caller is `applying`, and calls `_delete` then."""
         generation = to[0].listed.generation
-        self._local_changes.moves(place, to, _row_of(row, info)._replace(generation=generation))
+        left = json.dumps({"to": info.key, "versions": [row.etag]}).encode()
+        self._local_changes.moves(place, to, _row_of(row, info)._replace(generation=generation), left)
         self._switch_to_copy(to[0], row, info)
         overrides = _of_copy(self._overrides.get(row.ino), row.mtime_ns, info)
         self._overrides.put(row.ino, {**overrides, "ctime_ns": self._local_changes.now_ns()})
@@ -351,6 +354,7 @@ class Changing:
             await self._local_changes.write(*place, False)
         except BaseException:
             self._local_changes.look_again(place, to)
+            self._tree.database.write([("local", place[0].key + place[1], None)])  # the old name stays
             raise
         finally:
             self._local_changes.unhide(*place)
@@ -527,6 +531,12 @@ class Changing:
                 await self._writer.note(name, None)
             except CachefsError as exc:
                 log.warning("renaming %s to %s is still unfinished: %s", row["from"], row["to"], exc)
+        for ino, old_name, left in self._tree.left:
+            try:
+                origin, key = _key((self._tree.directory(ino), old_name))
+                await self._remove_older(origin, {**json.loads(left), "from": key}, find)
+            except CachefsError as exc:
+                log.warning("a file that was renamed may still have its old name, too: %s", exc)
 
     async def _remove_older(self, origin: Origin, row: dict[str, Any], find: Find) -> None:
         """Delete the older version of a renamed file under its old name, if the new name has the file here or at the

@@ -644,10 +644,11 @@ class FileSystem:
         return attributes, ttl, opened
 
     async def mknod(
-        self, parent: int, name: bytes, mode: int, pid: int, uid: int, gid: int
+        self, parent: int, name: bytes, mode: int, pid: int, uid: int, gid: int, *, again: bool = False
     ) -> tuple[Attributes, float]:
-        """Make an empty file at the origin. Raises `NotPermitted` for anything but a regular file."""
-        make = partial(self._write.mknod, mode=mode, pid=pid, uid=uid, gid=gid)
+        """Make an empty file at the origin. Raises `NotPermitted` for anything but a regular file. For `again` see
+        `mkdir`."""
+        make = partial(self._write.mknod, mode=mode, pid=pid, uid=uid, gid=gid, again=again)
         return await self.getattr(await self._claimed((parent, name), make))
 
     async def write(self, fh: int, offset: int, data: Buffer) -> int:
@@ -712,10 +713,11 @@ class FileSystem:
     # -- changing names ----------------------------------------------------------------------------
 
     async def mkdir(
-        self, parent: int, name: bytes, mode: int, uid: int, gid: int
+        self, parent: int, name: bytes, mode: int, uid: int, gid: int, *, again: bool = False
     ) -> tuple[Attributes, float]:
-        """Make a directory, with a marker at the origin so that other nodes see it. Raises `AlreadyExists`."""
-        make = partial(self._write.mkdir, mode=mode, uid=uid, gid=gid)
+        """Make a directory, with a marker at the origin so that other nodes see it. Raises `AlreadyExists`, except `again`:
+        the previous daemon may have made it for the same request."""
+        make = partial(self._write.mkdir, mode=mode, uid=uid, gid=gid, again=again)
         found: Found = await self._claimed((parent, name), make)
         return self._shape(found.ino, True, found.row), self._seconds_until(found.until)
 

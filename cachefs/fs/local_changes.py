@@ -366,8 +366,9 @@ class LocalChanges:
                 await self.remove(node, replaced=True)
             await self.write(node.directory, node.name, False)
 
-    def moves(self, place: Place, to: Place, row: Row) -> None:
-        """Move a file to another name with the row `row`. The caller is `applying`."""
+    def moves(self, place: Place, to: Place, row: Row, left: bytes | None = None) -> None:
+        """Move a file to another name with the row `row`. `left` tells the next daemon what to delete under the old name
+        (`Tree.left`), if this one dies before it has. The caller is `applying`."""
         node = self._places.get((place[0].ino, place[1]))
         if node is not None and node.ino != row.ino:
             node = None  # it belongs to an inode that has lost this name
@@ -379,7 +380,7 @@ class LocalChanges:
                 self._let_go(node)
         also = [
             ("local", to[0].key + to[1], b"" if pending else None),
-            ("local", place[0].key + place[1], None),
+            ("local", place[0].key + place[1], left),
         ]
         lost = move(self._tree, place, to, row, also)
         self._files.nameless.pop(row.ino, None)

@@ -5,8 +5,8 @@ listing. The row has the inode of the name. No Python object is kept for a name:
 Each directory in use has exactly one `Directory`, which it keeps when it is renamed.
 
 Tables: ``names`` inode of a directory + mark → row; ``inodes`` inode → inode of its directory + mark; ``directories`` inode
-→ state of its listing; ``state`` values of the whole tree; ``local`` the keys of `names` that are being written here;
-``kept`` inode → attribute overrides (`cachefs.fs.overrides`).
+→ state of its listing; ``state`` values of the whole tree; ``local`` the keys of `names` that are being written here, or
+whose objects a rename is deleting (`Tree.left`); ``kept`` inode → attribute overrides (`cachefs.fs.overrides`).
 
 An inode is a directory, or one version of a file with the changes that this node makes to it. When the origin has another
 version under a name, the name gets another inode.
@@ -279,6 +279,9 @@ class Tree:
         self.numbers = Numbers(database)
         # Version of a dirty file → the inode under which the last daemon showed it.
         self.former_inos: dict[str, int] = {}
+        # (inode of the directory, name, JSON) of files that the last daemon renamed: the objects under their old names,
+        # which it has not deleted. The JSON has the new key (`to`) and the etags of what may be deleted (`versions`).
+        self.left: list[tuple[int, bytes, bytes]] = []
         self._forget_dirty_files()
         self.epoch = int.from_bytes(database.get("state", _EPOCH) or b"", "big")
         only = volumes[0].origin if len(volumes) == 1 and not volumes[0].name else None
@@ -315,7 +318,9 @@ class Tree:
         file that is recovered. `former_inos` has the inodes, for a dirty file that is recovered under another name."""
         while rows := self.database.scan("local", b"", b"\xff" * 8, 1000):
             puts: list[Put] = []
-            for key, _ in rows:
+            for key, left in rows:
+                if left:
+                    self.left.append((int.from_bytes(key[:NUMBER_BYTES], "big"), key[NUMBER_BYTES:], left))
                 above = key[:NUMBER_BYTES]
                 data, state = self.database.get("names", key), self.database.get("directories", above)
                 puts.append(("local", key, None))

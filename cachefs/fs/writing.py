@@ -264,10 +264,25 @@ class Writing:
         node, opened = await self.dirty_files.create(directory, name, attrs, pid)
         return node.ino, opened
 
-    async def mknod(self, directory: Directory, name: bytes, mode: int, pid: int, uid: int, gid: int) -> int:
+    async def _made(self, directory: Directory, name: bytes, is_dir: bool, again: bool) -> Found:
+        """What a MKDIR or MKNOD finds in its place, if the kernel sends it `again`: the previous daemon may have made
+        it, and died before its attributes were stored. Raises `AlreadyExists` otherwise."""
+        found = await self._looker.look(directory, name)
+        if not again or not isinstance(found, Found) or found.is_dir != is_dir:
+            raise AlreadyExists(f"{directory.prefix}{name.decode()} is there")
+        return found
+
+    async def mknod(
+        self, directory: Directory, name: bytes, mode: int, pid: int, uid: int, gid: int, *, again: bool
+    ) -> int:
         if stat.S_IFMT(mode) not in (0, stat.S_IFREG):
             raise NotPermitted("an object store has no devices, sockets or pipes")
-        ino, opened = await self.create(directory, name, os.O_EXCL, mode, pid, uid, gid)
+        try:
+            ino, opened = await self.create(directory, name, os.O_EXCL, mode, pid, uid, gid)
+        except AlreadyExists:
+            found = await self._made(directory, name, False, again)
+            self._overrides.put(found.ino, self._attrs(directory, False, mode, uid, gid))
+            return found.ino
         node = self._files.handles[opened[0]].node
         assert node is not None
         try:
@@ -343,10 +358,15 @@ class Writing:
 
     # -- names -------------------------------------------------------------------------------------
 
-    async def mkdir(self, directory: Directory, name: bytes, mode: int, uid: int, gid: int) -> Found:
+    async def mkdir(
+        self, directory: Directory, name: bytes, mode: int, uid: int, gid: int, *, again: bool
+    ) -> Found:
         writable(directory)
         check_name(directory, name)
-        found = await self.names.mkdir(directory, name)
+        try:
+            found = await self.names.mkdir(directory, name)
+        except AlreadyExists:
+            found = await self._made(directory, name, True, again)
         self._overrides.put(found.ino, self._attrs(directory, True, mode, uid, gid))
         return found
 

@@ -1071,17 +1071,15 @@ class NativeBackend:
     def _mknod(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
         mode, *_ = protocol.MKNOD_IN.unpack_from(body)
         name = name_of(body[protocol.MKNOD_IN.size :])
-        pending = self.operations.mknod(thread, inode, name, mode, self._uid, self._gid)
-        if unique & RESENT:
-            pending = self.operations.made_again(pending, inode, name)
+        again = bool(unique & RESENT)
+        pending = self.operations.mknod(thread, inode, name, mode, self._uid, self._gid, again=again)
         self._begin(unique, pending, self._entered)
 
     def _mkdir(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
         mode, _ = protocol.MKDIR_IN.unpack_from(body)
         name = name_of(body[protocol.MKDIR_IN.size :])
-        pending = self.operations.mkdir(thread, inode, name, mode, self._uid, self._gid)
-        if unique & RESENT:
-            pending = self.operations.made_again(pending, inode, name)
+        again = bool(unique & RESENT)
+        pending = self.operations.mkdir(thread, inode, name, mode, self._uid, self._gid, again=again)
         self._begin(unique, pending, self._entered)
 
     def _unlink(self, unique: int, inode: int, thread: int, body: memoryview) -> None:

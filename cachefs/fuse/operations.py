@@ -18,7 +18,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import trio
 
-from cachefs.base.errors import AlreadyExists, NotFound, ObjectChanged
+from cachefs.base.errors import NotFound, ObjectChanged
 from cachefs.base.ledger import NAMES, WRITES, Wait, current_call
 from cachefs.base.linux import HANGS_AFTER_S, memory_limit
 from cachefs.base.logs import Repeats
@@ -387,18 +387,25 @@ class Operations:
         self.writers.opened(opened[0], attributes.ino, thread)
         return made
 
-    def mknod(self, thread: int, parent: int, name: bytes, mode: int, uid: int, gid: int) -> Pending[Shown]:
+    def mknod(
+        self, thread: int, parent: int, name: bytes, mode: int, uid: int, gid: int, *, again: bool = False
+    ) -> Pending[Shown]:
+        """`again`: the kernel repeats the request."""
         self._changing()
         self.metrics.fuse_create += 1
         if not stat.S_ISREG(mode):
             raise Errno(errno.EPERM)  # pipes, sockets, devices
-        work = partial(self._fs.mknod, parent, name, mode, thread, uid, gid)
+        work = partial(self._fs.mknod, parent, name, mode, thread, uid, gid, again=again)
         return self._in_turn(MKNOD, thread, work, parent)
 
-    def mkdir(self, thread: int, parent: int, name: bytes, mode: int, uid: int, gid: int) -> Pending[Shown]:
+    def mkdir(
+        self, thread: int, parent: int, name: bytes, mode: int, uid: int, gid: int, *, again: bool = False
+    ) -> Pending[Shown]:
+        """For `again` see `mknod`."""
         self._changing()
         self.metrics.fuse_change += 1
-        return self._in_turn(MKDIR, thread, partial(self._fs.mkdir, parent, name, mode, uid, gid), parent)
+        work = partial(self._fs.mkdir, parent, name, mode, uid, gid, again=again)
+        return self._in_turn(MKDIR, thread, work, parent)
 
     def unlink(self, thread: int, parent: int, name: bytes) -> Pending[None]:
         self._changing()
@@ -417,18 +424,6 @@ class Operations:
         self.metrics.fuse_change += 1
         work = partial(self._fs.rename, parent, name, new_parent, new_name, flags)
         return self._in_turn(RENAME, thread, work, parent, new_parent)
-
-    def made_again(self, pending: Pending[Shown], parent: int, name: bytes) -> Pending[Shown]:
-        """MKDIR or MKNOD that the kernel repeats: if the previous daemon has made the name, its attributes are the
-        answer."""
-
-        async def work() -> Shown:
-            try:
-                return await pending.work()
-            except AlreadyExists:
-                return await self._found(parent, name)
-
-        return replace(pending, work=work)
 
     def gone_again(self, pending: Pending[None], left: tuple[int, bytes] | None = None) -> Pending[None]:
         """UNLINK, RMDIR or RENAME that the kernel repeats: if the previous daemon has removed the name, that is success.

@@ -633,7 +633,13 @@ class Uploads:
             if first:
                 await self._records.acknowledge(dirty_file, HANGS_AFTER_S)
             comes_back = dirty_file.acknowledged or self._disk.shared is not None
-            if own is not None and leaves is not None and dirty_file.dirty and comes_back:
+            # A clean file that is open comes back, too: its users may go on writing it.
+            if (
+                own is not None
+                and leaves is not None
+                and comes_back
+                and (dirty_file.dirty or dirty_file.handles)
+            ):
                 await leaves(own)
             if own is None or first:
                 await self._move(dirty_file, origin, key, base, over)

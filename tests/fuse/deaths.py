@@ -1,9 +1,10 @@
 """Whole daemons that are killed, and a test that plays their holder, and the kernel if it wants to.
 
 Each daemon is a fork of this process: it runs `cachefs.daemon.daemon.run`, over a directory as its origin, and goes on with
-the connection and the memory of the one before, as behind `cachefs.fuse.holder`. A daemon kills itself (SIGKILL) either
-when it has read a request with the opcode that the test names, before it does anything else, or when it is about to write
-the reply to it. That reply is kept aside, for a comparison. The kernel is the real one (`Daemons`), or a socket (`Deaths`).
+the connection and the memory of the one before, as behind `cachefs.fuse.holder`. A daemon kills itself (SIGKILL) when it has
+read a request with the opcode that the test names, before it does anything else, or at a step of carrying it out, or when it
+is about to write the reply to it. That reply is kept aside, for a comparison. The kernel is the real one (`Daemons`), or a
+socket (`Deaths`).
 """
 
 from __future__ import annotations
@@ -27,20 +28,23 @@ from cachefs.daemon import daemon, mounting
 from cachefs.fuse import held, holder, native_backend, protocol
 from cachefs.fuse.native_backend import WANTED_TO_WRITE, Device
 from cachefs.fuse.protocol import RESENT, Init, Op
+from cachefs.origin.local import LocalClient
 from cachefs.store.ram import remove_ram
+from cachefs.upload import orphans
 from cachefs.upload.staging import StagingFile
 from tests.fuse.kernel import ROOT, SEND_BUFFER, Reply, socket_pair
 
-READ, CARRIED_OUT = 1, 2
-"""The moments of a death: a request was read and nothing else; it was carried out, and its reply is lost."""
+READ, CARRIED_OUT, AMID = 1, 2, 3
+"""The moments of a death: a request was read and nothing else; it was carried out, and its reply is lost; in between."""
 
 DEATHS = {"read": READ, "carried out": CARRIED_OUT}
 
 ANSWERS_S = 30.0
 """How long a daemon may take on a machine that does other things. Guessed."""
 
-_ARMED = struct.Struct("=QQ")
-"""The opcode of the request at which a daemon kills itself, and when (`READ`, `CARRIED_OUT`, 0: never)."""
+_ARMED = struct.Struct("=QQQ")
+"""The opcode of the request at which a daemon kills itself, when (`READ`, `CARRIED_OUT`, `AMID`, 0: never), and for `AMID`
+at which step."""
 
 _STEPS_AT, _STEPS = 64, struct.Struct("=QQ")
 """At which step of its taking over a daemon kills itself (0: at none), and how many it has made."""
@@ -67,6 +71,31 @@ STEPS: list[tuple[Any, str]] = [
     (held.Held, "answering"),
 ]
 """What a daemon calls while it takes over, up to its first answer. It may die before any of these calls."""
+
+
+STEPS_OF_A_REQUEST: list[tuple[Any, str]] = [
+    (database.Database, "write"),
+    (shared_memory.RowLog, "append"),
+    (shared_memory.FileRecords, "put"),
+    (shared_memory.FileRecords, "touch"),
+    (shared_memory.FileRecords, "drop"),
+    (shared_memory.Tail, "release"),
+    (held.HandleTable, "add"),
+    (held.HandleTable, "drop"),
+    (StagingFile, "spill"),
+    (StagingFile, "sync"),
+    (StagingFile, "remove"),
+    (StagingFile, "unlink"),
+    (orphans, "describe"),
+    (orphans, "acknowledge"),
+    (orphans, "mark"),
+    (orphans, "forget"),
+    (orphans, "disown"),
+]
+"""What changes something that outlives a daemon. It may die before any of these calls while it carries a request out."""
+
+REQUESTS_TO_THE_ORIGIN = ("put", "copy", "delete", "begin", "put_part", "complete", "abort")
+"""The same of the origin's client: a daemon may also die when the origin has carried one out."""
 
 
 class Daemons:
@@ -137,27 +166,53 @@ class Daemons:
         """Have this process kill itself at the moment that the test names."""
         armed, loses, read, write = self._armed, self._loses, Device.read, Device.write
         expected = [0]
+        left = [0]  # steps to the death, while the request is carried out
 
         def die() -> None:
-            _ARMED.pack_into(armed, 0, 0, 0)
+            _ARMED.pack_into(armed, 0, 0, 0, 0)
             os.kill(os.getpid(), signal.SIGKILL)
+
+        def step(name: str) -> None:
+            if left[0]:
+                left[0] -= 1
+                if not left[0]:
+                    (self.place / "step").write_text(name)
+                    die()
+
+        def before(function: Any, *, and_after: bool = False) -> Any:
+            def stepping(*arguments: Any, **named: Any) -> Any:
+                step(f"before {function.__qualname__}")
+                result = function(*arguments, **named)
+                if and_after:
+                    step(f"after {function.__qualname__}")
+                return result
+
+            return stepping
+
+        for owner, name in STEPS_OF_A_REQUEST:
+            setattr(owner, name, before(getattr(owner, name)))
+        for name in REQUESTS_TO_THE_ORIGIN:
+            setattr(LocalClient, name, before(getattr(LocalClient, name), and_after=True))
 
         def reading(device: Device) -> memoryview | None:
             request = read(device)
             if request:
-                op, moment = _ARMED.unpack_from(armed)
+                op, moment, steps = _ARMED.unpack_from(armed)
                 _, opcode, unique, *_ = protocol.IN_HEADER.unpack_from(request)
                 if moment and opcode == op:
                     if moment == READ:
                         die()
-                    expected[0] = unique
+                    expected[0], left[0] = unique, steps
             return request
 
         def writing(device: Device, *parts: Any) -> bool:
             _, _, unique = protocol.OUT_HEADER.unpack_from(parts[0])
             if unique and unique == expected[0]:
-                loses.send(b"".join(parts))
-                die()
+                if not left[0]:
+                    loses.send(b"".join(parts))
+                    die()
+                expected[0] = left[0] = 0  # it is answered, with fewer steps
+                _ARMED.pack_into(armed, 0, 0, 0, 0)
             return write(device, *parts)
 
         Device.read, Device.write = reading, writing  # type: ignore[method-assign]
@@ -182,9 +237,9 @@ class Daemons:
         for owner, name in STEPS:
             setattr(owner, name, counting(name, getattr(owner, name)))
 
-    def arm(self, op: int, moment: int) -> None:
+    def arm(self, op: int, moment: int, step: int = 0) -> None:
         """The daemon is to die of the next request with this opcode."""
-        _ARMED.pack_into(self._armed, 0, op, moment)
+        _ARMED.pack_into(self._armed, 0, op, moment, step)
 
     def next_daemon(self) -> None:
         """The daemon has died, or is about to: another one goes on."""
@@ -280,15 +335,19 @@ class Deaths(Daemons):
 
     def _take(self, end: socket.socket, unique: int) -> Reply:
         until = time.monotonic() + ANSWERS_S
-        while True:
-            ready, _, _ = select.select([end], [], [], max(0.0, until - time.monotonic()))
-            assert ready, f"no reply\n{self.log()}"
-            record = end.recv(SEND_BUFFER)
-            length, error, number = protocol.OUT_HEADER.unpack_from(record)
-            assert length == len(record)
-            if number:  # else it is a notification
-                assert number == unique, "a reply to another request, or a second one"
-                return Reply(length, -error, number, record[protocol.OUT_HEADER.size :])
+        while (reply := self._next(end, unique, 0.1)) is None:
+            assert time.monotonic() < until, f"no reply\n{self.log()}"
+        return reply
+
+    def _next(self, end: socket.socket, unique: int, wait_s: float) -> Reply | None:
+        """The next reply, which must be that to `unique`; None if none comes in time, or a notification."""
+        if not select.select([end], [], [], wait_s)[0]:
+            return None
+        record = end.recv(SEND_BUFFER)
+        length, error, number = protocol.OUT_HEADER.unpack_from(record)
+        assert length == len(record)
+        assert number in (0, unique), "a reply to another request, or a second one"
+        return Reply(length, -error, number, record[protocol.OUT_HEADER.size :]) if number else None
 
     def ask(self, op: int, ino: int = ROOT, body: bytes = b"") -> Reply:
         return self.reply(self.send(op, ino, body))
@@ -302,6 +361,21 @@ class Deaths(Daemons):
         self.next_daemon()
         lost = self._take(self._lost, unique) if moment == CARRIED_OUT else None
         return lost, self.reply(self.send(op, ino, body, unique | RESENT))
+
+    def ask_dying_at(self, step: int, op: int, ino: int, body: bytes) -> tuple[str, Reply]:
+        """A request whose daemon dies at that step of carrying it out, counted from 1; the kernel repeats it to the next
+        one. Returns (what the step was; the reply). With fewer steps no daemon dies, and the first is ""."""
+        self.arm(op, AMID, step)
+        unique = self.send(op, ino, body)
+        until = time.monotonic() + ANSWERS_S
+        while (reply := self._next(self._near, unique, 0.002)) is None:
+            assert time.monotonic() < until, f"no reply\n{self.log()}"
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                self.next_daemon()
+                return (self.place / "step").read_text(), self.reply(
+                    self.send(op, ino, body, unique | RESENT)
+                )
+        return "", reply
 
     def tell_across_a_death(self, moment: int, op: int, ino: int, body: bytes) -> None:
         """The same for a request that has no reply: the kernel does not repeat it."""

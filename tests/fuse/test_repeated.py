@@ -8,10 +8,13 @@ these deaths that can be had with the real kernel."""
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import stat
 import struct
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -172,8 +175,8 @@ def is_dir(shown: Shown | None) -> bool:
     return stat.S_ISDIR(shown.mode)
 
 
-def mkdir_in(name: str) -> bytes:
-    return protocol.MKDIR_IN.pack(0o755, 0o22) + name.encode() + b"\0"
+def mkdir_in(name: str, mode: int = 0o755) -> bytes:
+    return protocol.MKDIR_IN.pack(mode, 0o22) + name.encode() + b"\0"
 
 
 def mknod_in(name: str) -> bytes:
@@ -466,6 +469,13 @@ def mkdir(w: World) -> Case:
     assert w.lookup("d") == shown and w.tree() == {"d": None}
 
 
+@case(Op.MKDIR)
+def mkdir_for_oneself(w: World) -> Case:
+    shown = entry_of((yield w.dir, mkdir_in("d", 0o700)))
+    assert (shown.mode, shown.owner) == (0o40700, (0, 0))
+    assert w.lookup("d") == shown
+
+
 @case(Op.UNLINK)
 def unlink(w: World) -> Case:
     w.save("file")
@@ -544,6 +554,43 @@ def rename_what_is_written_over_what_is_read(w: World) -> Case:
     ino, fh = w.create("old", b"content")
     assert not (yield w.dir, rename_in(w.dir, "old", "new")).error
     assert w.tree() == {"new": b"content"} and w.read(reader) == LARGE
+    w.done(Op.WRITE, ino, write_in(fh, 7, b"more"))
+    w.close(fh)
+    assert w.tree() == {"new": b"contentmore"}
+
+
+@case(Op.RENAME)
+def rename_what_is_open_and_stored(w: World) -> Case:
+    """A log that is rotated: its writer goes on."""
+    ino, fh = w.create("old", b"content")
+    w.done(Op.FSYNC, ino, protocol.FSYNC_IN.pack(fh, 0, 0))
+    assert not (yield w.dir, rename_in(w.dir, "old", "new")).error
+    assert w.tree() == {"new": b"content"}
+    w.done(Op.WRITE, ino, write_in(fh, 7, b"more"))
+    w.close(fh)
+    assert w.tree() == {"new": b"contentmore"}
+
+
+@case(Op.RENAME)
+def rename_what_is_written_again(w: World) -> Case:
+    ino = w.save("old", b"content")
+    fh = w.open_file(ino, os.O_RDWR)
+    w.done(Op.WRITE, ino, write_in(fh, 7, b"more"))
+    assert not (yield w.dir, rename_in(w.dir, "old", "new")).error
+    assert w.tree() == {"new": b"contentmore"}
+    w.done(Op.WRITE, ino, write_in(fh, 11, b"still"))
+    w.close(fh)
+    assert w.tree() == {"new": b"contentmorestill"}
+
+
+@case(Op.RENAME)
+def rename_what_is_written_over_what_is_written(w: World) -> Case:
+    target, other = w.create("new", b"before")
+    ino, fh = w.create("old", b"content")
+    assert not (yield w.dir, rename_in(w.dir, "old", "new")).error
+    assert w.tree() == {"new": b"content"} and w.read(other) == b"before"
+    w.done(Op.WRITE, target, write_in(other, 6, b"lost"))
+    w.close(other)
     w.done(Op.WRITE, ino, write_in(fh, 7, b"more"))
     w.close(fh)
     assert w.tree() == {"new": b"contentmore"}
@@ -668,7 +715,7 @@ TOLD = {
 """Requests without a reply, and their arguments. The kernel does not repeat them."""
 
 
-UNSTEADY = ("truncate", "truncate_what_is_written", "mkdir")
+UNSTEADY = ("truncate", "truncate_what_is_written", "mkdir", "mkdir_for_oneself")
 """Cases whose time the program may be told otherwise than the first time: a file is cut again, and what changed a directory
 last is known to the daemon alone that made the change (docs/explanation/semantics.md)."""
 
@@ -681,14 +728,20 @@ MOMENTS = [pytest.param(name, marks=[] if name == "carried out" else pytest.mark
 `scripts/test --all`."""
 
 
-@pytest.fixture(scope="module", params=["durable", pytest.param("writeback", marks=pytest.mark.long)])
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    how = {"writeback": True, "upload_delay": "50ms"} if request.param == "writeback" else {}
-    deaths = Deaths(tmp_path_factory.mktemp("deaths"), **how)
+@contextmanager
+def worlds(place: Path, *, writeback: bool) -> Iterator[World]:
+    """A new mount."""
+    deaths = Deaths(place, **{"writeback": True, "upload_delay": "50ms"} if writeback else {})
     try:
         yield World(deaths)
     finally:
         deaths.close()
+
+
+@pytest.fixture(scope="module", params=["durable", pytest.param("writeback", marks=pytest.mark.long)])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with worlds(tmp_path_factory.mktemp("deaths"), writeback=request.param == "writeback") as world:
+        yield world
 
 
 def test_each_handler_has_a_case() -> None:
@@ -713,6 +766,43 @@ def test_a_request_that_was_not_answered_is_answered_by_the_next_daemon(
     with pytest.raises(StopIteration):
         running.send(reply)
     world.end()
+
+
+ANSWERED_ANOTHER_WAY = {"rename_and_replace_nothing", "truncate"}
+"""If a daemon dies behind the copy of a renamed object, the copy counts as a file that is there: the answer is EEXIST, and
+both names stay. If it dies between two rows of a file's first change, the inode has changed: the answer is ESTALE, and the
+kernel walks the path again."""
+
+
+QUICK = {"mkdir_for_oneself", "rename_what_is_open_and_stored"}
+"""The cases that are not left to `scripts/test --all`."""
+
+AT_ANY_STEP = [
+    pytest.param(name, writeback, marks=[] if name in QUICK and not writeback else pytest.mark.long)
+    for name in CASES
+    if name not in ANSWERED_ANOTHER_WAY
+    for writeback in (False, True)
+]
+
+
+@pytest.mark.parametrize(("name", "writeback"), AT_ANY_STEP)
+def test_a_daemon_may_die_at_any_step_of_a_request(tmp_path: Path, name: str, writeback: bool) -> None:
+    op, function = CASES[name]
+    with worlds(tmp_path, writeback=writeback) as world:
+        for step in itertools.count(1):
+            world.begin(f"{name}-{step}")
+            running = function(world)
+            ino, body = next(running)
+            died, reply = world.deaths.ask_dying_at(step, op, ino, body)
+            try:
+                with pytest.raises(StopIteration):
+                    running.send(reply)
+                world.end()
+            except AssertionError as exc:
+                exc.add_note(f"the daemon died {died}, step {step}")
+                raise
+            if not died:
+                break
 
 
 @pytest.mark.parametrize("op", TOLD, ids=lambda op: op.name.lower())
