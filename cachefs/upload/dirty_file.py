@@ -48,8 +48,8 @@ class Record:
     """What a dirty file stores for later runs. Its row in the journal has the `tokens` of attempts whose outcome is unknown,
     the state of the multipart `upload`, and the dirty file that it has replaced (`over`), which a crash must not restore.
     The holder of the `turn` writes the row. The journal also has the content of the generation `content_of` (-1: of none, or
-    of an unknown one). Its record for the next daemon, in shared memory, has the inode `ino` (0: there is no record);
-    `says_clean`: the record says that the origin has the content. `says_removed`: it says that the name is removed, which is
+    of an unknown one). `ino` is its inode (0: not known). Of its record for the next daemon, in shared memory: `says_clean`:
+    the record says that the origin has the content. `says_removed`: it says that the name is removed, which is
     certain later than `Content.removed`."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class DirtyFile:
 
     @property
     def ino(self) -> int:
-        """Its inode, if it has a record for the next daemon; else 0."""
+        """Its inode; 0 until `Uploads.outlive` has set it."""
         return self.record.ino
 
     @property
@@ -237,13 +237,13 @@ class DirtyFile:
             "tokens": self.record.tokens,
             "upload": self.record.upload,
             "over": None if over is None else over.id,
+            "ino": self.ino,
         }
 
     def resumed_row(self) -> dict[str, Any]:
         """The record for the next daemon: the row, and the state that the journal does not have."""
         return {
             **self.row(),
-            "ino": self.ino,
             "dirty": self.content.dirty,
             "way": self.kernel.way.name,
             "spoiled": self.file.spoiled,

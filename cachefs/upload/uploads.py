@@ -447,12 +447,11 @@ class Uploads:
     # -- records for the next daemon -----------------------------------------------------------------
 
     def outlive(self, dirty_file: DirtyFile, ino: int, *, named: bool) -> None:
-        """Set the inode, so that the next daemon can go on with the file if the connection outlives this process. A file
-        that is not `named` is about to be discarded, and gets no record yet."""
-        if self._disk.shared is not None:
-            dirty_file.record.ino = ino
-            if named:
-                self.noted(dirty_file)
+        """Set the inode, so that the next daemon can go on with the file under the same one. A file that is not `named` is
+        about to be discarded, and gets no record yet."""
+        dirty_file.record.ino = ino
+        if named:
+            self.noted(dirty_file)
 
     def noted(self, dirty_file: DirtyFile) -> None:
         """Write or remove the record of a dirty file for the next daemon, after a change of its state."""
@@ -1079,6 +1078,7 @@ class Uploads:
     def _revive(self, name: str, row: Mapping[str, Any], origin: Origin) -> DirtyFile:
         """Make the acknowledged dirty file of an earlier run again, from its row."""
         dirty_file = self._rebuild(name, row, row["mtime_ns"], origin)
+        dirty_file.record.ino = row.get("ino", 0)  # rows of earlier versions have none
         dirty_file.content.row = Row.ACKNOWLEDGED
         if dirty_file.file.in_memory:
             dirty_file.record.content_of = dirty_file.content.generation

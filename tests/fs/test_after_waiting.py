@@ -422,6 +422,23 @@ async def test_a_kill_between_the_upload_of_a_renamed_file_and_its_copy(tmp_path
         copy.released.set()
 
 
+async def test_a_kill_between_an_upload_and_the_removal_of_its_row(tmp_path: Path) -> None:
+    """The file comes back, because its row is there, and keeps its inode."""
+    async with world(tmp_path / "killed", writeback=True) as w, trio.open_nursery() as nursery:
+        await w.mount.write("f", b"uploaded")
+        shown = await w.mount.stat("f")
+        removal = Held(w.uploads._records, "forget", before=True)
+        nursery.start_soon(w.uploads.flush)
+        await removal.reached.wait()
+        w.mount.fs._tree.database.flush()
+        shutil.copytree(tmp_path / "killed", tmp_path / "again")
+        removal.released.set()
+    async with world(tmp_path / "again", writeback=True, bucket=w.bucket) as later:
+        assert len(later.uploads.pending()) == 1
+        assert await later.mount.stat("f") == shown
+        assert await later.mount.read("f") == b"uploaded"
+
+
 @pytest.mark.parametrize("change", ["rename", "rename over it", "unlink"])
 async def test_a_name_that_another_client_gave_away_while_its_file_is_read(
     change: str, tmp_path: Path
