@@ -311,17 +311,19 @@ class Disposal:
 
 
 def _remove(path: str) -> None:
-    """Unlink a file; truncate a large one from its end in slices after that, unless it is immutable."""
-    size = os.lstat(path).st_blocks * 512
-    if size <= SLICE_BYTES:
+    """Unlink a file; truncate a large one from its end in slices after that, unless it is immutable or has another name."""
+    found = os.lstat(path)
+    # An immutable file is not opened for writing, which only root may do.
+    if found.st_blocks * 512 <= SLICE_BYTES or is_immutable(found):
         os.unlink(path)
         return
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
-        found = os.fstat(fd)
         os.unlink(path)
-        at = found.st_size
-        while at > 0 and stat.S_IMODE(found.st_mode) & 0o222:
+        found = os.fstat(fd)
+        # Another name: `recast` linked the file to a version, and `take_out` may have made it a staging file since.
+        at = 0 if found.st_nlink or is_immutable(found) else found.st_size
+        while at > 0:
             at = max(0, at - SLICE_BYTES)
             os.ftruncate(fd, at)
     finally:

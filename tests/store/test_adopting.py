@@ -20,8 +20,9 @@ import trio
 
 from cachefs.base.names import ObjectId
 from cachefs.store import adopting, scrub
+from cachefs.store import tier as tiers
 from cachefs.store.space import SPILL_ABOVE
-from cachefs.store.tier import RAM, SSD
+from cachefs.store.tier import RAM, SSD, Disposal
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
 from tests.store.lab import (
     BLOCK,
@@ -768,6 +769,37 @@ async def test_readers_of_a_copy_give_the_file_to_its_writer(cache_dir: Path, si
 
 
 @in_trio
+async def test_the_old_name_of_a_copy_is_removed_after_its_writer_has_the_file(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The removals of a disk are behind: the large file of the old name is the staging file by then."""
+
+    def no_thread(_: Disposal) -> None:
+        raise RuntimeError("can't start new thread")
+
+    begin = Disposal._begin
+    monkeypatch.setattr(tiers, "SLICE_BYTES", PAGE)
+    monkeypatch.setattr(tiers, "LOOK_EVERY_S", 0.01)
+    async with running(cache_dir) as lab:
+        data = content(1, EXTENT)
+        old = lab.origin.put("tmp", data)
+        assert await adopt(lab, old)
+        new = lab.origin.put("final", data)
+        backing = Backend(lab).open_backing(old, data)
+        monkeypatch.setattr(Disposal, "_begin", no_thread)
+        assert backing is not None and await lab.store.recast(old, new)
+        path, disposal = cache_dir / "taken", lab.store.tiers[-1].disposal
+        fd = lab.store.take_out(backing, 1, path)
+        assert fd is not None and disposal.pending(old.digest)
+        os.close(fd)
+        monkeypatch.setattr(Disposal, "_begin", begin)
+        disposal.settle(old.digest)
+        assert path.read_bytes() == data
+        path.unlink()
+        lab.check_accounts()
+
+
+@in_trio
 async def test_a_copy_of_what_is_not_all_here_is_fetched(cache_dir: Path) -> None:
     async with running(cache_dir) as lab:
         data = content(1, 2 * EXTENT)
@@ -881,8 +913,6 @@ async def test_what_a_disk_does_after_it_was_given_up_is_undone(
 ) -> None:
     """The rename returns when its caller has gone: the version's file is no version's then, and goes."""
     import threading
-
-    from cachefs.store import tier as tiers
 
     monkeypatch.setattr(tiers, "HANGS_AFTER_S", 0.2)
     answers = threading.Event()

@@ -321,6 +321,40 @@ async def test_a_large_file_goes_in_slices(tmp_path: Path, monkeypatch: pytest.M
         lengths.clear()
 
 
+@in_trio
+async def test_a_large_immutable_file_is_removed_without_the_right_to_write_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon that is not root's may unlink such a file, and may not open it for writing."""
+    monkeypatch.setattr(tier, "SLICE_BYTES", 4096)
+    file = tmp_path / "file"
+    file.write_bytes(b"x" * 16384)
+    file.chmod(tier.IMMUTABLE)
+    open_file = os.open
+
+    def as_no_root(path: str, flags: int, *rest: Any) -> int:
+        if flags & os.O_RDWR and not os.stat(path).st_mode & 0o200:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return open_file(path, flags, *rest)
+
+    monkeypatch.setattr(tier.os, "open", as_no_root)
+    tier._remove(str(file))
+    assert not file.exists()
+
+
+@in_trio
+async def test_a_large_file_that_has_another_name_keeps_its_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of a version that was renamed at the origin is that of its new name, too, and a writer may have taken it."""
+    monkeypatch.setattr(tier, "SLICE_BYTES", 4096)
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_bytes(b"x" * 16384)
+    os.link(old, new)
+    tier._remove(str(old))
+    assert not old.exists() and new.read_bytes() == b"x" * 16384
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_punched_is_gone_and_the_rest_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
