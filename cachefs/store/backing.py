@@ -187,7 +187,8 @@ class Passthrough:
         has lost blocks of it since, the tier may have no such file any more, but the kernel still has it."""
         backing = obj.backing
         if backing is None:
-            tier, copies = self._tiers[-1], []
+            # With `--verify full`, which the earlier daemon may not have had, no tier has passthrough.
+            tier, copies = self._space.tiers[-1], []
             for candidate in self._tiers:
                 found = self._whole(obj, candidate, verified=False) if obj.is_immutable(candidate) else None
                 if found is not None:
@@ -274,7 +275,8 @@ class Passthrough:
         if backing.users:
             return
         obj, copies = backing.object, backing.copies
-        if not backing.id or self._closed or (obj.leaving and backing.tier.number in obj.leaving):
+        leaves = obj.leaving and backing.tier.number in obj.leaving
+        if not backing.id or self._closed or not self._tiers or leaves:
             self.retire(backing)
             self._space.unpin(obj, *copies)
         else:

@@ -527,11 +527,14 @@ class Catalog:
         for digest in list(islice(self._objects, OBJECTS_IN_MEMORY // 8)):
             obj = self._objects[digest]
             copies = [c for c in obj.copies.values() if c]
-            if obj.in_use() or any(c.key in self._dirty or c.key in self._flushing for c in copies):
+            # The users of a backing file pin its copies, but a restored one may have none.
+            opened = obj.backing is not None and obj.backing.users > 0
+            unwritten = any(c.key in self._dirty or c.key in self._flushing for c in copies)
+            if obj.in_use() or opened or unwritten:
                 self._objects.move_to_end(digest)  # it is tried again after all others
                 continue
             if obj.backing is not None:
-                obj.backing.retire()  # it has no users, because users pin copies
+                obj.backing.retire()
             self._loaded -= len(copies)
             for copy in copies:
                 if copy.verified == copy.bitmap:

@@ -203,8 +203,8 @@ class Space:
             self._tiers[copy.tier].remote_owned_bytes -= held
 
     def remote_owned(self, copy: Copy) -> None:
-        """Mark a copy as owned by another node, unless it has blocks already or is pinned."""
-        if not (copy.bitmap or copy.in_progress or copy.pinned):
+        """Mark a copy as owned by another node, unless it has bytes already or is pinned."""
+        if not (copy.bitmap or copy.in_progress or copy.forgotten or copy.pinned):
             self.eviction.remote_owned.add(copy.key)
 
     # -- the life of a block's bytes: reserve, commit, forget, free ----------------------------------

@@ -120,6 +120,25 @@ def borrow(lab: Lab, object_id: Any, block: int, *, whole: bool = True) -> bool:
     return whole
 
 
+@in_trio
+async def test_a_copy_whose_bytes_a_reader_still_has_becomes_no_remote_owned_one(cache_dir: Path) -> None:
+    """Its bytes were counted as this node's, and would be taken off those of other nodes."""
+    async with running(cache_dir, ssd=0, ram=8 * MIB) as lab:
+        object_id = lab.origin.put("k", content(1, BLOCK))
+        await lab.read(object_id)
+        await lab.quiet()
+        obj, (ram,) = lab.store.object(object_id), lab.store.tiers
+        with obj.held():
+            shared = lab.store.share(obj, 0)
+            assert shared is not None and lab.store.evict(obj) == BLOCK
+            assert borrow(lab, object_id, 0)
+            assert (ram.used_bytes, ram.remote_owned_bytes) == (BLOCK, 0)
+            lab.store.unshare(obj, shared)
+        await settled(lab)
+        assert lab.store.evict(obj) == BLOCK
+        assert (ram.used_bytes, ram.remote_owned_bytes) == (0, 0)
+
+
 # -- guards -------------------------------------------------------------------------------------------
 
 

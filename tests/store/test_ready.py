@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cachefs.base.names import ObjectId
-from cachefs.store import backing
+from cachefs.store import backing, catalog
 from cachefs.store.backing import Backing, Passthrough
 from cachefs.store.catalog import CachedObject
 from cachefs.store.tier import RAM, SSD
@@ -260,6 +260,44 @@ async def test_what_an_earlier_daemon_registered_is_on_the_tier_that_has_it_or_o
         for _ in range(2):
             lab.store.release_backing(backing)
         assert ram.registered + ssd.registered == 1 and copy.pins == 0
+
+
+@in_trio
+async def test_what_an_earlier_daemon_registered_is_kept_until_its_last_close_by_one_that_checks_each_read(
+    cache_dir: Path,
+) -> None:
+    async with running(cache_dir, verify="full") as lab:
+        object_id = lab.origin.put("k", content(1, 2 * BLOCK))
+        await cache_object(lab, object_id)
+        obj, (ssd,), retired = lab.store.object(object_id), lab.store.tiers, list[Any]()
+        lab.store.backing_files.on_retired = retired.append
+        backing = lab.store.restore_backing(obj, 7)
+        assert (backing.tier, backing.copies, ssd.registered) == (ssd, [], 1)
+        assert lab.store.open_backing(obj) is backing, "the opens of one inode share it"
+        lab.store.release_backing(backing)
+        assert not retired
+        lab.store.release_backing(backing)
+        assert retired == [backing] and ssd.registered == 0
+        assert lab.store.open_backing(obj) is None
+
+
+@in_trio
+async def test_what_an_earlier_daemon_registered_is_not_forgotten_while_it_is_open(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index has lost its blocks, so no pin says that it is in use."""
+    monkeypatch.setattr(catalog, "OBJECTS_IN_MEMORY", 8)
+    async with running(cache_dir) as lab:
+        obj, (ssd,), retired = lab.store.object(lab.origin.put("k", b"1")), lab.store.tiers, list[Any]()
+        lab.store.backing_files.on_retired = retired.append
+        backing = lab.store.restore_backing(obj, 7)
+        for number in range(32):
+            lab.store.object(lab.origin.put(f"k{number}", b"2"))
+        assert not retired and ssd.registered == 1 and lab.store.object(obj.id).backing is backing
+        lab.store.release_backing(backing)
+        for number in range(32):
+            lab.store.object(lab.origin.put(f"k{number}", b"2"))
+        assert retired == [backing] and ssd.registered == 0
 
 
 @pytest.mark.parametrize("users", [0, 1])
