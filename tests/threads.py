@@ -25,3 +25,13 @@ def replace(monkeypatch: pytest.MonkeyPatch, run_sync: Callable[..., Any]) -> No
     monkeypatch.setattr(trio.to_thread, "run_sync", run_sync)
     monkeypatch.setattr(tasks, "in_worker", run_sync)
     monkeypatch.setattr(tier, "start_in_thread", start)
+
+
+def none_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container at its limit of processes."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(trio.lowlevel, "start_thread_soon", fails)
+    monkeypatch.setattr(trio._threads, "start_thread_soon", fails)

@@ -17,6 +17,7 @@ import random
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -24,7 +25,7 @@ import trio
 from cachefs.base.errors import CachefsError
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId
-from cachefs.base.tasks import contained
+from cachefs.base.tasks import contained, in_thread
 from cachefs.origin import Origin
 from cachefs.origin.attempts import Concurrency, Gate, Ticket
 from cachefs.peers.client import CONNECTIONS_PER_PEER
@@ -309,11 +310,11 @@ class Comparing:
             return
         self._busy = True
         try:
-            data = await trio.to_thread.run_sync(cache_write.look, *wanted)
+            data = await in_thread(partial(cache_write.look, *wanted))
         except BaseException as exc:
             self._busy = False
             if isinstance(exc, OSError):
-                return  # the tier reports its own errors
+                return  # the tier reports its own errors, or no thread can be started
             raise
         contained(
             self._nursery,
@@ -332,7 +333,7 @@ class Comparing:
     ) -> None:
         try:
             self._metrics.peer_compared += 1
-            if md5 and await trio.to_thread.run_sync(_md5, data) == md5:
+            if md5 and await in_thread(partial(_md5, data)) == md5:
                 return
             real = await self._read(origin, object_id, offset, len(data))
             if real == data:
@@ -341,7 +342,7 @@ class Comparing:
                     log.info("%s: its etags are no MD5, and say nothing of the bytes", origin.source)
             elif real == await self._read(origin, object_id, offset, len(data)):
                 await self._drop_wrong(asked, origin, object_id, offset)
-        except CachefsError as exc:
+        except (CachefsError, OSError) as exc:  # OSError: no thread can be started
             log.debug("what %s sent of %s is not compared: %s", asked.member, object_id.key, exc)
         finally:
             self._busy = False

@@ -33,6 +33,7 @@ import xxhash
 
 from cachefs.base.http1 import NotHttp, Reply, parse_reply, spell_request
 from cachefs.base.metrics import Metrics
+from cachefs.base.tasks import in_thread
 from cachefs.peers.auth import Macs, Signer, is_loopback
 from cachefs.peers.health import LOOK_EVERY_S, Pace, PeerTable
 from cachefs.peers.wire import (
@@ -399,9 +400,7 @@ class Receiver:
                 if not sink_waits:
                     delivery.write(block)
                 else:
-                    await trio.to_thread.run_sync(
-                        delivery.write, block, abandon_on_cancel=True, limiter=self._threads
-                    )
+                    await _in_thread(connection, partial(delivery.write, block), self._threads)
                 if delivery.error is not None:
                     return
         finally:
@@ -454,7 +453,7 @@ class Receiver:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(watch, nursery.cancel_scope)
                 try:
-                    await trio.to_thread.run_sync(receive, abandon_on_cancel=True, limiter=self._threads)
+                    await _in_thread(connection, receive, self._threads)
                 except Exception as exc:
                     failure = exc  # raised below, without the nursery's exception group
                 nursery.cancel_scope.cancel()
@@ -468,6 +467,17 @@ class Receiver:
             raise failure
         if slow:
             raise connection.slow()
+
+
+async def _in_thread(
+    connection: Connection, call: Callable[[], object], limiter: trio.CapacityLimiter
+) -> None:
+    """Call `call`, which raises no OSError, in a worker thread, and abandon it on cancellation. Raises `PeerFailed` if no
+    thread can be started: the caller goes on without the peer."""
+    try:
+        await in_thread(call, limiter=limiter, abandon_on_cancel=True)
+    except OSError as exc:
+        raise PeerFailed("busy", f"{connection.address}: {exc.strerror}") from exc
 
 
 def _buffer(spare: deque[bytearray], size: int) -> bytearray:
@@ -555,7 +565,7 @@ class Resolver:
         caller sets a deadline."""
         resolve = partial(self._getaddrinfo, name, port, type=socket.SOCK_STREAM)
         try:
-            found = await trio.to_thread.run_sync(resolve, limiter=self.threads, abandon_on_cancel=True)
+            found = await in_thread(resolve, limiter=self.threads, abandon_on_cancel=True)
         except ValueError as exc:
             raise OSError(f"not a host name: {name}") from exc
         return list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in found))

@@ -23,12 +23,14 @@ import socket
 import ssl
 from base64 import b64decode, b64encode
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import h11
 import trio
 
 from cachefs.base.errors import CachefsError, Transient
+from cachefs.base.tasks import in_thread
 from cachefs.peers.membership import Sighting
 from cachefs.peers.settings import Endpoint, parse_address
 from cachefs.peers.wire import Address, Handshake
@@ -142,7 +144,7 @@ class Registry:
         """Renew the lease, and write the key if it is missing. True if it was written."""
         if self._address is None:
             toward = self._gateway.preferred.address
-            self._address = await trio.to_thread.run_sync(advertised, listen, toward, abandon_on_cancel=True)
+            self._address = await in_thread(partial(advertised, listen, toward), abandon_on_cancel=True)
         if self._lease and not await self._renew():
             log.info("the lease in etcd is lost: registering %s again", self._address)
             self._lease = ""

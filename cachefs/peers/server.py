@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import trio
@@ -33,7 +34,7 @@ from cachefs.base.errors import CachefsError, ObjectChanged
 from cachefs.base.http1 import NotHttp, Request, parse_request, spell_reply
 from cachefs.base.listening import Listener
 from cachefs.base.metrics import Metrics
-from cachefs.base.tasks import containing
+from cachefs.base.tasks import containing, in_thread
 from cachefs.peers.auth import Macs, Unauthorized, Verifier
 from cachefs.peers.health import PeerTable
 from cachefs.peers.wire import (
@@ -197,7 +198,8 @@ class PlainWire(Wire):
         while True:
             if thread is not None:
                 # Not abandoned on cancellation: the thread uses the descriptors.
-                sent = await trio.to_thread.run_sync(self._push, PATIENCE_S, limiter=thread)
+                with _raising_gone():
+                    sent = await in_thread(partial(self._push, PATIENCE_S), limiter=thread)
             else:
                 sent = self._push(0.0)
             if not self._out:
@@ -297,7 +299,7 @@ class TlsWire(Wire):
                 if in_ram:
                     data = os.pread(fd, count, offset)
                 else:
-                    data = await trio.to_thread.run_sync(os.pread, fd, count, offset, limiter=disk)
+                    data = await in_thread(partial(os.pread, fd, count, offset), limiter=disk)
             if not data:
                 raise Gone("the file is shorter than it should be")
             await self.send(data, more=True)

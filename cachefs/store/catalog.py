@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,6 +31,7 @@ import xxhash
 from cachefs.base.database import Database, Put
 from cachefs.base.errors import CacheUnusable, NoRoom
 from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count, block_length, extent_bits
+from cachefs.base.tasks import in_thread
 from cachefs.store.tier import RAM, SSD, Tier
 
 if TYPE_CHECKING:
@@ -732,8 +734,8 @@ class Catalog:
         }
         try:
             with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(self._index.write, saved, gone, totals, notes)
-        except (NoRoom, CacheUnusable) as exc:
+                await in_thread(partial(self._index.write, saved, gone, totals, notes))
+        except (NoRoom, CacheUnusable, OSError) as exc:  # OSError: no thread can be started
             if not self.index_error:
                 log.warning("cannot write the cache index, a restart will be colder: %s", exc)
             self.index_error = str(exc)

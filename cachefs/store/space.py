@@ -36,6 +36,7 @@ import xxhash
 from cachefs.base.errors import NoRoom
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import BLOCKS_PER_EXTENT, block_count, block_length, extent_bits
+from cachefs.base.tasks import in_thread
 from cachefs.base.units import Size, format_bytes
 from cachefs.store.catalog import CachedObject, Catalog, Copy, CopyKey
 from cachefs.store.eviction import (
@@ -654,7 +655,7 @@ class Moves:
         try:
             with trio.CancelScope(shield=True):
                 open_source = partial(source.open_file, obj.id.digest)
-                await trio.to_thread.run_sync(_copy_ranges, open_source, sink, ranges)
+                await in_thread(partial(_copy_ranges, open_source, sink, ranges))
             moved = (
                 wanted & copy.bitmap
             )  # a block that the source has dropped meanwhile may be damaged in the target, too
@@ -668,7 +669,8 @@ class Moves:
         except _NotOpened as exc:
             self._space.not_opened(obj, to, exc.failure)
         except OSError as exc:
-            self._space.failed(to, exc)
+            if exc.errno != errno.EAGAIN:  # no thread can be started, which is not the tier's fault
+                self._space.failed(to, exc)
         finally:
             self._space.abandon(target, wanted & ~moved)
             self._space.unpin(obj, target)

@@ -19,6 +19,7 @@ import xxhash
 from cachefs.base.linux import HANGS_AFTER_S, LOOK_EVERY_S
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_length
+from cachefs.base.tasks import in_thread
 from cachefs.store.adopting import Adopting
 from cachefs.store.backing import Passthrough
 from cachefs.store.catalog import CachedObject, Catalog, Copy, Index
@@ -300,7 +301,7 @@ class Store:
         slow = next((tier for tier in tiers.values() if tier.blocking), None)
         if slow is None:
             try:
-                return await trio.to_thread.run_sync(take, limiter=self._threads)
+                return await in_thread(take, limiter=self._threads)
             finally:
                 finish(None)
         try:

@@ -31,6 +31,8 @@ from cachefs.peers.listed import (
 )
 from cachefs.peers.membership import POLL_S, Membership, Sighting
 from cachefs.peers.wire import VERSION, Address, Handshake, PeerFailed
+from tests import threads
+from tests.peers.exchange import in_trio
 
 ME = Handshake("me", VERSION, "g", "f", 1.0)
 LISTEN = Address("0.0.0.0", 7070)
@@ -439,6 +441,19 @@ async def test_a_resolver_that_hangs_delays_a_look_and_takes_nobody_away() -> No
     names.hang = True
     with trio.fail_after(LOOK_DEADLINE_S + 1):
         assert list(await look()) == [A]
+
+
+@in_trio
+async def test_a_look_for_which_no_thread_can_be_started_takes_nobody_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (A.host, A.port))]
+    look = Dns("svc", A.port, Resolver(lambda *_, **__: found))
+    assert list(await look()) == [A] and not look.trouble
+    with monkeypatch.context() as patch:
+        threads.none_starts(patch)
+        assert list(await look()) == [A] and "no thread" in look.trouble
+    assert list(await look()) == [A] and not look.trouble
 
 
 def test_threads_left_behind_in_a_resolver_are_bounded() -> None:

@@ -14,7 +14,7 @@ from cachefs.base.http1 import Reply
 from cachefs.base.names import ObjectId
 from cachefs.peers.client import LITTLE, Checked, Delivery, Receiver
 from cachefs.peers.health import Pace
-from cachefs.peers.wire import CHECKSUM, BlockRequest
+from cachefs.peers.wire import CHECKSUM, BlockRequest, PeerFailed
 from tests import threads
 from tests.peers.exchange import KIB, content, in_trio
 
@@ -139,3 +139,20 @@ async def test_a_thread_that_begins_after_its_reader_has_gone_touches_nothing(
     thread.start()
     thread.join(30)
     assert line.returned == 1 and not line.read and not sink.blocks
+
+
+@pytest.mark.parametrize("blocks", [FEW, MANY])
+@in_trio
+async def test_a_body_for_which_no_thread_can_be_started_is_a_failure_of_the_peer(
+    blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The origin delivers it then."""
+    line, request, head = asked(blocks)
+    sink = Sink()
+    with monkeypatch.context() as patch:
+        threads.none_starts(patch)
+        with pytest.raises(PeerFailed, match="no thread"):
+            await Receiver().blocks(
+                line, head, request, None, Delivery(sink), silence_s=5, sink_waits=True, pace=Pace()
+            )
+    assert not sink.blocks and line.passthrough == line.returned

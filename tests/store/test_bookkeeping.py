@@ -12,7 +12,11 @@ import pytest
 from cachefs.base.names import ObjectId
 from cachefs.store import catalog, scrub
 from cachefs.store.catalog import Checked
+from cachefs.store.eviction import LOWEST
+from cachefs.store.tier import RAM
+from tests import threads
 from tests.fetch.scripted import content, in_trio
+from tests.store import counters
 from tests.store.lab import BLOCK, EXTENT, Lab, flip_bit, running
 
 SMALL = 4096
@@ -246,3 +250,47 @@ async def test_a_scrub_of_an_empty_cache_looks_into_no_folder(
         await lab.quiet()
         await scrub(lab.store)
         assert len(looked) == 1
+
+
+@in_trio
+async def test_a_flush_for_which_no_thread_can_be_started_loses_nothing(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one writes what came and what went; the counters and the rows agree at the end."""
+    async with running(cache_dir) as lab:
+        gone, new = lab.origin.put("gone", content(1, EXTENT)), lab.origin.put("new", content(2, EXTENT))
+        await lab.read(gone)
+        await lab.quiet()
+        await lab.store.flush()
+        lab.store.evict(lab.store.object(gone))
+        await lab.read(new)
+        await lab.quiet()
+        with monkeypatch.context() as patch:
+            threads.none_starts(patch)
+            await lab.store.flush()
+            assert "no thread" in lab.store.index_error
+        await lab.store.flush()
+        assert lab.store.index_error == ""
+        assert {key[1] for key in counters.rows(lab.store)} == {new.digest}
+
+
+@in_trio
+async def test_a_move_and_a_read_for_which_no_thread_can_be_started_are_made_later(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(cache_dir, ram=8 * BLOCK) as lab:
+        object_id = lab.origin.put("k", content(1, BLOCK))
+        await lab.read(object_id)
+        await lab.quiet()
+        obj, (_, ssd), moves = lab.store.object(object_id), lab.store.tiers, lab.store._moves
+        (copy,) = lab.store.catalog.copies(obj, RAM)
+        copy.verified = 0
+        assert moves is not None
+        with monkeypatch.context() as patch:
+            threads.none_starts(patch)
+            assert not await moves.move(obj, copy, ssd, LOWEST)
+            with pytest.raises(BlockingIOError):
+                await lab.store.read(obj, 0, BLOCK)
+        assert ssd.state == "normal" and not lab.metrics.tier_errors
+        assert await moves.move(obj, copy, ssd, LOWEST)
+        assert await lab.store.read(obj, 0, BLOCK) == content(1, BLOCK)

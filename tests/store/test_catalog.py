@@ -95,10 +95,10 @@ async def test_rows_are_those_of_the_copies_though_flushes_fail(
         lab.store.pins.budget = type(lab.store.pins.budget)(percent=100.0)
         world, index = World(lab, rng), lab.store.catalog._index
         write, gate, begun = index.write, threading.Event(), trio.Event()
-        fails = False
+        fails, token = False, trio.lowlevel.current_trio_token()
 
         def gated(*args: Any) -> None:
-            trio.from_thread.run_sync(lambda: begun.set())
+            trio.from_thread.run_sync(lambda: begun.set(), trio_token=token)
             assert gate.wait(30)
             if fails:
                 raise NoRoom("full")

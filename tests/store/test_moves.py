@@ -151,12 +151,12 @@ async def test_a_block_that_is_dropped_on_its_way_does_not_arrive(
         object_id = lab.origin.put("k", data)
         obj, (_, ssd) = lab.store.object(object_id), lab.store.tiers
         copy = put(lab, object_id, data)
-        sendfile, done = os.sendfile, []
+        sendfile, done, token = os.sendfile, [], trio.lowlevel.current_trio_token()
 
         def slow(*args: int) -> int:
             if not done:
                 done.append(1)
-                trio.from_thread.run_sync(lab.store.space.drop, obj, copy, 0b010)
+                trio.from_thread.run_sync(lab.store.space.drop, obj, copy, 0b010, trio_token=token)
             return sendfile(*args)
 
         monkeypatch.setattr(os, "sendfile", slow)
