@@ -284,7 +284,8 @@ OBJECTS_IN_MEMORY = 8192
 each. A bound of memory."""
 
 COPIES_IN_MEMORY = 32_768
-"""Copies in memory above which fewer versions are kept, about 1.5 KiB each (measured). A bound of memory."""
+"""Copies in memory above which fewer versions are kept, about 1.5 KiB each (measured), and as many of versions that were
+only looked at. A bound of memory."""
 
 CHECKED_COPIES = 131_072
 """Copies of each of two generations in `Checked`, about 70 bytes each (measured), so 18 MiB in all. A bound of memory."""
@@ -445,6 +446,7 @@ class Catalog:
         self._loaded = 0
         # Versions that were looked at lately and are in `_objects` not yet: prefetch looks at files, then fetches them.
         self._looked_at: dict[bytes, CachedObject] = {}
+        self._looked = 0  # copies that they loaded since the last clearing
         self._checked = Checked()
         self.clock = index.newest_clock() + 1
         self.recent = self.clock  # the clock at the last flush: the next one writes copies used after it
@@ -496,8 +498,9 @@ class Catalog:
         self._looks(looked)
 
     def _looks(self, looked: dict[bytes, CachedObject]) -> None:
-        if len(self._looked_at) > OBJECTS_IN_MEMORY:
+        if len(self._looked_at) > OBJECTS_IN_MEMORY or self._looked > COPIES_IN_MEMORY:
             self._looked_at.clear()
+            self._looked = 0
         self._looked_at.update(looked)
 
     def idle(self, digest: bytes) -> CachedObject | None:
@@ -567,6 +570,8 @@ class Catalog:
             for key in keys:
                 self._loaded += obj.copies[key[0], key[2]] is not None
                 self._checked.discard(key)  # the loaded copy records it from now on
+        elif self._looked_at.get(digest) is obj:
+            self._looked += len(keys)
 
     def _found(self, obj: CachedObject, key: CopyKey, copy: Copy) -> None:
         """Add a copy from the index to a record."""

@@ -70,6 +70,25 @@ async def test_a_look_leaves_no_trace(cache_dir: Path) -> None:
 
 
 @in_trio
+async def test_looks_at_large_files_keep_few_copies_in_memory(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a program asks of thousands of large files how much is cached."""
+    monkeypatch.setattr(catalog, "COPIES_IN_MEMORY", 40)
+    extents, count = 16, 12
+    async with running(cache_dir, block=SMALL) as lab:
+        ids = put(lab, count, extents * 16 * SMALL)
+        for object_id in ids:
+            await lab.read(object_id)
+        await forget_all(lab)
+        for _ in range(2):
+            for object_id in ids:
+                assert lab.fetcher.cached_bytes(object_id) == object_id.size
+                looked_at = lab.store.catalog._looked_at.values()
+                assert sum(len(obj.copies) for obj in looked_at) <= 40 + extents
+
+
+@in_trio
 async def test_versions_that_are_looked_at_together_are_loaded_once(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
