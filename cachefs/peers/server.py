@@ -477,6 +477,7 @@ class _Conversation:
                         return
                     await self._answer(request)
                 except _Refusal as exc:
+                    self._streaming = False
                     stats, metrics = self._server._stats.of(self._host), self._server._metrics
                     stats.turned_away += 1
                     metrics.peer_turned_away += 1

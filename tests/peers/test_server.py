@@ -21,7 +21,7 @@ from cachefs.peers.auth import Signer, Verifier
 from cachefs.peers.client import Client
 from cachefs.peers.health import MAX_PEERS, PeerTable
 from cachefs.peers.server import Limits
-from cachefs.peers.wire import BLOCKS, Address
+from cachefs.peers.wire import BLOCKS, Address, Busy
 from tests.conftest import examples
 from tests.peers.exchange import (
     HANDSHAKE as NODE,
@@ -120,6 +120,20 @@ async def test_a_head_that_comes_too_slowly_is_not_waited_for() -> None:
         begun = trio.current_time()
         assert status_of(await said(address, GOOD)) == 200
         assert 59 < trio.current_time() - begun < 70
+
+
+@in_jumping_time
+async def test_an_unused_connection_is_closed_without_a_warning_after_a_refusal(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plan_store = PlanStore()
+    version = plan_store.put(content(MIB))
+    plan_store.held_back, plan_store.failure_in_body = 0, Busy("no tier takes it now")
+    async with serving(plan_store) as (address, _):
+        request = f"GET {asking(version).target(BLOCKS)} HTTP/1.1\r\nHost: a\r\n\r\n"
+        reply = await said(address, request.encode())
+        assert status_of(reply.partition(b"\r\n\r\n")[2]) == 503, "after a sign of life"
+    assert not caplog.records
 
 
 @in_jumping_time
