@@ -235,7 +235,7 @@ class Adopting:
         def undo() -> None:
             for obj, done in itertools.zip_longest(objs, placed):
                 if done is True:
-                    tier.unlink(obj.id.digest)
+                    self._displace(obj, tier)
                 self._free_place(obj, tier)
 
         for obj in objs:
@@ -249,6 +249,11 @@ class Adopting:
             if ended:
                 undo()
             raise
+
+    def _displace(self, obj: CachedObject, tier: Tier) -> None:
+        """Remove a file that was placed and gets no rows. Meanwhile a caller may have seen that it is immutable."""
+        tier.unlink(obj.id.digest)
+        obj.immutable.discard(tier.number)
 
     def _free_place(self, obj: CachedObject, tier: Tier) -> None:
         obj.leaving.discard(tier.number)
@@ -308,7 +313,7 @@ class Adopting:
                     if old_obj.backing is not None and old_obj.backing.tier is tier:
                         old_obj.backing.recast(obj)
                     return True
-            tier.unlink(new.digest)
+            self._displace(obj, tier)
             self._free_place(obj, tier)
         return False
 

@@ -982,8 +982,9 @@ class Eviction:
         """Give a copy's age and its wait for a reader to the copy that was made from it on another tier."""
         if source.clock > target.clock:
             target.clock, target.used = source.clock, source.used
-        if source.key in self._waiting and target.key not in self._waiting:
-            self._wait(target, self._waiting[source.key].until)
+        waits = self._waiting.get(target.key) or self._waiting.get(source.key)
+        if waits is not None:
+            self._wait(target, waits.until)
         if source.key in self._evictable_first:
             self._evictable_first.add(target.key)
         self._catalog.changed(target)

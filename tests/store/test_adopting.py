@@ -951,7 +951,8 @@ async def test_what_a_disk_does_after_it_was_given_up_is_undone(
         assert taken == [False]
         obj = lab.store.object(object_id)
         assert obj.leaving == {SSD}, "nothing makes a file there as long as the thread may"
-        assert not lab.store.cached_bytes(object_id)
+        assert not lab.store.cached_bytes(object_id) and not lab.store.evict(obj)
+        assert obj.immutable == {SSD}, "a caller has looked at the file that is there for now"
         answers.set()
         await until(lambda: not (obj.leaving or tier.disk.down), 10)
         assert not obj.leaving

@@ -271,3 +271,22 @@ async def test_a_move_of_more_than_an_extent_is_made_of_moves(cache_dir: Path) -
             lab.store.space.drop(obj, copy, copy.bitmap)
         gets = len(lab.origin.gets)
         assert await lab.read(object_id) == data and len(lab.origin.gets) == gets
+
+
+@in_trio
+async def test_a_copy_that_waits_for_its_reader_is_found_by_its_new_age_after_a_move(cache_dir: Path) -> None:
+    """One block was prefetched to SSD, and another one to RAM, later."""
+    async with running(cache_dir, ram=16 * BLOCK) as lab:
+        data = content(1, 2 * BLOCK)
+        object_id = lab.origin.put("k", data)
+        obj, (_, ssd), waiting = lab.store.object(object_id), lab.store.tiers, lab.store.eviction._waiting
+        await lab.fetcher.prefetch(lab.origin, object_id, 0, BLOCK)  # type: ignore[arg-type]
+        (source,) = lab.store.catalog.copies(obj, RAM)
+        assert await movers(lab).move(obj, source, ssd, NOTHING)
+        lab.store.space.drop(obj, source, source.bitmap)
+        await lab.fetcher.prefetch(lab.origin, object_id, BLOCK)  # type: ignore[arg-type]
+        (later,), (target,) = (lab.store.catalog.copies(obj, tier) for tier in (RAM, SSD))
+        assert target.key in waiting and later.clock > target.clock
+        assert await movers(lab).move(obj, later, ssd, NOTHING)
+        assert target.clock == later.clock == waiting[target.key].clock
+        lab.store.space.drop(obj, later, later.bitmap)
