@@ -213,11 +213,20 @@ class Passthrough:
             except OSError as exc:
                 log.debug("no passthrough for %s from the %s tier: %s", obj.id.key, tier.name, exc)
                 continue
+            if not self._is_its_file(obj, tier, fd):
+                os.close(fd)
+                continue
             obj.immutable.add(tier.number)
             backing = obj.backing = Backing(self, obj, tier, fd, copies)
             tier.registered += 1
             return backing
         return None
+
+    def _is_its_file(self, obj: CachedObject, tier: Tier, fd: int) -> bool:
+        try:
+            return obj.is_its_file(tier.number, fd)
+        except OSError:
+            return False
 
     def settled(self, object_id: ObjectId, *, passthrough: bool, on_disk: bool) -> Settled | None:
         """The version, if it is whole on a tier from which `open` cannot serve it, and no blocks of it lie on one from which

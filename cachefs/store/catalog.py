@@ -12,6 +12,7 @@ eviction reads only its victims. Copies pinned on the last tier have no row in t
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import struct
@@ -300,9 +301,10 @@ class CachedObject:
 
     `copies` maps (tier, extent) to a loaded copy, or None if the tier has none. `fds` are its open files by tier.
     `immutable` are the tiers where its file is known to be immutable, `leaving` those where all its blocks are forgotten and
-    the file waits for its last pin. `backing` is its passthrough file. `pinned`: new copies are pinned."""
+    the file waits for its last pin. `inodes` are the inodes of its files by tier, as far as one was opened: another program
+    may remove a file. `backing` is its passthrough file. `pinned`: new copies are pinned."""
 
-    __slots__ = ("backing", "copies", "fds", "id", "immutable", "leaving", "pinned", "refs")
+    __slots__ = ("backing", "copies", "fds", "id", "immutable", "inodes", "leaving", "pinned", "refs")
 
     def __init__(self, object_id: ObjectId) -> None:
         self.id = object_id
@@ -310,6 +312,7 @@ class CachedObject:
         self.fds: dict[int, int] = {}
         self.immutable: set[int] = set()
         self.leaving: set[int] = set()
+        self.inodes: dict[int, int] = {}
         self.backing: Backing | None = None
         self.pinned = False
         self.refs = 0
@@ -361,10 +364,28 @@ class CachedObject:
         """A descriptor of its file on the tier, kept open while the object is in use. OSError if it is not there."""
         fd = self.fds.get(tier.number)
         if fd is None:
-            fd = self.fds[tier.number] = tier.open_file(self.id.digest)
+            fd = self.fds[tier.number] = self.open(tier)
         return fd
 
+    def open(self, tier: Tier) -> int:
+        """Open its file on the tier, in any thread. OSError if it is not there, or is not the one that has its blocks."""
+        fd = tier.open_file(self.id.digest)
+        try:
+            if self.is_its_file(tier.number, fd):
+                return fd
+            raise FileNotFoundError(errno.ENOENT, "its file was replaced")
+        except OSError:
+            os.close(fd)
+            raise
+
+    def is_its_file(self, tier: int, fd: int) -> bool:
+        """True unless another file of it was opened on the tier before, which has its blocks. Only `close_file` forgets that
+        one. In any thread. May raise OSError."""
+        inode = os.fstat(fd).st_ino
+        return self.inodes.setdefault(tier, inode) == inode
+
     def close_file(self, tier: int) -> None:
+        self.inodes.pop(tier, None)
         fd = self.fds.pop(tier, None)
         if fd is not None:
             os.close(fd)

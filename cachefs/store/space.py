@@ -370,7 +370,10 @@ class Space:
             return None
         # If the index has blocks, the file must exist: in a new file these blocks would read as zeros.
         known = tier.number in obj.fds or any(copy.bitmap for copy in self.catalog.copies(obj, tier.number))
-        return partial(tier.open_for_writing, obj.id.digest, obj.id.size, known=known)
+        is_its_file = partial(obj.is_its_file, tier.number)
+        return partial(
+            tier.open_for_writing, obj.id.digest, obj.id.size, known=known, is_its_file=is_its_file
+        )
 
     def not_opened(self, obj: CachedObject, tier: Tier, exc: OSError) -> None:
         """Handle a version's file that could not be opened for writing: it has vanished, is immutable, or the tier fails."""
@@ -654,7 +657,7 @@ class Moves:
         moved = 0
         try:
             with trio.CancelScope(shield=True):
-                open_source = partial(source.open_file, obj.id.digest)
+                open_source = partial(obj.open, source)
                 await in_thread(partial(_copy_ranges, open_source, sink, ranges))
             moved = (
                 wanted & copy.bitmap

@@ -288,7 +288,7 @@ class Store:
         obj.hold()
         tiers = {step.copy.tier: self._tier[step.copy.tier] for step in steps}
         files = {number: obj.fds.get(number, -1) for number in tiers}
-        take = partial(_take_steps, steps, self.block_size, tiers, files, obj.id.digest)
+        take = partial(_take_steps, steps, self.block_size, tiers, files, obj.open)
 
         def finish(_: object) -> None:
             for number, fd in files.items():
@@ -483,7 +483,11 @@ class Store:
 
 
 def _take_steps(
-    steps: list[Step], block_size: int, tiers: dict[int, Tier], files: dict[int, int], digest: bytes
+    steps: list[Step],
+    block_size: int,
+    tiers: dict[int, Tier],
+    files: dict[int, int],
+    open_file: Callable[[Tier], int],
 ) -> list[bytes | OSError | None]:
     """The bytes of each step, or its OSError, or None if a checksum does not match. For a worker thread: it uses only
     descriptors. `files` are descriptors by tier; those below 0 are opened and replaced."""
@@ -492,7 +496,7 @@ def _take_steps(
         try:
             fd = files[step.copy.tier]
             if fd < 0:
-                fd = files[step.copy.tier] = tiers[step.copy.tier].open_file(digest)
+                fd = files[step.copy.tier] = open_file(tiers[step.copy.tier])
             if not step.check:
                 data = os.pread(fd, step.length, step.at)
                 results.append(data if len(data) == step.length else OSError(errno.EIO, "short read"))

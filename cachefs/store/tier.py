@@ -619,23 +619,32 @@ class Tier:
             os.ftruncate(fd, size)
         return fd
 
-    def open_for_writing(self, digest: bytes, size: int, *, known: bool) -> int:
+    def open_for_writing(
+        self, digest: bytes, size: int, *, known: bool, is_its_file: Callable[[int], bool] = lambda fd: True
+    ) -> int:
         """Open the version's file to write blocks into it; returns the descriptor. Unless it is `known` to exist, it may be
-        created, for `size` bytes. Blocking: waits for its pending removals, too. OSError(ENOENT) if it does not exist,
-        OSError(EROFS) if it is immutable."""
+        created, for `size` bytes. Blocking: waits for its pending removals, too. OSError(ENOENT) if it does not exist, or
+        `is_its_file` is False for it; OSError(EROFS) if it is immutable."""
         self.disposal.settle(digest)
         with self.disk.busy():
             fd = None if known else self.new_file(digest, size)
-            if fd is not None:
-                return fd
-            fd = self.open_file(digest)
+            made = fd is not None
+            if fd is None:
+                fd = self.open_file(digest)
             try:
-                if is_immutable(os.fstat(fd)):
+                if not made and is_immutable(os.fstat(fd)):
                     raise OSError(errno.EROFS, "immutable")  # noqa: TRY301 - as of a call
+                if is_its_file(fd):
+                    return fd
+                if made:
+                    # Another program has removed the file that other cache writes have opened. Their blocks would read as
+                    # zeros in this one.
+                    os.unlink(self._file(digest))
+                    self._free_files += 1
+                raise FileNotFoundError(errno.ENOENT, "its file was removed")
             except OSError:
                 os.close(fd)
                 raise
-            return fd
 
     def _make_folder(self, path: str) -> None:
         """Make the directories of a file's path that are missing."""

@@ -14,6 +14,7 @@ import pytest
 import trio
 import trio.lowlevel
 
+from cachefs.base.errors import NoRoom
 from cachefs.store import ram, scrub
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
 from tests.store.lab import BLOCK, EXTENT, MIB, cache_files, in_child, running
@@ -164,6 +165,42 @@ async def test_a_directory_removed_while_running_never_makes_a_wrong_byte(
         lab.fetcher.close(handle)
         await read_everything(lab, ids, data)
         await lab.store.flush()
+
+
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("memory", [False, True])
+@in_trio
+async def test_a_file_that_is_removed_between_two_cache_writes_is_not_made_again_by_the_second(
+    cache_dir: Path, memory: bool, ended: bool
+) -> None:
+    """The blocks of the first would read as zeros in the new file."""
+    sizes = {"ssd": 0, "ram": 8 * MIB} if memory else {}
+    async with running(cache_dir, **sizes) as lab:
+        lab.closes_files = False
+        data, store = content(1, 3 * BLOCK), lab.store
+        object_id = lab.origin.put("k", data)
+        obj, (tier,) = store.object(object_id), store.tiers
+        file = tier.file_path(object_id.digest)
+        with obj.held():
+            first, second = store.begin_write(obj, 0, 1), store.begin_write(obj, 1, 2)
+            assert first is not None and second is not None
+            first.write(data[:BLOCK])
+            if ended:
+                store.end_write(obj, first)
+            file.unlink()
+            with pytest.raises(NoRoom):
+                second.write(data[BLOCK : 2 * BLOCK])
+            assert not file.exists()
+            if not ended:
+                store.end_write(obj, first)
+                assert await store.read(obj, 0, BLOCK) == data[:BLOCK], "it has the removed file open"
+            store.end_write(obj, second)
+        assert await lab.read(object_id) == data
+        await lab.quiet()
+        assert tier.state == "normal" and not lab.metrics.checksum_failures
+        assert await lab.read(object_id) == data
+        await lab.quiet()
+        lab.check_accounts()
 
 
 @in_trio
