@@ -18,6 +18,7 @@ import pytest
 
 from cachefs.base.linux import Mount, mount_at
 from cachefs.store import ram, scrub
+from cachefs.store.tier import HUGE_PAGE
 from tests.conftest import ROOT
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
 from tests.store.lab import BLOCK, EXTENT, MIB, Lab, as_kill_leaves_it, cache_files, du, running, until
@@ -546,6 +547,27 @@ async def test_a_file_that_came_at_once_can_be_read_before_its_transfer_ends(cac
             assert lab.store.read_now(obj, 0, len(data)) == data
         assert not woken  # the end of the transfer wakes its readers
         assert lab.store.catalog._loaded == 1
+
+
+@in_trio
+async def test_a_file_that_may_not_be_as_large_as_its_version_is_not_left_open(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a limit on the size of files (ulimit -f). The fixture `closed` counts descriptors."""
+
+    def too_large(fd: int, size: int) -> None:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    async with running(cache_dir, ssd=0, ram=8 * MIB) as lab:
+        data = content(1, HUGE_PAGE + 1)
+        object_id = lab.origin.put("k", data)
+        (tier,) = lab.store.tiers
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "ftruncate", too_large)
+            assert await lab.read(object_id) == data
+        await lab.quiet()
+        assert tier.last_error == os.strerror(errno.EFBIG)
+        lab.check_accounts()
 
 
 @in_trio
