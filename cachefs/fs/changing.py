@@ -225,11 +225,10 @@ class Changing:
                 if locked is not None:
                     await locks.enter_async_context(locked.lock)
             found, target = self._current(place, found), target and self._current(to, target)
-            base = target.row.etag if target is not None and target.row.known else None
             if node is None or node.dirty_file is None:
                 await self._rename_stored(place, found, to, replaced)
             else:
-                await self._rename_node(node, node.dirty_file, found, to, base, replaced)
+                await self._rename_node(node, node.dirty_file, found, to, target, replaced)
 
     def _node_of(self, place: Place, found: Found) -> Node | None:
         """The node of the inode that was found. None if the name's node belongs to an earlier inode, whose file another
@@ -271,28 +270,42 @@ class Changing:
         dirty_file: DirtyFile,
         found: Found,
         to: Place,
-        base: str | None,
+        target: Found | None,
         replaced: Node | None,
     ) -> None:
-        """Rename a file that a process has open for writing, or that was not uploaded yet. `base` is the etag of the object
-        that the origin has under the new name, if it has one."""
+        """Rename a file that a process has open for writing, or that was not uploaded yet. `target` is what the new name
+        shows, `replaced` its node."""
         place = node.directory, node.name
-        origin, key = _key(place)
+        (origin, key), new = _key(place), _key(to)[1]
         overwritten = None if replaced is None else replaced.dirty_file
+        # The etag of the object that the origin has under the new name, if it has one.
+        base = target.row.etag if target is not None and target.row.known else None
         left = False
 
         async def rename() -> None:
             nonlocal base, left
             base = base if overwritten is None else overwritten.base
             left = await self._writer.rename(
-                dirty_file, *_key(to), base=base, over=overwritten, leaves=leaves
+                dirty_file, origin, new, base=base, over=overwritten, leaves=leaves
             )
 
         async def leaves(older: ObjectInfo) -> None:
-            """Note the older version under the old name: if a crash comes now, the next start deletes it."""
+            """Note the older version under the old name: if a crash comes now, the next start deletes it, once the new name
+            has the file. That is so if the dirty file comes back under it, or the origin has another object there."""
+            before = base
+            if target is not None and (base is None or overwritten is not None):
+                with suppress(NotFound):  # perhaps of an upload whose outcome is unknown
+                    before = (await origin.head(new)).etag
             note = uuid4().hex
             stack.push_async_callback(self._remove_note, note)
-            row = {"source": origin.source, "from": key, "to": _key(to)[1], "versions": [older.etag]}
+            row = {
+                "source": origin.source,
+                "from": key,
+                "to": new,
+                "versions": [older.etag],
+                "before": before,
+                "file": dirty_file.id,
+            }
             await self._writer.note(note, row)
 
         async with AsyncExitStack() as stack:
@@ -541,12 +554,15 @@ class Changing:
     async def _remove_older(self, origin: Origin, row: dict[str, Any], find: Find) -> None:
         """Delete the older version of a renamed file under its old name, if the new name has the file here or at the
         origin."""
-        pending = {dirty_file.key for dirty_file in self._writer.pending() if dirty_file.origin is origin}
+        pending = {one.key: one.id for one in self._writer.pending() if one.origin is origin}
         if row["from"] in pending:
             return  # it was not renamed yet
         try:
-            if row["to"] not in pending:
-                await origin.head(row["to"])
+            if (back := pending.get(row["to"])) is not None:
+                if "file" in row and back != row["file"]:
+                    return  # the file that was to be replaced
+            elif (await origin.head(row["to"])).etag == row.get("before"):
+                return  # the same
             older = await origin.head(row["from"])
         except NotFound:
             return

@@ -405,6 +405,9 @@ class DirtyFiles:
     async def recover(self, find: Callable[[Origin, str], Any]) -> None:
         """Show the dirty files of an earlier daemon. `find` returns the directory and the name of a key, and records the
         directory if the tree does not have it."""
+        for file in self._writer.stored_before:
+            directory, name = await find(file.origin, file.info.key)
+            self._local_changes.settled_before(directory, name, file)
         for dirty_file in self._writer.nameless():
             self._resumed[dirty_file.ino] = self._local_changes.resumed_nameless(dirty_file)
         for dirty_file in self._writer.pending():

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from cachefs.fs.listing import Lister
     from cachefs.fs.overrides import Overrides
     from cachefs.origin import Origin
-    from cachefs.upload import DirtyFile, Uploads
+    from cachefs.upload import DirtyFile, StoredFile, Uploads
 
 
 DIRTY_FILE_ETAG = "draft "
@@ -294,6 +294,15 @@ class LocalChanges:
         self._freshness.note_answer(node.directory, node.name, node.ino, self._tree.clock())
         self._files.switch(node.ino, self.version(node), info.mtime_ns)
         self._forget(node)
+
+    def settled_before(self, directory: Directory, name: bytes, file: StoredFile) -> None:
+        """Do what `_settle` does, for a file whose daemon died before it had: its name keeps the inode, and the inode its
+        attributes."""
+        row = self._tree.row(directory, name)
+        if row is not None and (row.etag, row.ino) == (DIRTY_FILE_ETAG + file.id, file.ino):
+            new = row._replace(mtime_ns=file.info.mtime_ns, size=file.info.size, etag=file.info.etag)
+            self._tree.database.write([("names", directory.key + name, encode(new))])
+            self._overrides.put(file.ino, file.attrs)
 
     @contextmanager
     def moving(self, node: Node) -> Iterator[None]:

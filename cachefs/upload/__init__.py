@@ -11,6 +11,6 @@ does not change meanwhile; a failed upload is told to every caller that commits,
 from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.journal import refuse_foreign
 from cachefs.upload.room import Cache
-from cachefs.upload.uploads import OnConflict, Uploads
+from cachefs.upload.uploads import OnConflict, StoredFile, Uploads
 
-__all__ = ["Cache", "DirtyFile", "OnConflict", "Uploads", "refuse_foreign"]
+__all__ = ["Cache", "DirtyFile", "OnConflict", "StoredFile", "Uploads", "refuse_foreign"]

@@ -244,6 +244,7 @@ class DirtyFile:
         """The record for the next daemon: the row, and the state that the journal does not have."""
         return {
             **self.row(),
+            "size": self.size,
             "dirty": self.content.dirty,
             "way": self.kernel.way.name,
             "spoiled": self.file.spoiled,

@@ -109,6 +109,16 @@ class _Resumable(NamedTuple):
     origin: Origin
 
 
+class StoredFile(NamedTuple):
+    """A dirty file of the previous daemon that the origin has got as `info`, and that no process has open."""
+
+    id: str
+    origin: Origin
+    info: ObjectInfo
+    ino: int
+    attrs: dict[str, Any]
+
+
 class Together:
     """Gathers small files, and calls `work` with them in a task once there are `TOGETHER`, or after `TOGETHER_S`."""
 
@@ -190,6 +200,7 @@ class Uploads:
         )
         self.passthrough = Passthrough(staging_dir, self.room.relieve)
         self._dirty_files: dict[str, DirtyFile] = {}
+        self.stored_before: list[StoredFile] = []  # after `recover`
         self._together = Together(self._queue, self._settle_together)
 
     @property
@@ -506,8 +517,11 @@ class Uploads:
             has_changes = (row["dirty"] or row["way"] != Way.HERE.name) and not row["removed"]
             if origin is not None and (has_changes or row["ino"] in open_inos):
                 resumable[name] = _Resumable(mtime_ns, row, origin)
-            else:
-                records.drop(name)
+                continue
+            if origin is not None and not row["removed"] and row["base"] is not None:
+                info = ObjectInfo(row["key"], row.get("size", 0), mtime_ns, row["base"])
+                self.stored_before.append(StoredFile(name, origin, info, row["ino"], row["attrs"]))
+            records.drop(name)
         kept, lost = await self._take_tails(resumable)
         # A file that is lost has replaced none: the older one comes back.
         over = {row["over"] for _, row in rows.values() if row["file"] not in lost} - {None}

@@ -422,6 +422,22 @@ async def test_a_kill_between_the_upload_of_a_renamed_file_and_its_copy(tmp_path
         copy.released.set()
 
 
+@pytest.mark.parametrize("done", [False, True])
+async def test_the_older_version_of_a_renamed_file_goes_once_the_new_name_has_the_file(
+    done: bool, tmp_path: Path
+) -> None:
+    """What was under the new name before is no sign of that."""
+    bucket = Tokens()
+    old, new = bucket._made("old", b"older"), bucket._made("new", b"renamed" if done else b"was there")
+    async with world(tmp_path, bucket=bucket) as w:
+        before = "of another object" if done else new.etag
+        note = {"source": bucket.source, "from": "old", "to": "new", "versions": [old.etag], "before": before}
+        await w.uploads.note("n", {**note, "file": "which did not come back"})
+    async with world(tmp_path, bucket=bucket) as w:
+        assert await w.mount.stat("old") is None if done else await w.mount.read("old") == b"older"
+        assert w.uploads.notes() == {}
+
+
 async def test_a_kill_between_an_upload_and_the_removal_of_its_row(tmp_path: Path) -> None:
     """The file comes back, because its row is there, and keeps its inode."""
     async with world(tmp_path / "killed", writeback=True) as w, trio.open_nursery() as nursery:

@@ -34,8 +34,9 @@ from cachefs.upload import orphans
 from cachefs.upload.staging import StagingFile
 from tests.fuse.kernel import ROOT, SEND_BUFFER, Reply, socket_pair
 
-READ, CARRIED_OUT, AMID = 1, 2, 3
-"""The moments of a death: a request was read and nothing else; it was carried out, and its reply is lost; in between."""
+READ, CARRIED_OUT, AMID, BEHIND = 1, 2, 3, 4
+"""The moments of a death: a request was read and nothing else; it was carried out, and its reply is lost; in between; in
+between or after it was answered."""
 
 DEATHS = {"read": READ, "carried out": CARRIED_OUT}
 
@@ -43,8 +44,8 @@ ANSWERS_S = 30.0
 """How long a daemon may take on a machine that does other things. Guessed."""
 
 _ARMED = struct.Struct("=QQQ")
-"""The opcode of the request at which a daemon kills itself, when (`READ`, `CARRIED_OUT`, `AMID`, 0: never), and for `AMID`
-at which step."""
+"""The opcode of the request at which a daemon kills itself, when (`READ` …, 0: never), and for `AMID` and `BEHIND` at which
+step."""
 
 _STEPS_AT, _STEPS = 64, struct.Struct("=QQ")
 """At which step of its taking over a daemon kills itself (0: at none), and how many it has made."""
@@ -165,8 +166,8 @@ class Daemons:
     def _lie_in_wait(self) -> None:
         """Have this process kill itself at the moment that the test names."""
         armed, loses, read, write = self._armed, self._loses, Device.read, Device.write
-        expected = [0]
-        left = [0]  # steps to the death, while the request is carried out
+        expected, goes_on = [0], [False]
+        left = [0]  # steps to the death, from when the request was read
 
         def die() -> None:
             _ARMED.pack_into(armed, 0, 0, 0, 0)
@@ -202,7 +203,7 @@ class Daemons:
                 if moment and opcode == op:
                     if moment == READ:
                         die()
-                    expected[0], left[0] = unique, steps
+                    expected[0], left[0], goes_on[0] = unique, steps, moment == BEHIND
             return request
 
         def writing(device: Device, *parts: Any) -> bool:
@@ -211,7 +212,9 @@ class Daemons:
                 if not left[0]:
                     loses.send(b"".join(parts))
                     die()
-                expected[0] = left[0] = 0  # it is answered, with fewer steps
+                expected[0] = 0  # it is answered, with fewer steps
+                if not goes_on[0]:
+                    left[0] = 0
                 _ARMED.pack_into(armed, 0, 0, 0, 0)
             return write(device, *parts)
 
@@ -376,6 +379,25 @@ class Deaths(Daemons):
                     self.send(op, ino, body, unique | RESENT)
                 )
         return "", reply
+
+    def die_behind(self, step: int, op: int, ino: int, body: bytes, wait_s: float) -> str:
+        """A request whose daemon dies at that step, counted from 1, of carrying it out or of what follows. Returns what the
+        step was, once the next daemon has answered; "" if no daemon dies within `wait_s` seconds."""
+        self.arm(op, BEHIND, step)
+        unique = self.send(op, ino, body)
+        reply, until = None, time.monotonic() + wait_s
+        while time.monotonic() < until:
+            reply = reply or self._next(self._near, unique, 0.002)
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                self.next_daemon()
+                reply = reply or self.reply(self.send(op, ino, body, unique | RESENT))
+                assert not reply.error
+                return (self.place / "step").read_text()
+            if reply is not None:
+                time.sleep(0.002)
+        assert reply is not None and not reply.error, self.log()
+        self.kill()  # it counts no steps any more
+        return ""
 
     def tell_across_a_death(self, moment: int, op: int, ino: int, body: bytes) -> None:
         """The same for a request that has no reply: the kernel does not repeat it."""
