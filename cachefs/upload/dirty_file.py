@@ -45,8 +45,9 @@ class Trying:
 
 
 class Record:
-    """What a dirty file stores for later runs. Its row in the journal has the `tokens` of attempts whose outcome is unknown,
-    the state of the multipart `upload`, and the dirty file that it has replaced (`over`), which a crash must not restore.
+    """What a dirty file stores for later runs. Its row in the journal has the `tokens` of attempts whose outcome is unknown
+    (or what they begin with, of a file that it has replaced), the state of the multipart `upload`, and the id of the dirty
+    file that it has `replaced`, which a crash must not restore. `over` is that file, if this run has replaced it.
     The holder of the `turn` writes the row. The journal also has the content of the generation `content_of` (-1: of none, or
     of an unknown one). `ino` is its inode (0: not known). Of its record for the next daemon, in shared memory: `says_clean`:
     the record says that the origin has the content. `says_removed`: it says that the name is removed, which is
@@ -57,6 +58,7 @@ class Record:
         self.tokens: list[str] = []
         self.upload: dict[str, Any] | None = None
         self.over: DirtyFile | None = None
+        self.replaced: str | None = None
         self.content_of = -1
         self.ino, self.says_clean, self.says_removed = 0, False, False
 
@@ -200,9 +202,10 @@ class DirtyFile:
 
     def is_own(self, etag: str, token: str) -> bool:
         """True if an object at the origin is the version that this file began with, or one that its uploads have made, also
-        if the reply was lost."""
-        named = etag in (self.base, self.stored and self.stored.etag) or token in self.record.tokens
-        return named or token.startswith(self._tokens)
+        if the reply was lost, or uploads of a file that it has replaced."""
+        if etag in (self.base, self.stored and self.stored.etag):
+            return True
+        return token.startswith((self._tokens, *self.record.tokens))
 
     @property
     def conflicts(self) -> bool:
@@ -216,16 +219,20 @@ class DirtyFile:
         if stored is not None and stored.info.etag == own.etag:
             self.content.stored_as(replace(stored, info=info))
 
-    def moved(self, origin: Origin, key: str, base: str | None) -> None:
-        """Set another key. No upload may be running, and no part may be at the origin."""
+    def moved(self, origin: Origin, key: str, base: str | None, over: DirtyFile | None = None) -> None:
+        """Set another key, where it replaces `over`. No upload may be running, and no part may be at the origin."""
         self.origin, self.key, self.base = origin, key, base
         self.sender = Sender(self, self.parts)
         self.record.upload, self.record.tokens = None, []
+        self.record.over, self.record.replaced = over, None if over is None else over.id
+        if over is not None and over.trying.unsure:
+            # The object at the key may be one that `over` has made. It goes with this file, if that is renamed once more.
+            self.trying.unsure = True
+            self.record.tokens = [over._tokens, *over.record.tokens][:TOKENS]
         self._owner.noted(self)
 
     def row(self) -> dict[str, Any]:
         """Its row in the journal."""
-        over = self.record.over
         return {
             "source": self.origin.source,
             "key": self.key,
@@ -236,7 +243,7 @@ class DirtyFile:
             "attrs": self.attrs,
             "tokens": self.record.tokens,
             "upload": self.record.upload,
-            "over": None if over is None else over.id,
+            "over": self.record.replaced,
             "ino": self.ino,
         }
 

@@ -574,6 +574,7 @@ class Records:
         Until now only the row of `dirty_file` says so (`over`), so this is called before that row is removed. The replaced
         file's own row stays, as one that was not acknowledged: the next start aborts what is left of its upload."""
         over, dirty_file.record.over = dirty_file.record.over, None
+        dirty_file.record.replaced = None
         if over is None:
             return
         over.note_removed()

@@ -466,8 +466,8 @@ class Uploads:
 
     def noted(self, dirty_file: DirtyFile) -> None:
         """Write or remove the record of a dirty file for the next daemon, after a change of its state."""
-        if self._disk.shared is None or not dirty_file.ino:
-            return
+        if self._disk.shared is None or not dirty_file.ino or dirty_file.id not in self._dirty_files:
+            return  # the last: it was settled while a rename of it waited for the origin
         # A file that is being discarded gets no record. If it has one, the record stays right: the name comes back if the
         # origin refuses the removal, or if this daemon dies before.
         if dirty_file.discarded and not self._is_noted(dirty_file):
@@ -590,6 +590,7 @@ class Uploads:
         if held is not None:
             file.found_in_memory(held, partial(mark, dirty_file) if self.journal.has_content(name) else None)
         dirty_file.record.tokens, dirty_file.record.upload = row["tokens"], row["upload"]
+        dirty_file.record.replaced = row["over"]
         dirty_file.trying.unsure = True  # that run may have sent it just before its end
         if row["upload"] is not None:
             dirty_file.sender.resume(origin.resume_upload(row["key"], row["upload"]))
@@ -696,12 +697,10 @@ class Uploads:
         before = dirty_file.origin, dirty_file.key, dirty_file.base
         await dirty_file.sender.abandon()  # also aborts parts that were sent after the attempt has ended
         try:
-            dirty_file.record.over = over
-            dirty_file.moved(origin, key, base)
+            dirty_file.moved(origin, key, base, over)
             if dirty_file.acknowledged:
                 await self._records.keep(dirty_file, HANGS_AFTER_S)
         except BaseException:
-            dirty_file.record.over = None
             dirty_file.moved(*before)
             if dirty_file.acknowledged:
                 with trio.CancelScope(shield=True):

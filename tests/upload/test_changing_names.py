@@ -40,6 +40,24 @@ async def test_renaming_while_parts_are_sent(tmp_path: Path) -> None:
         assert d.store.content("b") == data and d.store.uploads == {} and d.store.objects.keys() == {"b"}
 
 
+@in_trio
+async def test_an_upload_of_unknown_outcome_goes_with_the_file_that_has_replaced_it(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True, upload_delay_s=1) as d:
+        lost = d.store.fail("put", lambda: OriginFailed("no reply"), lost=True)
+        old = await d.save("b", b"old")
+        await lost.reached.wait()
+        await d.quiet()
+        assert d.store.content("b") == b"old" and old.dirty
+        new = await d.create("a", b"new")
+        await d.rename(new, "b", over=old)
+        await d.uploads.discard(old, replaced=True)
+        await d.rename(new, "c")
+        assert "b" not in d.store.objects  # otherwise a listing would show it again
+        await d.close(new)
+        assert await d.uploads.flush() == []
+        assert d.store.objects.keys() == {"c"} and d.store.content("c") == b"new"
+
+
 @pytest.mark.parametrize("kind", ["part", "begin"])
 @in_trio
 async def test_renaming_breaks_a_commit_off_that_goes_on_under_the_new_name(

@@ -672,6 +672,24 @@ async def test_what_a_rename_leaves_at_the_origin_is_told_before(daemon: Daemon,
     assert told == [(old.etag, "k")] * outlives
 
 
+@in_trio
+async def test_a_file_that_is_settled_while_it_is_renamed_leaves_no_record(daemon: Daemon) -> None:
+    async with daemon.alive() as (d, _):
+        first = await create(d)
+        await add(first, b"data")
+        await d.uploads.commit(first)
+        held = daemon.store.hold("copy")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(d.rename, first, "new")
+            await held.reached.wait()
+            d.uploads.release(first)
+            await trio.sleep(1)
+            assert d.settled == ["k"] and held.release is not None
+            held.release.set()
+        assert daemon.store.objects.keys() == {"new"}
+    assert daemon.memory().records.found() == {}
+
+
 async def create_of(d: Desk, key: str) -> DirtyFile:
     """Of a file that the origin has."""
     dirty_file = await d.create(key, base=d.store.version(key))
@@ -903,22 +921,15 @@ async def test_the_parts_of_a_replaced_file_go_after_a_kill(
         assert after.store.content("k") == b"new" and after.store.uploads == {}
 
 
-@pytest.mark.parametrize("how", ["renamed over another", "an attempt has begun"])
 @in_trio
 async def test_a_row_that_a_full_disk_refuses_at_a_takeover_is_written_later(
-    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with daemon.alive(writeback=True, upload_delay_s=3600) as (d, _):
-        old, new = await create(d, "k", 1), await create(d, "new", 2)
-        await add(old, b"old")
-        await d.close(old)
+        new = await create(d, "new", 2)
         await add(new, b"new")
         await d.uploads.commit(new)
-        if how == "renamed over another":
-            await d.uploads.rename(new, d.store, "k", over=old)
-            await d.uploads.discard(old, replaced=True)
-        else:
-            new.new_token()  # only its record has the token
+        new.new_token()  # only its record has the token
         after = daemon.killed(tmp_path / "second")
         await d.close(new)
     with monkeypatch.context() as patched:
@@ -932,6 +943,32 @@ async def test_a_row_that_a_full_disk_refuses_at_a_takeover_is_written_later(
             assert d.uploads._records.unwritten == []
             assert d.uploads.journal.rows(journal.DIRTY_FILES)[one.id]["tokens"] == one.record.tokens
             await d.close(one)
+
+
+@in_trio
+async def test_a_replaced_file_whose_row_a_full_disk_keeps_does_not_come_back_after_two_kills(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with daemon.alive(writeback=True, upload_delay_s=3600) as (d, _):
+        old, new = await create(d, "k", 1), await create(d, "new", 2)
+        await add(old, b"old")
+        await d.close(old)
+        await add(new, b"new")
+        await d.uploads.rename(new, d.store, "k", over=old)
+        second = daemon.killed(tmp_path / "second")
+        await d.uploads.discard(old, replaced=True)
+        await d.close(new)
+    with monkeypatch.context() as patched:
+        patched.setattr(Database, "write", no_room)
+        async with second.alive(2, writeback=True, upload_delay_s=3600) as (d, (one,)):
+            one.new_token()  # its record is written again
+            third = second.killed(tmp_path / "third")
+            patched.undo()
+            await d.close(one)
+            await d.quiet()
+    async with third.alive(2, writeback=True, upload_delay_s=3600) as (d, found):
+        assert [(one.key, await content(one)) for one in d.uploads.pending()] == [("k", b"new")]
+        await d.close(*found)
 
 
 @pytest.mark.parametrize("users", [0, 1], ids=["closed", "open"])
