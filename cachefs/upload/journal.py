@@ -454,6 +454,19 @@ class Records:
                 dirty_file.content.row = max(dirty_file.content.row, Row.NOTED)
                 await self._put(dirty_file, dirty_file.row(), within_s)
 
+    def has_promised(self, dirty_file: DirtyFile) -> bool:
+        """True if a dirty file is acknowledged, or may become so, because its row is being written."""
+        return dirty_file.acknowledged or dirty_file.record.turn.locked()
+
+    async def moved(self, dirty_file: DirtyFile, within_s: float) -> None:
+        """Write the row of an acknowledged dirty file that has another key. An acknowledgement that is being written still
+        has the old key, so this waits for it. Raises as `keep`."""
+        if not self.has_promised(dirty_file):
+            return
+        async with self._turn(dirty_file, within_s):
+            if dirty_file.acknowledged and not dirty_file.discarded:
+                await self._put(dirty_file, dirty_file.row(), within_s)
+
     @asynccontextmanager
     async def _turn(self, dirty_file: DirtyFile, within_s: float) -> AsyncIterator[None]:
         """Hold the lock of a dirty file's row while the block runs. Raises `DiskHangs` after `within_s` seconds, because

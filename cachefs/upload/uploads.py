@@ -503,12 +503,13 @@ class Uploads:
         for a reader."""
         return self.passthrough.resume(dirty_file, backing_id, writes=writes)
 
-    async def _resume(self, open_inos: Container[int]) -> tuple[dict[str, DirtyFile], set[str]]:
+    async def _resume(self, open_inos: Container[int]) -> tuple[dict[str, DirtyFile], set[str], list[str]]:
         """Make the dirty files that go on from the memory of the previous daemon: those with changes, and those that the
-        kernel has open (`open_inos`). Returns (dirty files by id, ids of the files that they have replaced). Ends of files
-        that were in memory are on the disk afterwards; on a full disk a small file stays in memory."""
+        kernel has open (`open_inos`). Returns (dirty files by id, ids of the files that they have replaced, ids of records
+        that no dirty file needs). Ends of files that were in memory are on the disk afterwards; on a full disk a small file
+        stays in memory."""
         assert self._disk.shared is not None
-        records, found = self._disk.shared.records, dict[str, DirtyFile]()
+        records, found, unused = self._disk.shared.records, dict[str, DirtyFile](), list[str]()
         rows = records.found()
         resumable = dict[str, _Resumable]()
         for name, (mtime_ns, row) in rows.items():
@@ -521,7 +522,7 @@ class Uploads:
             if origin is not None and not row["removed"] and row["base"] is not None:
                 info = ObjectInfo(row["key"], row.get("size", 0), mtime_ns, row["base"])
                 self.stored_before.append(StoredFile(name, origin, info, row["ino"], row["attrs"]))
-            records.drop(name)
+            unused.append(name)
         kept, lost = await self._take_tails(resumable)
         # A file that is lost has replaced none: the older one comes back.
         over = {row["over"] for _, row in rows.values() if row["file"] not in lost} - {None}
@@ -531,7 +532,7 @@ class Uploads:
         for name, (mtime_ns, row, origin) in resumable.items():
             row["removed"] |= name in over
             if row["removed"] and row["ino"] not in open_inos:
-                records.drop(name)
+                unused.append(name)
                 if (tail := kept.pop(row["file"], None)) is not None:
                     tail.release()
                 continue
@@ -545,7 +546,7 @@ class Uploads:
                 records.drop(name)
                 if row["dirty"]:
                     log.error("%s was being written, and is lost: %s", origin.name(row["key"]), str(exc))  # noqa: TRY400
-        return found, over
+        return found, over, unused
 
     async def _take_tails(
         self, resumable: Mapping[str, _Resumable]
@@ -646,7 +647,7 @@ class Uploads:
             before = dirty_file.origin, dirty_file.key, dirty_file.base, dirty_file.record.tokens
             if first:
                 await self._records.acknowledge(dirty_file, HANGS_AFTER_S)
-            comes_back = dirty_file.acknowledged or self._disk.shared is not None
+            comes_back = self._records.has_promised(dirty_file) or self._disk.shared is not None
             # A clean file that is open comes back, too: its users may go on writing it.
             if (
                 own is not None
@@ -698,13 +699,11 @@ class Uploads:
         await dirty_file.sender.abandon()  # also aborts parts that were sent after the attempt has ended
         try:
             dirty_file.moved(origin, key, base, over)
-            if dirty_file.acknowledged:
-                await self._records.keep(dirty_file, HANGS_AFTER_S)
+            await self._records.moved(dirty_file, HANGS_AFTER_S)
         except BaseException:
             dirty_file.moved(*before)
-            if dirty_file.acknowledged:
-                with trio.CancelScope(shield=True):
-                    await self._records.keep(dirty_file, HANGS_AFTER_S)
+            with trio.CancelScope(shield=True):
+                await self._records.moved(dirty_file, HANGS_AFTER_S)
             raise
 
     async def _send_renamed(
@@ -1065,12 +1064,16 @@ class Uploads:
         pending again, and are returned. With `memory`, files that were being written go on, too. All others are removed or
         moved aside (`journal.py`); their multipart uploads are aborted in the background. `open_inos` are the inodes that
         the kernel has open."""
-        resumed, over = (
-            (dict[str, DirtyFile](), set[str]())
+        resumed, over, unused = (
+            (dict[str, DirtyFile](), set[str](), list[str]())
             if self._disk.shared is None
             else await self._resume(open_inos)
         )
         found = await recover(self._records, self._disk.directory, self._revive, resumed, over)
+        if self._disk.shared is not None:
+            # Only now, because one may be the last to say which acknowledged file another has replaced.
+            for name in unused:
+                self._disk.shared.records.drop(name)
         for dirty_file in resumed.values():
             self._dirty_files[dirty_file.id] = dirty_file
             if dirty_file.discarded:

@@ -60,14 +60,14 @@ async def test_a_rename_that_cannot_be_noted_has_not_happened(
     async with desk(tmp_path, writeback=True, upload_delay_s=1e6) as d:
         dirty_file = await d.save("old", b"data")
         other = await d.save("new", b"theirs") if over else None
-        keep, failures = d.uploads._records.keep, [error("full")]
+        moved, failures = d.uploads._records.moved, [error("full")]
 
         async def fails(*arguments: Any) -> None:
             if failures:
                 raise failures.pop()
-            await keep(*arguments)
+            await moved(*arguments)
 
-        monkeypatch.setattr(d.uploads._records, "keep", fails)
+        monkeypatch.setattr(d.uploads._records, "moved", fails)
         before = dirty_file.origin, dirty_file.key, dirty_file.base
         with pytest.raises(error):
             await d.uploads.rename(dirty_file, d.store, "new", base="x", over=other)

@@ -25,7 +25,7 @@ import trio
 import trio.testing
 
 from cachefs.base.database import MARK, Database
-from cachefs.base.errors import CacheUnusable, NoRoom
+from cachefs.base.errors import CacheUnusable, NoRoom, OriginFailed
 from cachefs.base.names import ObjectId
 from cachefs.base.shared_memory import FileRecords, SharedMemory
 from cachefs.upload import DirtyFile, journal, orphans, sending, staging, uploads
@@ -844,6 +844,77 @@ async def test_a_file_that_is_removed_while_it_is_acknowledged_is_there_for_its_
     async with after.alive(INO, writeback=True) as (d, (second,)):
         assert second.discarded and await content(second) == b"data"
         d.uploads.release(second)
+
+
+@pytest.mark.parametrize("outlives", [False, True])
+@in_trio
+async def test_a_file_that_is_renamed_while_it_is_acknowledged_comes_back_under_its_new_name(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outlives: bool
+) -> None:
+    """One process closes it while another one renames it."""
+    writing, goes_on, write = threading.Event(), threading.Event(), journal.Journal._write
+
+    def slow(self: Any, puts: Sequence[Any], batch: Any) -> None:
+        writing.set()
+        goes_on.wait(30)
+        write(self, puts, batch)
+
+    async with daemon.alive(writeback=True, upload_delay_s=3600) as (d, _):
+        first = await create(d)
+        await add(first, b"data")
+        monkeypatch.setattr(journal.Journal, "_write", slow)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(d.uploads.commit, first)
+            while not writing.is_set():
+                await trio.lowlevel.checkpoint()
+            nursery.start_soon(d.rename, first, "new")
+            for _ in range(1000):
+                await trio.lowlevel.checkpoint()
+            goes_on.set()
+        d.uploads.release(first)
+        after = daemon.killed(tmp_path / "second")
+    memory = after.memory() if outlives else None
+    async with desk(after.path, after.store, writeback=True, upload_delay_s=3600, memory=memory) as d:
+        assert [(one.key, await content(one)) for one in d.uploads.pending()] == [("new", b"data")]
+
+
+@in_trio
+async def test_a_replaced_file_does_not_come_back_after_a_kill_amid_the_takeover(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The upload of the file that has replaced it had just ended at the first kill."""
+    copies = list[Daemon]()
+    async with daemon.alive() as (d, _):
+        old, new = await create(d, "k", 1), await create(d, "new", 2)
+        await add(old, b"old")
+        daemon.store.fail("put", lambda: OriginFailed("no"))
+        with pytest.raises(OriginFailed):
+            await d.close(old)  # its row restores it from now on
+        await add(new, b"new")
+        await d.uploads.rename(new, d.store, "k", over=old)
+        old.content.removed = True  # as until its removal
+
+        async def killed(self: Any, dirty_file: DirtyFile) -> None:
+            copies.append(daemon.killed(tmp_path / "second"))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(journal.Records, "forget_replaced", killed)
+            await d.close(new)
+        await d.uploads.discard(old, replaced=True)
+        await d.quiet()
+    (second,) = copies
+
+    async def dies(*_: object) -> list[DirtyFile]:
+        copies.append(second.killed(tmp_path / "third"))
+        raise CacheUnusable("killed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(uploads, "recover", dies)
+        with pytest.raises(CacheUnusable):
+            async with second.alive():
+                pass
+    async with copies[-1].alive() as (d, _):
+        assert d.uploads.pending() == []
 
 
 async def replaced(
