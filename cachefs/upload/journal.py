@@ -173,8 +173,9 @@ class Journal:
 
     @property
     def left(self) -> str | None:
-        """The id of a dirty file whose row a failed transaction has not removed; None if there is none."""
-        return next((key.decode() for table, key in self._left if table == DIRTY_FILES), None)
+        """The id of a dirty file, or the name of a note, whose row a failed transaction has not removed; None if there is
+        none."""
+        return next((key.decode() for table, key in self._left if table != CONTENTS), None)
 
     def remove_later(self, key: str) -> None:
         """Have the next transaction remove the row of this dirty file."""
@@ -640,6 +641,15 @@ class Records:
             await self.journal.write(DIRTY_FILES, name, None, within_s=within_s, **how)
         except DiskHangs:
             raise
+        except CachefsError as exc:
+            log.warning("%s; trying again", exc)
+            self._wake.set()
+
+    async def remove_note(self, name: str) -> None:
+        """Remove an object of the filesystem, or have `run` do it later. What the object is about is done: so no caller gets
+        an error, nor waits for a disk that hangs."""
+        try:
+            await self.journal.write(NOTES, name, None, within_s=HANGS_AFTER_S)
         except CachefsError as exc:
             log.warning("%s; trying again", exc)
             self._wake.set()

@@ -448,8 +448,12 @@ class Uploads:
         return self._records.elsewhere
 
     async def note(self, name: str, row: Mapping[str, Any] | None) -> None:
-        """Store a JSON object durably for the filesystem; None removes it. Raises `NoRoom`, `CacheUnusable`."""
-        await self.journal.write(NOTES, name, row, within_s=HANGS_AFTER_S)
+        """Store a JSON object durably for the filesystem; None removes it. Raises `NoRoom`, `CacheUnusable` if it is not
+        stored. A removal that fails is logged, and tried again."""
+        if row is None:
+            await self._records.remove_note(name)
+        else:
+            await self.journal.write(NOTES, name, row, within_s=HANGS_AFTER_S)
 
     def notes(self) -> dict[str, dict[str, Any]]:
         """The objects that `note` has stored and not removed, by name."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import trio
 
-from cachefs.base.database import Put
+from cachefs.base.database import Database, Put
 from cachefs.base.errors import CachefsError, CacheUnusable, Conflict, NoRoom, OriginFailed
 from cachefs.origin import Part
 from cachefs.upload import orphans, sending
@@ -49,6 +49,29 @@ async def test_what_was_acknowledged_during_an_upload_comes_back_after_a_crash(
         await d.close(dirty_file)
         await trio.sleep(20)
         assert not d.uploads.journal.rows(DIRTY_FILES)
+
+
+@pytest.mark.parametrize("error", [NoRoom, CacheUnusable])
+@in_trio
+async def test_a_note_that_a_full_disk_keeps_is_removed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[CachefsError]
+) -> None:
+    """What it is about is done, so its caller gets no error. If it stayed, the next start would do that again."""
+
+    def fails(*_: object) -> None:
+        raise error("full")
+
+    async with desk(tmp_path) as d:
+        await d.uploads.note("kept", {"from": "c", "to": "d"})
+        await d.uploads.note("name", {"from": "a", "to": "b"})
+        with monkeypatch.context() as patched:
+            patched.setattr(Database, "write", fails)
+            with pytest.raises(CachefsError):
+                await d.uploads.note("other", {"from": "a", "to": "b"})
+            await d.uploads.note("name", None)
+            assert d.uploads.notes().keys() == {"kept", "name"}
+        await trio.sleep(100)
+        assert d.uploads.notes().keys() == {"kept"}
 
 
 @pytest.mark.parametrize("error", [NoRoom, CacheUnusable])
