@@ -959,11 +959,12 @@ class Uploads:
                 # removes the staging file.
                 if dirty_file.discarded and not done and not dirty_file.trying.turn.locked():
                     dirty_file.file.remove()
-                if not done or dirty_file.handles or dirty_file.discarded:
+                removing = dirty_file.discarded and dirty_file.trying.turn.locked()
+                if not done or dirty_file.handles or (dirty_file.discarded and not removing):
                     continue
                 # The cache has the staging file, which cannot be opened any more once the block of `used` has ended. So
-                # there is no await from here to that end.
-                if self._shown_from_cache(dirty_file):
+                # there is no await from here to that end. If a removal is running and fails, the name shows the file again.
+                if removing or self._shown_from_cache(dirty_file):
                     dirty_file.open()
                     self._release_later(dirty_file)
                 else:

@@ -13,6 +13,7 @@ import trio
 from cachefs.base.errors import Conflict, OriginFailed
 from cachefs.base.names import ObjectId
 from cachefs.upload import DirtyFile, sending
+from cachefs.upload.staging import HELD
 from tests.fetch.scripted import content
 from tests.upload.scripted import PART, Desk, Room, ScriptedStore, add, desk, in_trio
 
@@ -38,6 +39,54 @@ async def test_renaming_while_parts_are_sent(tmp_path: Path) -> None:
         assert d.store.counts["abort"] == 1
         await d.close(dirty_file)
         assert d.store.content("b") == data and d.store.uploads == {} and d.store.objects.keys() == {"b"}
+
+
+class SlowRoom(Room):
+    """A cache that takes files once it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.goes_on = trio.Event(), trio.Event()
+
+    async def adopt(self, object_id: ObjectId, path: Path) -> bool:
+        self.reached.set()
+        await self.goes_on.wait()
+        return await super().adopt(object_id, path)
+
+
+@pytest.mark.parametrize("size", [100, HELD + 1000])
+@pytest.mark.parametrize("refused", [True, False])
+@in_trio
+async def test_a_file_that_the_cache_takes_amid_its_removal_can_be_opened_if_that_is_refused(
+    tmp_path: Path, refused: bool, size: int
+) -> None:
+    cache, data = SlowRoom(), content(1, size)
+    async with desk(tmp_path, cache=cache) as d:
+        dirty_file = await d.save("k", data)
+        await cache.reached.wait()
+        shown = True
+        d.uploads.on_settling = lambda one: one.discarded or not shown
+
+        async def remove() -> None:
+            cache.goes_on.set()
+            await d.quiet()
+            assert dirty_file.content.adopted
+            if refused:
+                raise OriginFailed("no")
+
+        if refused:
+            with pytest.raises(OriginFailed):
+                await d.uploads.discard(dirty_file, instead=remove)
+            assert d.settled == []  # the name shows it
+            d.uploads.open(dirty_file)
+            assert bytes(await dirty_file.read(0, size)) == data
+            shown = False
+            d.uploads.release(dirty_file)
+        else:
+            await d.uploads.discard(dirty_file, instead=remove)
+        await trio.sleep(1)
+        assert d.settled == ["k"] * refused and d.uploads._dirty_files == {}
+        assert await d.files() == []
 
 
 @in_trio
