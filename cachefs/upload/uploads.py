@@ -795,8 +795,13 @@ class Uploads:
                     dirty_file.record.over = None
                     self._drop(dirty_file)
             made = dirty_file.trying.unsure or dirty_file.stored is not stored
-            if made and not replaced and (not dirty_file.conflicts or await self._own(dirty_file)):
-                await dirty_file.origin.delete(dirty_file.key)
+            try:
+                if made and not replaced and (not dirty_file.conflicts or await self._own(dirty_file)):
+                    await dirty_file.origin.delete(dirty_file.key)
+            finally:
+                if not dirty_file.handles:  # the last user may have closed it during these requests
+                    self._dirty_files.pop(dirty_file.id, None)
+                    self._forget(dirty_file)
 
     # -- called by dirty files ----------------------------------------------------------------------
 

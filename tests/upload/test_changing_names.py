@@ -90,6 +90,23 @@ async def test_a_file_that_the_cache_takes_amid_its_removal_can_be_opened_if_tha
 
 
 @in_trio
+async def test_a_file_whose_last_user_closes_it_at_the_end_of_its_removal_is_forgotten(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        dirty_file = await d.create("k", b"data")
+        d.store.fail("put", lambda: OriginFailed("no reply"), lost=True)
+        with pytest.raises(OriginFailed):
+            await d.uploads.commit(dirty_file)
+        held = d.store.hold("delete")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(d.uploads.discard, dirty_file)
+            await held.reached.wait()  # of what the upload has made
+            d.uploads.release(dirty_file)
+            assert held.release is not None
+            held.release.set()
+        assert d.uploads._dirty_files == {} and d.store.objects == {}
+
+
+@in_trio
 async def test_an_upload_of_unknown_outcome_goes_with_the_file_that_has_replaced_it(tmp_path: Path) -> None:
     async with desk(tmp_path, writeback=True, upload_delay_s=1) as d:
         lost = d.store.fail("put", lambda: OriginFailed("no reply"), lost=True)
