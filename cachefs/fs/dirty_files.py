@@ -455,7 +455,8 @@ class DirtyFiles:
                 return self._resume_nameless(former)
             node = Node(directory, name, former.ino, stored=True)
             node.attrs = self._overrides.get(former.ino)
-        obj = replace(former.object, key=node.key)  # it may have been renamed since
+        # It may have been renamed since, and a copy may have another etag. The row has the version of its inode.
+        obj = self._local_changes.known_version(node) or replace(former.object, key=node.key)
         number, _ = self._files.open(former.ino, former.origin, obj, former.mtime_ns, 0, writes=True)
         self._local_changes.add(node)
         return node, number

@@ -182,6 +182,7 @@ class FileSystem:
         after the recovery of `Uploads`."""
         if self._writing is not None:
             await self._writing.recover()
+        self._tree.forget_local()
 
     # -- after another daemon ----------------------------------------------------------------------
 

@@ -138,19 +138,14 @@ class LocalChanges:
         return directory, mark
 
     def inode_of(self, dirty_file: DirtyFile, directory: Directory, name: bytes) -> int:
-        """The inode for a dirty file that is restored under a name: its own, by its record or by a row of the tree; 0 where
-        there is neither."""
-        version = DIRTY_FILE_ETAG + dirty_file.id
-        if not (ino := dirty_file.ino or self._tree.former_inos.get(version, 0)):
-            row = self._tree.row(directory, name)
-            # If the previous daemon died during a rename, the row is that of the file which this one has replaced. Processes
-            # may have that file open, so its inode must not show this one.
-            return row.ino if row is not None and row.etag == version else 0
+        """The inode for a dirty file that is restored under a name: its own; 0 where that is not known. It may not be the one
+        that the name shows. If the previous daemon died during a rename, that is the inode of the file which this one has
+        replaced, and processes may have it open."""
         with suppress(ObjectChanged):
-            above, mark = self.place_of(ino)
+            above, mark = self.place_of(dirty_file.ino)
             if (above, mark) != (directory, name):  # the previous daemon died during a rename
                 self._tree.database.write([("names", above.key + mark, None)])
-        return ino
+        return dirty_file.ino
 
     async def leave_to_readers(self, directory: Directory, name: bytes, ino: int) -> None:
         """Give a name a new inode with the same content, and leave the old inode to its readers. This is done for a writer
@@ -191,6 +186,9 @@ class LocalChanges:
             for handle in self._files.under(node.ino):  # first, because it may fail
                 self.attach(handle, node)
             etag, mtime_ns = DIRTY_FILE_ETAG + node.dirty_file.id, node.dirty_file.mtime_ns
+            if has_inode := bool(node.ino):
+                # Before the row: if a kill came in between, the file would get another inode, and lose its attributes.
+                self._writer.outlive(node.dirty_file, node.ino, named=True)
             node.row, lost = pin(self._tree, node.directory, node.name, mtime_ns, etag, node.ino)
             node.ino = node.row.ino
             self._lose(lost)
@@ -198,7 +196,8 @@ class LocalChanges:
             self._make_pending(node)
             self._files.forget_warm()
             self._files.switch(node.ino, self.version(node), node.dirty_file.mtime_ns)
-            self._writer.outlive(node.dirty_file, node.ino, named=True)
+            if not has_inode:
+                self._writer.outlive(node.dirty_file, node.ino, named=True)
 
     def _make_pending(self, node: Node) -> None:
         node.pending = True
@@ -213,6 +212,13 @@ class LocalChanges:
         info = None if node.pending or node.dirty_file is None else node.dirty_file.committed
         etag, size = (node.row.etag, 0) if info is None else (info.etag, info.size)
         return ObjectId(node.origin.source, node.key, etag, size)
+
+    def known_version(self, node: Node) -> ObjectId | None:
+        """The version that the tree has of a node's inode; None if it is not known."""
+        row = self._tree.row(node.directory, node.name)
+        if row is None or row.ino != node.ino or not row.known:
+            return None
+        return ObjectId(node.origin.source, node.key, row.etag, row.size)
 
     def fresh(self, directory: Directory, name: bytes, row: Row) -> Node | None:
         """The node whose dirty file still has the content of an uploaded version; None once the cache has adopted it."""

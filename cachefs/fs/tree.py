@@ -277,8 +277,6 @@ class Tree:
         self._lasting: list[Put] = []  # rows that stay the same while the mount exists
         same_volumes = self._check_fingerprint(volumes)
         self.numbers = Numbers(database)
-        # Version of a dirty file → the inode under which the last daemon showed it.
-        self.former_inos: dict[str, int] = {}
         # (inode of the directory, name, JSON) of files that the last daemon renamed: the objects under their old names,
         # which it has not deleted. The JSON has the new key (`to`) and the etags of what may be deleted (`versions`).
         self.left: list[tuple[int, bytes, bytes]] = []
@@ -315,21 +313,35 @@ class Tree:
 
     def _forget_dirty_files(self) -> None:
         """Make the names unknown that were being written when the last daemon died. Each row keeps its inode, for a dirty
-        file that is recovered. `former_inos` has the inodes, for a dirty file that is recovered under another name."""
-        while rows := self.database.scan("local", b"", b"\xff" * 8, 1000):
+        file that is recovered. The rows of `local` stay until `forget_local`."""
+        after = b""
+        while rows := self.database.scan("local", after, b"\xff" * 8, 1000):
             puts: list[Put] = []
             for key, left in rows:
                 if left:
                     self.left.append((int.from_bytes(key[:NUMBER_BYTES], "big"), key[NUMBER_BYTES:], left))
                 above = key[:NUMBER_BYTES]
                 data, state = self.database.get("names", key), self.database.get("directories", above)
-                puts.append(("local", key, None))
                 if data is not None and (row := decode(data)).generation == PINNED:
                     puts.append(("names", key, encode(row._replace(generation=0))))
-                    self.former_inos[row.etag] = row.ino
                 if state is not None:
                     puts.append(("directories", above, _unlisted(state)))
             self.database.write(puts)
+            after = rows[-1][0] + b"\0"
+
+    def forget_local(self) -> None:
+        """Forget what was left of names that the last daemon was writing, once the dirty files are recovered: until then the
+        next daemon needs it, if this one is killed."""
+        after = b""
+        while rows := self.database.scan("local", after, b"\xff" * 8, 1000):
+            found = [key for key, _ in rows]
+            names = self.database.get_many("names", found)
+            self.database.write(
+                ("local", key, None)
+                for key, data in zip(found, names, strict=True)
+                if data is None or decode(data).generation != PINNED
+            )
+            after = found[-1] + b"\0"
 
     def _write_volumes(self, volumes: Sequence[Volume]) -> None:
         """Write the root directory, which is the list of volumes, as listed and always fresh."""

@@ -1,0 +1,103 @@
+"""Files and names are changed while the daemon is killed again and again, at any line, also while the next one recovers.
+
+Each daemon of a history is a process of its own (`killed`). What outlives it is as in a mount that root makes: its memory,
+its cache directory, the origin, and the kernel's handles; or, without its memory and handles, as after a kill of any other
+mount. The next daemon shows what a local disk would show, but for the one change that was not answered.
+
+A history is made from its seed, so a failing one is often replayed by its number (not always, because the thread that
+writes names goes by the machine's clock):
+
+    CACHEFS_KILLED_HISTORY=1234 pytest tests/fs/test_killed_histories.py -k replay
+
+`CACHEFS_KILLED_HISTORIES=1000 pytest tests/fs/test_killed_histories.py` is the long series.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import examples
+from tests.fs.killed import Script, run_lives
+
+HISTORIES = int(os.environ.get("CACHEFS_KILLED_HISTORIES", "0")) or examples(100)
+IN_A_TEST = 10
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+        yield Path(place)
+
+
+def check(place: Path, *scripts: Script, **settings: Any) -> None:
+    """Run a history of these lives, and one more in which all is uploaded."""
+    world = {
+        "outlives": True,
+        "writeback": True,
+        "quick": True,
+        "delay_s": 0.0,
+        "large": False,
+        "takes": False,
+    }
+    found = run_lives(place, scripts=scripts, puts_fail=0.0, journal_fails=0.0, **world | settings)
+    assert not found, found
+
+
+def test_a_file_that_is_open_for_writing_can_be_opened_by_its_new_name_after_a_kill(place: Path) -> None:
+    """Its copy under the new name has another etag."""
+    check(place, [("open", "a", 1, True, False), ("rename", "a", "b")])
+
+
+def test_a_file_in_a_renamed_directory_that_is_open_for_writing_can_be_opened_after_a_kill(
+    place: Path,
+) -> None:
+    check(place, [("open", "d/x", 1, True, False), ("movedir", "d", "e")], directories=True)
+
+
+@pytest.mark.parametrize("function", ["outlive", "resumed_row", "pin", "write_pinned", "_make_pending"])
+def test_a_kill_at_the_first_change_of_a_file_leaves_its_inode_and_its_mode(
+    place: Path, function: str
+) -> None:
+    check(
+        place,
+        [("chmod", "a", 0o600), ("open", "a", 1, False, False), ("die in", function), ("truncate", "a", 2)],
+    )
+
+
+@pytest.mark.parametrize("again", ["", "inode_of", "_make_pending", "forget_local"])
+def test_a_kill_between_an_upload_and_the_removal_of_its_row_leaves_the_inode_and_the_mode(
+    place: Path, again: str
+) -> None:
+    lives: list[Script] = [[("save", "c", b"data"), ("pause", 0.01), ("chmod", "c", 0o600)]]
+    if again:
+        lives.append([("die at the start in", again)])
+    check(place, *lives)
+
+
+@pytest.mark.parametrize("first", range(0, HISTORIES, IN_A_TEST))
+def test_the_next_daemon_shows_what_a_local_disk_would(first: int) -> None:
+    for seed in range(first, min(first + IN_A_TEST, HISTORIES)):
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+            found = run_lives(Path(place), seed, journal_fails=0.0)
+        assert not found, found
+
+
+@pytest.mark.parametrize("first", range(0, HISTORIES // 2, IN_A_TEST))
+def test_processes_that_change_the_same_names_leave_nothing_behind(first: int) -> None:
+    for seed in range(first, min(first + IN_A_TEST, HISTORIES // 2)):
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+            found = run_lives(Path(place), seed, journal_fails=0.0, clients=3)
+        assert not found, found
+
+
+@pytest.mark.skipif("CACHEFS_KILLED_HISTORY" not in os.environ, reason="replays one")
+@pytest.mark.parametrize("clients", [0, 3])
+def test_replay(place: Path, clients: int) -> None:
+    found = run_lives(place, int(os.environ["CACHEFS_KILLED_HISTORY"]), journal_fails=0.0, clients=clients)
+    assert not found, found
