@@ -303,13 +303,25 @@ class Uploads:
         if dirty_file.backing is not None:
             self.passthrough.released(dirty_file)
         if dirty_file.discarded:
-            if not dirty_file.trying.turn.locked():  # otherwise its removal is still running, and may fail
-                self._dirty_files.pop(dirty_file.id, None)
-                self._forget(dirty_file)
+            if not dirty_file.trying.turn.locked():
+                self._forget_removed(dirty_file)
+            else:  # its removal may be running, and may fail
+                contained(self._queue.nursery, f"removing {dirty_file.key}", self._after_removal, dirty_file)
         elif not dirty_file.dirty:
             self._settle_soon(dirty_file)
         elif dirty_file.waits:
             contained(self._queue.nursery, f"closing {dirty_file.key}", self._after_release, dirty_file)
+
+    def _forget_removed(self, dirty_file: DirtyFile) -> None:
+        """Forget a file that has lost its name and its last user."""
+        self._dirty_files.pop(dirty_file.id, None)
+        self._forget(dirty_file)
+
+    async def _after_removal(self, dirty_file: DirtyFile) -> None:
+        """Wait for the end of a removal during which the last user has closed the file."""
+        async with taken(dirty_file.trying.turn):
+            if dirty_file.discarded and not dirty_file.handles:
+                self._forget_removed(dirty_file)
 
     def _settle_soon(self, dirty_file: DirtyFile) -> None:
         """Begin to settle a clean file that is not in use."""
@@ -795,13 +807,8 @@ class Uploads:
                     dirty_file.record.over = None
                     self._drop(dirty_file)
             made = dirty_file.trying.unsure or dirty_file.stored is not stored
-            try:
-                if made and not replaced and (not dirty_file.conflicts or await self._own(dirty_file)):
-                    await dirty_file.origin.delete(dirty_file.key)
-            finally:
-                if not dirty_file.handles:  # the last user may have closed it during these requests
-                    self._dirty_files.pop(dirty_file.id, None)
-                    self._forget(dirty_file)
+            if made and not replaced and (not dirty_file.conflicts or await self._own(dirty_file)):
+                await dirty_file.origin.delete(dirty_file.key)
 
     # -- called by dirty files ----------------------------------------------------------------------
 

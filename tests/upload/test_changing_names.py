@@ -90,7 +90,9 @@ async def test_a_file_that_the_cache_takes_amid_its_removal_can_be_opened_if_tha
 
 
 @in_trio
-async def test_a_file_whose_last_user_closes_it_at_the_end_of_its_removal_is_forgotten(tmp_path: Path) -> None:
+async def test_a_file_whose_last_user_closes_it_at_the_end_of_its_removal_is_forgotten(
+    tmp_path: Path,
+) -> None:
     async with desk(tmp_path) as d:
         dirty_file = await d.create("k", b"data")
         d.store.fail("put", lambda: OriginFailed("no reply"), lost=True)
@@ -103,7 +105,21 @@ async def test_a_file_whose_last_user_closes_it_at_the_end_of_its_removal_is_for
             d.uploads.release(dirty_file)
             assert held.release is not None
             held.release.set()
+        await d.quiet()
         assert d.uploads._dirty_files == {} and d.store.objects == {}
+
+
+@in_trio
+async def test_a_removed_file_whose_last_user_closes_it_while_an_upload_looks_at_it_is_forgotten(
+    tmp_path: Path,
+) -> None:
+    async with desk(tmp_path) as d:
+        dirty_file = await d.create("k", b"data")
+        await d.uploads.discard(dirty_file)
+        async with dirty_file.trying.turn:  # as for an upload that was planned before
+            d.uploads.release(dirty_file)
+        await d.quiet()
+        assert d.uploads._dirty_files == {}
 
 
 @in_trio
