@@ -119,6 +119,15 @@ class StoredFile(NamedTuple):
     attrs: dict[str, Any]
 
 
+class _Resumed(NamedTuple):
+    """What goes on from the memory of the previous daemon: dirty files by id, the ids of files that they have replaced, and
+    the ids of records that no dirty file needs."""
+
+    files: dict[str, DirtyFile]
+    replaced: set[str]
+    unused: list[str]
+
+
 class Together:
     """Gathers small files, and calls `work` with them in a task once there are `TOGETHER`, or after `TOGETHER_S`."""
 
@@ -519,11 +528,10 @@ class Uploads:
         for a reader."""
         return self.passthrough.resume(dirty_file, backing_id, writes=writes)
 
-    async def _resume(self, open_inos: Container[int]) -> tuple[dict[str, DirtyFile], set[str], list[str]]:
+    async def _resume(self, open_inos: Container[int]) -> _Resumed:
         """Make the dirty files that go on from the memory of the previous daemon: those with changes, and those that the
-        kernel has open (`open_inos`). Returns (dirty files by id, ids of the files that they have replaced, ids of records
-        that no dirty file needs). Ends of files that were in memory are on the disk afterwards; on a full disk a small file
-        stays in memory."""
+        kernel has open (`open_inos`). Ends of files that were in memory are on the disk afterwards; on a full disk a small
+        file stays in memory."""
         assert self._disk.shared is not None
         records, found, unused = self._disk.shared.records, dict[str, DirtyFile](), list[str]()
         rows = records.found()
@@ -562,7 +570,7 @@ class Uploads:
                 records.drop(name)
                 if row["dirty"]:
                     log.error("%s was being written, and is lost: %s", origin.name(row["key"]), str(exc))  # noqa: TRY400
-        return found, over, unused
+        return _Resumed(found, over, unused)
 
     async def _take_tails(
         self, resumable: Mapping[str, _Resumable]
@@ -1082,9 +1090,7 @@ class Uploads:
         moved aside (`journal.py`); their multipart uploads are aborted in the background. `open_inos` are the inodes that
         the kernel has open."""
         resumed, over, unused = (
-            (dict[str, DirtyFile](), set[str](), list[str]())
-            if self._disk.shared is None
-            else await self._resume(open_inos)
+            _Resumed({}, set(), []) if self._disk.shared is None else await self._resume(open_inos)
         )
         found = await recover(self._records, self._disk.directory, self._revive, resumed, over)
         if self._disk.shared is not None:
