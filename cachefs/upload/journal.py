@@ -740,11 +740,18 @@ async def recover(
                 size = (staging / row["file"]).stat().st_size if on_disk else in_journal[row["file"]]
                 records.elsewhere.append(WaitingFile(row["source"], size))
                 continue
-            dirty_file = revive(name, row, origin)
-            log.info("%s waits for its upload since an earlier run (%d bytes)", url, dirty_file.size)
-            revived.append(dirty_file)
-            continue
-        if name in replaced:
+            try:
+                dirty_file = revive(name, row, origin)
+            except (OSError, CachefsError) as exc:
+                if not on_disk:  # the journal alone has its bytes, and must not be emptied
+                    raise CacheUnusable(f"{url} waits for its upload, and cannot be read: {exc}") from exc
+                # Without its row, the next start moves the staging file aside, if it is still there.
+                log.error("%s was to be uploaded, and %s cannot be read: %s", url, staging / row["file"], exc)  # noqa: TRY400
+            else:
+                log.info("%s waits for its upload since an earlier run (%d bytes)", url, dirty_file.size)
+                revived.append(dirty_file)
+                continue
+        elif name in replaced:
             log.info("%s was replaced by another file", url)
             obsolete.add(row["file"])  # whatever its mark says, because the row of the other file is newer
         elif row["acknowledged"]:

@@ -1017,6 +1017,53 @@ async def test_a_row_that_a_full_disk_refuses_at_a_takeover_is_written_later(
 
 
 @in_trio
+async def test_a_staging_file_that_vanishes_during_a_start_is_lost_alone(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = os.urandom(HELD + 1)
+    async with daemon.alive(writeback=True, upload_delay_s=3600) as (d, _):
+        await d.save("first", data)
+        await d.save("second", data)
+        after = daemon.killed(tmp_path / "second")
+    restorable = journal.restorable
+
+    def vanishes(rows: Mapping[str, Mapping[str, Any]], files: Any) -> set[str]:
+        found = restorable(rows, files)
+        (
+            after.path / "staging" / next(row["file"] for row in rows.values() if row["key"] == "first")
+        ).unlink()
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(journal, "restorable", vanishes)
+        async with desk(after.path, after.store, writeback=True) as d:
+            assert [one.key for one in d.uploads.pending()] == ["second"]
+            assert len(d.uploads.journal.rows(journal.DIRTY_FILES)) == 1
+            assert await d.uploads.flush() == []
+    assert [
+        r.getMessage()
+        for r in caplog.records
+        if r.levelno == logging.ERROR and "/first was to be" in r.message
+    ]
+
+
+@in_trio
+async def test_a_content_that_cannot_be_read_refuses_the_start(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with daemon.alive(writeback=True, upload_delay_s=3600) as (d, _):
+        await d.save("small", b"data")
+        after = daemon.killed(tmp_path / "second")
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "content", lambda self, key: None)
+        with pytest.raises(CacheUnusable, match="small waits for its upload, and cannot be read"):
+            async with desk(after.path, after.store, writeback=True):
+                pass
+    async with desk(after.path, after.store, writeback=True, upload_delay_s=3600) as d:
+        assert [(one.key, await content(one)) for one in d.uploads.pending()] == [("small", b"data")]
+
+
+@in_trio
 async def test_a_replaced_file_whose_row_a_full_disk_keeps_does_not_come_back_after_two_kills(
     daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
