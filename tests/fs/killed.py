@@ -154,8 +154,7 @@ class Model:
         self.loose |= {number, old}
 
     def write(self, number: int, data: bytes) -> None:
-        if data != self.data[number]:
-            self.mtime.pop(number, None)
+        self.mtime.pop(number, None)
         self.data[number] = data
 
 
