@@ -455,8 +455,12 @@ class DirtyFiles:
                 return self._resume_nameless(former)
             node = Node(directory, name, former.ino, stored=True)
             node.attrs = self._overrides.get(former.ino)
-        # It may have been renamed since, and a copy may have another etag. The row has the version of its inode.
-        obj = self._local_changes.known_version(node) or replace(former.object, key=node.key)
+        # It may have been renamed since, and a copy may have another etag. All handles of an inode have one version, and so
+        # does its row, while a name leads to it.
+        if others := self._files.under(former.ino):
+            obj = others[0].object
+        else:
+            obj = self._local_changes.known_version(node) or replace(former.object, key=node.key)
         number, _ = self._files.open(former.ino, former.origin, obj, former.mtime_ns, 0, writes=True)
         self._local_changes.add(node)
         return node, number

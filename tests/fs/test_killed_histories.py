@@ -60,6 +60,11 @@ def test_a_file_in_a_renamed_directory_that_is_open_for_writing_can_be_opened_af
     check(place, [("open", "d/x", 1, True, False), ("movedir", "d", "e")], directories=True)
 
 
+def test_all_handles_of_a_removed_file_that_were_opened_around_its_rename_go_on(place: Path) -> None:
+    opens: Script = [("open", "a", 1, True, False), ("rename", "a", "b"), ("open", "b", 2, True, False)]
+    check(place, [*opens, ("unlink", "b")])
+
+
 @pytest.mark.parametrize("function", ["outlive", "resumed_row", "pin", "write_pinned", "_make_pending"])
 def test_a_kill_at_the_first_change_of_a_file_leaves_its_inode_and_its_mode(
     place: Path, function: str
