@@ -138,8 +138,8 @@ class LocalChanges:
         return directory, mark
 
     def inode_of(self, dirty_file: DirtyFile, directory: Directory, name: bytes) -> int:
-        """The inode for a dirty file that is restored under a name: its own; 0 where that is not known. It is not that of the
-        name, because if the previous daemon died during a rename, the name has the inode of the file which this one has
+        """The inode for a dirty file that is restored under a name: its own; 0 where that is not known. It is not that of
+        the name, because if the previous daemon died during a rename, the name has the inode of the file which this one has
         replaced, and processes may have that file open."""
         with suppress(ObjectChanged):
             above, mark = self.place_of(dirty_file.ino)

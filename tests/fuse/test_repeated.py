@@ -768,10 +768,9 @@ def test_a_request_that_was_not_answered_is_answered_by_the_next_daemon(
     world.end()
 
 
-ANSWERED_ANOTHER_WAY = {"rename_and_replace_nothing", "truncate"}
+ANSWERED_ANOTHER_WAY = {"rename_and_replace_nothing"}
 """If a daemon dies behind the copy of a renamed object, the copy counts as a file that is there: the answer is EEXIST, and
-both names stay. If it dies between two rows of a file's first change, the inode has changed: the answer is ESTALE, and the
-kernel walks the path again."""
+both names stay."""
 
 
 QUICK = {"mkdir_for_oneself", "rename_what_is_open_and_stored"}

@@ -115,10 +115,24 @@ def shown(w: World) -> dict[str, tuple[int, int, int]]:
     return {name: (one.ino, one.size, one.mode) for name, one in found.items() if one is not None}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("writeback", [True, False], ids=["writeback", "durable"])
+QUICK = {another_one_replaced, private}
+"""The cases that are not left to `scripts/test --all`, with --writeback and without."""
+
+AT_ANY_STEP = [
+    pytest.param(
+        case,
+        writeback,
+        marks=[] if case in QUICK else pytest.mark.long,
+        id=f"{case.__name__}-{'writeback' if writeback else 'durable'}",
+    )
+    for case in CASES
+    for writeback in (True, False)
+]
+
+
+@pytest.mark.parametrize(("case", "writeback"), AT_ANY_STEP)
 def test_what_was_closed_is_there_whenever_the_daemon_dies(
-    tmp_path: Path, writeback: bool, case: Callable[[World], Last]
+    tmp_path: Path, case: Callable[[World], Last], writeback: bool
 ) -> None:
     with worlds(tmp_path, writeback=writeback) as world:
         world.begin("never")
