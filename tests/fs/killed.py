@@ -991,6 +991,9 @@ class Past:
             else:
                 self.story.append(f"  {what}: {rest}" if what != "failed" else f"  failed:\n{rest[0]}")
         if doubt is not None:
+            if closed and doubt[0] == "close":
+                # Between the record of the handle and the row of the uploaded file, the name may get another inode.
+                self.models[1].loose.add(self.models[0].handles[doubt[1]][0])
             if handle_said or closed:
                 self.models = self.models[1:]
             elif doubt[0] == "close":
@@ -1000,6 +1003,7 @@ class Past:
                 self.models[-1].apply("save", doubt[1], b"")
                 for model in self.models:
                     model.forget_mtime(doubt[1])
+                    model.loose |= {model.names[name] for name in doubt[1:2] if name in model.names}
             elif doubt[0] in ("open", "truncate"):
                 for model in self.models:
                     model.forget_mtime(doubt[1])

@@ -29,6 +29,7 @@ from cachefs.base.errors import CacheUnusable, NoRoom, OriginFailed
 from cachefs.base.names import ObjectId
 from cachefs.base.shared_memory import FileRecords, SharedMemory
 from cachefs.upload import DirtyFile, journal, orphans, sending, staging, uploads
+from cachefs.upload.content import Row
 from cachefs.upload.journal import Journal
 from cachefs.upload.staging import HELD, Shape, StagingFile
 from tests.conftest import LEVEL
@@ -1014,6 +1015,24 @@ async def test_a_row_that_a_full_disk_refuses_at_a_takeover_is_written_later(
             assert d.uploads._records.unwritten == []
             assert d.uploads.journal.rows(journal.DIRTY_FILES)[one.id]["tokens"] == one.record.tokens
             await d.close(one)
+
+
+@in_trio
+async def test_a_small_file_that_is_opened_right_after_its_upload_outlives_a_kill(
+    daemon: Daemon, tmp_path: Path
+) -> None:
+    """The journal had its bytes until then."""
+    async with daemon.alive(writeback=True, upload_delay_s=0) as (d, _):
+        first = await create(d)
+        await add(first, b"data")
+        await d.close(first)
+        assert await d.uploads.flush() == [] and d.settled == [] and first.content.row is Row.NONE
+        d.uploads.open(first)
+        after = daemon.killed(tmp_path / "second")
+        d.uploads.release(first)
+    async with after.alive(INO, writeback=True) as (d, (second,)):
+        assert await content(second) == b"data"
+        await d.close(second)
 
 
 @in_trio
