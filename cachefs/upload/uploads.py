@@ -298,8 +298,8 @@ class Uploads:
         """Add a user, a reader or a writer."""
         dirty_file.open()
         if dirty_file.handles == 1 and not dirty_file.acknowledged:
-            # Its row may be gone since its upload, and the bytes with it. Without memory for them, its users meet EIO after a
-            # kill.
+            # Its row may be gone since its upload, and the bytes with it. Without memory for them, its users meet EIO after
+            # a kill.
             dirty_file.file.outlive_row()
         if dirty_file.handles == 1 and not self._is_noted(dirty_file):
             self.noted(dirty_file)

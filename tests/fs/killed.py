@@ -44,6 +44,7 @@ from tests.fs.mount import Clock, Mount
 
 FILES = ["a", "b", "c", "d/x", "d/y"]
 KILLED, FAILED = 9, 3
+ALL = 1 << 24
 
 Op = tuple[Any, ...]
 Script = list[Op]
@@ -727,11 +728,11 @@ class Daemon:
                 continue
             found = await self.mount.stat(path)
             assert found is not None
-            shown[path] = await self.mount.read(path), found.mode & 0o7777, found.mtime_ns, found.ino
+            shown[path] = await self.mount.read(path, ALL), found.mode & 0o7777, found.mtime_ns, found.ino
         return shown
 
     async def pread(self, h: int) -> bytes:
-        return await self.mount.pread(self.handles[h])
+        return await self.mount.pread(self.handles[h], size=ALL)
 
     # -- what a program does ---------------------------------------------------------------------------
 
