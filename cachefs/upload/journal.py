@@ -53,7 +53,7 @@ from cachefs.base.database import Database, Put, is_full, read_mark
 from cachefs.base.errors import CachefsError, CacheInUse, CacheUnusable, NoRoom
 from cachefs.base.linux import HANGS_AFTER_S
 from cachefs.base.tasks import in_thread, take
-from cachefs.origin import Origin
+from cachefs.origin import ObjectInfo, Origin
 from cachefs.upload import orphans
 from cachefs.upload.content import Row
 from cachefs.upload.dirty_file import DirtyFile
@@ -430,6 +430,16 @@ class WaitingFile(NamedTuple):
     size: int
 
 
+class StoredFile(NamedTuple):
+    """A dirty file of the previous daemon that the origin has got as `info`, and that no process has open."""
+
+    id: str
+    origin: Origin
+    info: ObjectInfo
+    ino: int
+    attrs: dict[str, Any]
+
+
 class Records:
     """Writes the rows of dirty files, and clears away what earlier uploads have left: rows, and uploads at the origins."""
 
@@ -437,6 +447,7 @@ class Records:
         self.journal = journal
         self.orphans: dict[str, dict[str, Any]] = {}  # the rows of multipart uploads to abort
         self.elsewhere: list[WaitingFile] = []
+        self.stored_before: list[StoredFile] = []
         # Files whose rows are older than their records, which outlive this daemon, too. `run` writes the rows.
         self.unwritten: list[DirtyFile] = []
         self._origins = origins

@@ -45,6 +45,7 @@ from cachefs.upload.journal import (
     Journal,
     JournalRemoved,
     Records,
+    StoredFile,
     WaitingFile,
     mark,
     recover,
@@ -107,16 +108,6 @@ class _Resumable(NamedTuple):
     mtime_ns: int
     row: dict[str, Any]
     origin: Origin
-
-
-class StoredFile(NamedTuple):
-    """A dirty file of the previous daemon that the origin has got as `info`, and that no process has open."""
-
-    id: str
-    origin: Origin
-    info: ObjectInfo
-    ino: int
-    attrs: dict[str, Any]
 
 
 class _Resumed(NamedTuple):
@@ -209,7 +200,6 @@ class Uploads:
         )
         self.passthrough = Passthrough(staging_dir, self.room.relieve)
         self._dirty_files: dict[str, DirtyFile] = {}
-        self.stored_before: list[StoredFile] = []  # after `recover`
         self._together = Together(self._queue, self._settle_together)
 
     @property
@@ -472,6 +462,11 @@ class Uploads:
         """The files of an earlier run that this one cannot upload, because their sources are not mounted."""
         return self._records.elsewhere
 
+    @property
+    def stored_before(self) -> list[StoredFile]:
+        """After `recover`: the files that the origin has got from the previous daemon, and that were not settled yet."""
+        return self._records.stored_before
+
     async def note(self, name: str, row: Mapping[str, Any] | None) -> None:
         """Store a JSON object durably for the filesystem; None removes it. Raises `NoRoom`, `CacheUnusable` if it is not
         stored. A removal that fails is logged, and tried again."""
@@ -549,7 +544,7 @@ class Uploads:
                 continue
             if origin is not None and not row["removed"] and row["base"] is not None:
                 info = ObjectInfo(row["key"], row.get("size", 0), mtime_ns, row["base"])
-                self.stored_before.append(StoredFile(name, origin, info, row["ino"], row["attrs"]))
+                self._records.stored_before.append(StoredFile(name, origin, info, row["ino"], row["attrs"]))
             unused.append(name)
         kept, lost = await self._take_tails(resumable)
         # A file that is lost has replaced none: the older one comes back.

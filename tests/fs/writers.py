@@ -106,6 +106,7 @@ class MemoryWriter:
         self.failure: CachefsError | None = None
         self.dirty_files: list[MemoryDirtyFile] = []
         self.noted: dict[str, dict[str, Any]] = {}
+        self.stored_before: list[Any] = []
         self._names = map(str, itertools.count(1))
 
     async def begin(
@@ -178,7 +179,7 @@ class MemoryWriter:
         return []
 
     def outlive(self, dirty_file: MemoryDirtyFile, ino: int, *, named: bool) -> None:
-        """Nothing of this outlives the test."""
+        dirty_file.ino = ino
 
     async def commit(self, dirty_file: MemoryDirtyFile) -> None:
         dirty_file.look()
