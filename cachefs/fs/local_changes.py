@@ -294,7 +294,8 @@ class LocalChanges:
         info = dirty_file.committed
         new = Row(node.directory.listed.generation, info.mtime_ns, info.size, info.etag, node.ino)
         key = node.directory.key + node.name
-        self._tree.database.write([("names", key, encode(new)), ("local", key, None)])
+        # With the state of the directory: after a kill, no row may have a generation that the next listing gets.
+        self._tree.database.write([("names", key, encode(new)), ("local", key, None), node.directory.state()])
         self._overrides.put(node.ino, node.attrs)
         self._let_go(node)
         self._freshness.note_answer(node.directory, node.name, node.ino, self._tree.clock())

@@ -845,17 +845,16 @@ def _written_file(path: Path, data: bytes, *, for_passthrough: bool = False, mar
 def spill_tail(path: Path, tail: Tail, mtime_ns: int, mark: Mark) -> None:
     """Write the end of a staging file, which a daemon that has died had in memory, to the disk, and set its mtime. A file
     that is made appears whole, because the journal may have its content; then `mark` is called. Blocking. Raises OSError;
-    FileNotFoundError if the file was removed from outside, or is shorter than the offset of its end."""
+    FileNotFoundError if the file was removed from outside."""
     if not tail.start and not path.exists():
         os.close(_written_file(path, bytes(tail), mark=mark))
         os.utime(path, ns=(mtime_ns, mtime_ns))
         return
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
-        if os.fstat(fd).st_size < tail.start:
-            raise FileNotFoundError(errno.ENOENT, "the file is shorter than it was")
-        _write(fd, tail.start, bytes(tail))
-        os.ftruncate(fd, tail.start + len(tail))
+        if os.fstat(fd).st_size >= tail.start:  # otherwise the daemon died in `truncate`, behind the cut
+            _write(fd, tail.start, bytes(tail))
+            os.ftruncate(fd, tail.start + len(tail))
         os.utime(fd, ns=(mtime_ns, mtime_ns))
     finally:
         os.close(fd)

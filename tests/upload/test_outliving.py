@@ -507,6 +507,21 @@ async def test_a_file_that_was_removed_from_outside_is_lost_alone(
 
 
 @in_trio
+async def test_a_kill_amid_a_truncation_leaves_what_was_cut(daemon: Daemon, tmp_path: Path) -> None:
+    """The file was cut, and the end of it that lay in memory was not freed yet."""
+    async with daemon.alive() as (d, _):
+        first = await create(d)
+        await add(first, b"x" * (HELD + 1))
+        await add(first, b"in memory")
+        after = daemon.killed(tmp_path / "second")
+        await d.close(first)
+    os.truncate(after.path / "staging" / first.file.path.name, 3)
+    async with after.alive(INO) as (d, (left,)):
+        assert await content(left) == b"xxx"
+        await d.close(left)
+
+
+@in_trio
 async def test_a_failed_fsync_is_remembered(
     daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
