@@ -110,11 +110,11 @@ def _check_descriptors() -> None:
 
 
 def _check_cache_directory(path: Path) -> None:
-    for place in (path, *path.parents):
-        if place.exists():
-            if not place.is_dir():
+    for above in path.parents:
+        if above.exists():
+            if not above.is_dir():
                 raise MountError(
-                    f"the cache directory {path} cannot be: {place} is a file: choose another --cache-dir"
+                    f"the cache directory {path} cannot be: {above} is a file: choose another --cache-dir"
                 )
             return
 
