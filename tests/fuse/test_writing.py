@@ -62,12 +62,12 @@ class Noted:
     async def lookup(self, parent: int, name: bytes) -> tuple[Attributes | None, float]:
         return (NEW if self.there else None), 1.5
 
-    async def mknod(self, *arguments: Any) -> tuple[Attributes, float]:
-        await self._note("mknod", *arguments)
+    async def mknod(self, *arguments: Any, again: bool) -> tuple[Attributes, float]:
+        await self._note("mknod", *arguments, *(["again"] if again else []))
         return NEW, 1.5
 
-    async def mkdir(self, *arguments: Any) -> tuple[Attributes, float]:
-        await self._note("mkdir", *arguments)
+    async def mkdir(self, *arguments: Any, again: bool) -> tuple[Attributes, float]:
+        await self._note("mkdir", *arguments, *(["again"] if again else []))
         return NEW, 1.5
 
     def write_now(self, fh: int, offset: int, data: bytes | memoryview) -> int | None:
@@ -616,14 +616,12 @@ async def test_a_write_that_waits_for_nothing_is_answered_at_once(size: int) -> 
 
 # -- requests that the kernel repeats ----------------------------------------------------------------
 
-MISSING, THERE = errors.NotFound("it is not there"), errors.AlreadyExists("it is there")
+MISSING = errors.NotFound("it is not there")
 TWO_NAMES = protocol.RENAME_IN.pack(6) + b"old\0new\0"
 REPEATED: dict[str, tuple[int, bytes, Exception, int]] = {
     "unlink": (Op.UNLINK, b"name\0", MISSING, errno.ENOENT),
     "rmdir": (Op.RMDIR, b"name\0", MISSING, errno.ENOENT),
     "rename": (Op.RENAME, TWO_NAMES, MISSING, errno.ENOENT),
-    "mkdir": (Op.MKDIR, protocol.MKDIR_IN.pack(0o755, 0) + b"name\0", THERE, errno.EEXIST),
-    "mknod": (Op.MKNOD, protocol.MKNOD_IN.pack(0o100644, 0, 0, 0) + b"name\0", THERE, errno.EEXIST),
 }
 """Request → opcode, body, what it raises when it was carried out before, and the errno of that where it is not repeated."""
 
@@ -641,14 +639,27 @@ async def test_a_change_that_is_repeated_may_have_been_made(name: str, found: bo
         reply = await asking.reply(asking.send(opcode, DIRECTORY, body, unique=777 | protocol.RESENT))
         made = found or name in ("unlink", "rmdir")
         assert reply.error == (0 if made else errno.ENOENT)
-        if found and name in ("mkdir", "mknod"):
-            assert len(reply.body) == ENTRY_BYTES
         fs.fails[name] = errors.CacheUnusable("another failure")
         reply = await asking.reply(asking.send(opcode, DIRECTORY, body, unique=779 | protocol.RESENT))
         assert reply.error == errno.EIO
         del fs.fails[name]
         reply = await asking.reply(asking.send(opcode, DIRECTORY, body, unique=781 | protocol.RESENT))
         assert not reply.error
+
+
+@pytest.mark.parametrize(
+    ("op", "body"),
+    [
+        (Op.MKDIR, protocol.MKDIR_IN.pack(0o755, 0) + b"name\0"),
+        (Op.MKNOD, protocol.MKNOD_IN.pack(0o100644, 0, 0, 0) + b"name\0"),
+    ],
+)
+async def test_the_filesystem_is_told_that_a_mkdir_or_mknod_is_repeated(op: Op, body: bytes) -> None:
+    async with writing(fs := Noted()) as asking:
+        for unique in (777, 777 | protocol.RESENT):
+            reply = await asking.reply(asking.send(op, DIRECTORY, body, unique=unique))
+            assert not reply.error and len(reply.body) == ENTRY_BYTES
+        assert ["again" in arguments for _, *arguments in fs.calls] == [False, True]
 
 
 async def test_a_create_that_is_repeated_takes_what_it_may_have_made() -> None:
