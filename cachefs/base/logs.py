@@ -105,6 +105,7 @@ class _Rotating(logging.handlers.RotatingFileHandler):
         )
 
     def follow_rotation(self) -> None:
+        """As the function below. Without a change, or if the file cannot be opened, it goes on with the one it has."""
         if self.stream is None:
             return
         try:
