@@ -91,7 +91,9 @@ def test_the_next_daemons_write_the_same_log(mounted: Mounted, bucket: Bucket) -
     kill(mount)
     status = mount.ask("status")
     assert status["log_file"] == str(mount.log_file)
-    assert mount.cli("logs", mount.path).stdout.count("mounted ") == 2
+    eventually(
+        lambda: mount.cli("logs", mount.path).stdout.count("mounted ") == 2, "both daemons say so in one log"
+    )
     assert os.readlink(f"/proc/{status['pid']}/cwd") == "/", "it keeps no directory busy"
     standby = _next_one(mount)
     eventually(
