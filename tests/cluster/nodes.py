@@ -229,7 +229,7 @@ class Cluster:
         assert self.failures() == {}, self.failures()
         # What is fetched ahead goes on, and the last byte of a reply comes before it is counted.
         eventually(agree, "every byte is counted on both sides", 5)
-        assert self.total("origin_bytes") == self.data.sent()
+        eventually(lambda: self.total("origin_bytes") == self.data.sent(), "all that was sent is counted", 5)
         assert self.failures() == {}, self.failures()
 
 
