@@ -546,23 +546,25 @@ class Changing:
                 log.warning("renaming %s to %s is still unfinished: %s", row["from"], row["to"], exc)
         for ino, old_name, left in self._tree.left:
             try:
-                origin, key = _key((self._tree.directory(ino), old_name))
+                directory = self._tree.directory(ino)
+                origin, key = _key((directory, old_name))
                 await self._remove_older(origin, {**json.loads(left), "from": key}, find)
+                self._tree.database.write([("local", directory.key + old_name, None)])
             except CachefsError as exc:
                 log.warning("a file that was renamed may still have its old name, too: %s", exc)
 
     async def _remove_older(self, origin: Origin, row: dict[str, Any], find: Find) -> None:
-        """Delete the older version of a renamed file under its old name, if the new name has the file here or at the
-        origin."""
+        """Delete the older version of a renamed file under its old name, if the new name has the file here or at the origin.
+        `row` is that of a note, or the JSON of `Tree.left` with the old key (`from`)."""
         pending = {one.key: one.id for one in self._writer.pending() if one.origin is origin}
         if row["from"] in pending:
             return  # it was not renamed yet
         try:
             if (back := pending.get(row["to"])) is not None:
                 if "file" in row and back != row["file"]:
-                    return  # the file that was to be replaced
+                    return  # it is the file that was to be replaced, and the renamed one is lost
             elif (await origin.head(row["to"])).etag == row.get("before"):
-                return  # the same
+                return  # the origin still has the object that was to be replaced
             older = await origin.head(row["from"])
         except NotFound:
             return

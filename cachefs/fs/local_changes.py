@@ -186,18 +186,15 @@ class LocalChanges:
             for handle in self._files.under(node.ino):  # first, because it may fail
                 self.attach(handle, node)
             etag, mtime_ns = DIRTY_FILE_ETAG + node.dirty_file.id, node.dirty_file.mtime_ns
-            if has_inode := bool(node.ino):
-                # Before the row: if a kill came in between, the file would get another inode, and lose its attributes.
-                self._writer.outlive(node.dirty_file, node.ino, named=True)
+            node.ino = node.ino or self._tree.numbers.next()
+            # Before the row: if a kill came in between, the file would get another inode, and lose its attributes.
+            self._writer.outlive(node.dirty_file, node.ino, named=True)
             node.row, lost = pin(self._tree, node.directory, node.name, mtime_ns, etag, node.ino)
-            node.ino = node.row.ino
             self._lose(lost)
             self._files.nameless.pop(node.ino, None)  # a listing may have just shown another client's version
             self._make_pending(node)
             self._files.forget_warm()
             self._files.switch(node.ino, self.version(node), node.dirty_file.mtime_ns)
-            if not has_inode:
-                self._writer.outlive(node.dirty_file, node.ino, named=True)
 
     def _make_pending(self, node: Node) -> None:
         node.pending = True

@@ -169,10 +169,10 @@ def move(
 def pin(
     tree: Tree, directory: Directory, name: bytes, mtime_ns: int, etag: str, ino: int
 ) -> tuple[Row, list[Lost]]:
-    """Write the row of a name under which a file is being written, with inode `ino` (0: a new one). No listing changes or
-    sweeps it until it is written again. Returns the row, and what lost its name."""
+    """Write the row of a name under which a file is being written, with inode `ino`. No listing changes or sweeps it until
+    it is written again. Returns the row, and what lost its name."""
     as_dir, as_file = tree.find(directory, name)
-    row = Row(PINNED, mtime_ns, 0, etag, ino or tree.numbers.next(), False)
+    row = Row(PINNED, mtime_ns, 0, etag, ino, False)
     before = {mark_of_directory(name): as_dir, name: as_file}
     lost = forget(
         tree, directory, {mark: old for mark, old in before.items() if old is not None and old.ino != row.ino}

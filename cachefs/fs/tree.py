@@ -331,17 +331,17 @@ class Tree:
 
     def forget_local(self) -> None:
         """Forget what was left of names that the last daemon was writing, once the dirty files are recovered: until then the
-        next daemon needs it, if this one is killed."""
+        next daemon needs it, if this one is killed. Rows of `left` stay until their objects are deleted."""
         after = b""
         while rows := self.database.scan("local", after, b"\xff" * 8, 1000):
-            found = [key for key, _ in rows]
+            found = [key for key, left in rows if not left]
             names = self.database.get_many("names", found)
             self.database.write(
                 ("local", key, None)
                 for key, data in zip(found, names, strict=True)
                 if data is None or decode(data).generation != PINNED
             )
-            after = found[-1] + b"\0"
+            after = rows[-1][0] + b"\0"
 
     def _write_volumes(self, volumes: Sequence[Volume]) -> None:
         """Write the root directory, which is the list of volumes, as listed and always fresh."""

@@ -49,9 +49,9 @@ class Record:
     (or what they begin with, of a file that it has replaced), the state of the multipart `upload`, and the id of the dirty
     file that it has `replaced`, which a crash must not restore. `over` is that file, if this run has replaced it.
     The holder of the `turn` writes the row. The journal also has the content of the generation `content_of` (-1: of none, or
-    of an unknown one). `ino` is its inode (0: not known). Of its record for the next daemon, in shared memory: `says_clean`:
-    the record says that the origin has the content. `says_removed`: it says that the name is removed, which is
-    certain later than `Content.removed`."""
+    of an unknown one). `ino` is its inode (0: not known). `says_clean` and `says_removed` are about its record for the next
+    daemon, in shared memory: that record says that the origin has the content, or that the name is removed. That is certain
+    later than `Content.removed`."""
 
     def __init__(self) -> None:
         self.turn = trio.Lock()

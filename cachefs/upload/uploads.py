@@ -490,8 +490,10 @@ class Uploads:
 
     def noted(self, dirty_file: DirtyFile) -> None:
         """Write or remove the record of a dirty file for the next daemon, after a change of its state."""
-        if self._disk.shared is None or not dirty_file.ino or dirty_file.id not in self._dirty_files:
-            return  # the last: it was settled while a rename of it waited for the origin
+        if self._disk.shared is None or not dirty_file.ino:
+            return
+        if dirty_file.id not in self._dirty_files:
+            return  # it was settled while a rename of it waited for the origin
         # A file that is being discarded gets no record. If it has one, the record stays right: the name comes back if the
         # origin refuses the removal, or if this daemon dies before.
         if dirty_file.discarded and not self._is_noted(dirty_file):

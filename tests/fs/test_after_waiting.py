@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable
@@ -436,6 +437,27 @@ async def test_the_older_version_of_a_renamed_file_goes_once_the_new_name_has_th
     async with world(tmp_path, bucket=bucket) as w:
         assert await w.mount.stat("old") is None if done else await w.mount.read("old") == b"older"
         assert w.uploads.notes() == {}
+
+
+async def test_what_a_rename_has_left_is_deleted_by_the_first_start_that_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(key: str) -> ObjectInfo:
+        raise OriginFailed(f"no reply about {key}")
+
+    bucket = Tokens()
+    old, _ = bucket._made("old", b"renamed"), bucket._made("new", b"renamed")
+    async with world(tmp_path, bucket=bucket) as w:
+        tree = w.mount.fs._tree
+        left = json.dumps({"to": "new", "versions": [old.etag]}).encode()
+        tree.database.write([("local", tree.root.key + b"old", left)])
+    with monkeypatch.context() as out:
+        out.setattr(bucket, "head", fails)
+        async with world(tmp_path, bucket=bucket):
+            assert "old" in bucket.objects
+    async with world(tmp_path, bucket=bucket) as w:
+        assert await w.mount.stat("old") is None and await w.mount.read("new") == b"renamed"
+        assert w.mount.fs._tree.database.scan("local") == []
 
 
 async def test_a_kill_between_an_upload_and_the_removal_of_its_row(tmp_path: Path) -> None:
