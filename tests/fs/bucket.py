@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import trio
@@ -234,3 +234,28 @@ class Bytes:
 
     def cached_bytes(self, obj: ObjectId) -> int:
         return obj.size if obj in self.warm else 0
+
+
+class PausingBucket(WritableBucket):
+    """Each answer takes as long as `chance.pause_s()` says."""
+
+    chance: Any
+
+    @property
+    def delay(self) -> float:
+        return self.chance.pause_s()
+
+    @delay.setter
+    def delay(self, seconds: float) -> None:
+        pass
+
+    async def _answered(self, answer: Awaitable[Any]) -> Any:
+        found = await answer
+        await trio.sleep(self.chance.pause_s())
+        return found
+
+    async def list_page(self, prefix: str, **how: Any) -> Any:
+        return await self._answered(super().list_page(prefix, **how))
+
+    async def head(self, key: str) -> Any:
+        return await self._answered(super().head(key))

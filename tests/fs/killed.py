@@ -39,7 +39,7 @@ from cachefs.base.shared_memory import SharedMemory
 from cachefs.fs import FORMAT, TABLES, FileSystem, Former, Options, Volume
 from cachefs.origin.protocol import ObjectInfo
 from cachefs.upload import Uploads, journal
-from tests.fs.bucket import Bytes, WritableBucket, content_of
+from tests.fs.bucket import Bytes, PausingBucket, content_of
 from tests.fs.mount import Clock, Mount
 
 FILES = ["a", "b", "c", "d/x", "d/y"]
@@ -182,7 +182,7 @@ class Chance:
         return 0.0 if self.quick else self.rng.choice((0.0, 0.0, 0.0, 0.001, 0.004, 0.02))
 
 
-class Origin(WritableBucket):
+class Origin(PausingBucket):
     """Each change is logged when it is made. An upload may fail, before or after that, until `end`."""
 
     def __init__(self, chance: Chance, log: Log) -> None:
@@ -190,14 +190,6 @@ class Origin(WritableBucket):
         self.token: dict[str, str] = {}
         super().__init__()
         self.end = False
-
-    @property
-    def delay(self) -> float:
-        return self.chance.pause_s()
-
-    @delay.setter
-    def delay(self, seconds: float) -> None:
-        pass
 
     def load(self, key: str, info: ObjectInfo | None, data: bytes, token: str, version: int) -> None:
         self.version = version
@@ -213,17 +205,6 @@ class Origin(WritableBucket):
         self.token[info.etag] = token
         self.log.say("origin", key, info, data, token, self.version)
         return info
-
-    async def _answered(self, answer: Awaitable[Any]) -> Any:
-        found = await answer
-        await trio.sleep(self.chance.pause_s())
-        return found
-
-    async def list_page(self, prefix: str, **how: Any) -> Any:
-        return await self._answered(super().list_page(prefix, **how))
-
-    async def head(self, key: str) -> Any:
-        return await self._answered(super().head(key))
 
     async def put(self, key: str, source: Any, size: int, *, token: str = "", **how: Any) -> Any:
         fails = not self.end and self.chance.rng.random() < self.chance.puts_fail and not key.endswith("/")

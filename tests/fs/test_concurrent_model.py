@@ -35,7 +35,7 @@ from cachefs.origin.protocol import ObjectInfo
 from tests import threads
 from tests.conftest import examples
 from tests.fs import linear
-from tests.fs.bucket import MTIME, Bytes, WritableBucket, content_of, etag_of
+from tests.fs.bucket import MTIME, Bytes, PausingBucket, content_of, etag_of
 from tests.fs.linear import FAILED, OK, State, Step
 from tests.fs.mount import ROOT
 from tests.fs.test_writing_model import NoCache, Reader, World
@@ -71,7 +71,7 @@ class Chance:
         return 0.0 if self.quick else self.rng.choice(PAUSES_S)
 
 
-class Origin(WritableBucket):
+class Origin(PausingBucket):
     """Each request takes a time of its own before it is done, and another until its answer is here."""
 
     def __init__(self, chance: Chance) -> None:
@@ -89,28 +89,9 @@ class Origin(WritableBucket):
             return self.objects[key]
         return super()._made(key, data)
 
-    @property
-    def delay(self) -> float:
-        return self.chance.pause_s()
-
-    @delay.setter
-    def delay(self, seconds: float) -> None:
-        pass
-
     def strike(self, kind: str, key: str) -> CachefsError | None:
         failing = self.chance.failing
         return OriginFailed(f"no {kind} of {key}") if failing and self.chance.rng.random() < failing else None
-
-    async def _answered(self, answer: Awaitable[Any]) -> Any:
-        found = await answer
-        await trio.sleep(self.chance.pause_s())
-        return found
-
-    async def list_page(self, prefix: str, **how: Any) -> Any:
-        return await self._answered(super().list_page(prefix, **how))
-
-    async def head(self, key: str) -> Any:
-        return await self._answered(super().head(key))
 
     async def put(self, *what: Any, **how: Any) -> Any:  # type: ignore[override]
         return await self._answered(super().put(*what, **how))

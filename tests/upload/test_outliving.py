@@ -831,30 +831,41 @@ async def test_an_open_file_that_lies_in_memory_is_there_after_its_upload(
             assert after.store.content("k").endswith(b"!") and await d.files() == []
 
 
+class SlowJournal:
+    """Transactions of the journal do not begin until `goes_on`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.writing, self.goes_on = threading.Event(), threading.Event()
+        write = journal.Journal._write
+
+        def slow(of: Any, puts: Sequence[Any], batch: Any) -> None:
+            self.writing.set()
+            self.goes_on.wait(30)
+            write(of, puts, batch)
+
+        monkeypatch.setattr(journal.Journal, "_write", slow)
+
+    async def reached(self) -> None:
+        while not self.writing.is_set():
+            await trio.lowlevel.checkpoint()
+
+
 @in_trio
 async def test_a_file_that_is_removed_while_it_is_acknowledged_is_there_for_its_users(
     daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When the removal begins, its bytes are not in the journal alone yet."""
-    writing, goes_on, write = threading.Event(), threading.Event(), journal.Journal._write
-
-    def slow(self: Any, puts: Sequence[Any], batch: Any) -> None:
-        writing.set()
-        goes_on.wait(30)
-        write(self, puts, batch)
-
     async with daemon.alive(writeback=True, upload_delay_s=3600) as (d, _):
         first = await create(d)
         await add(first, b"data")
-        monkeypatch.setattr(journal.Journal, "_write", slow)
+        disk = SlowJournal(monkeypatch)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(d.uploads.commit, first)
-            while not writing.is_set():
-                await trio.lowlevel.checkpoint()
+            await disk.reached()
             nursery.start_soon(d.uploads.discard, first)
             while not first.record.turn.statistics().tasks_waiting:
                 await trio.lowlevel.checkpoint()
-            goes_on.set()
+            disk.goes_on.set()
         after = daemon.killed(tmp_path / "second")
         d.uploads.release(first)
     async with after.alive(INO, writeback=True) as (d, (second,)):
@@ -868,25 +879,17 @@ async def test_a_file_that_is_renamed_while_it_is_acknowledged_comes_back_under_
     daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outlives: bool
 ) -> None:
     """One process closes it while another one renames it."""
-    writing, goes_on, write = threading.Event(), threading.Event(), journal.Journal._write
-
-    def slow(self: Any, puts: Sequence[Any], batch: Any) -> None:
-        writing.set()
-        goes_on.wait(30)
-        write(self, puts, batch)
-
     async with daemon.alive(writeback=True, upload_delay_s=3600) as (d, _):
         first = await create(d)
         await add(first, b"data")
-        monkeypatch.setattr(journal.Journal, "_write", slow)
+        disk = SlowJournal(monkeypatch)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(d.uploads.commit, first)
-            while not writing.is_set():
-                await trio.lowlevel.checkpoint()
+            await disk.reached()
             nursery.start_soon(d.rename, first, "new")
             for _ in range(1000):
                 await trio.lowlevel.checkpoint()
-            goes_on.set()
+            disk.goes_on.set()
         d.uploads.release(first)
         after = daemon.killed(tmp_path / "second")
     memory = after.memory() if outlives else None
