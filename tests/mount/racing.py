@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -379,12 +380,7 @@ def series(
             mount.start()
             wrong += differences(here, tree(mount.path), "before / after a restart")
             wrong += unusable(root, chosen.names)
-            wrong += [
-                line
-                for line in mount.log().splitlines()
-                if "Traceback" in line
-                or (" ERROR " in line and not (chosen.kills and any(said in line for said in ALLOWED)))
-            ][:5]
+            wrong += complaints(mount.log(), ALLOWED if chosen.kills else ())[:5]
             mount.stop()
         except (OSError, AssertionError, subprocess.SubprocessError) as exc:
             wrong.append(f"{type(exc).__name__}: {exc}")
@@ -395,6 +391,16 @@ def series(
             mount.kill_all()
             eventually(lambda: not any(map(mount.runs_as, mount.pids)), "the daemon ends")
     return result, wrong
+
+
+def complaints(log: str, allowed: Sequence[str]) -> list[str]:
+    """The entries of a log that are errors or have a traceback, whole."""
+    entries = re.split(r"^(?=\d{4}-\d\d-\d\dT)", log, flags=re.MULTILINE)
+    return [
+        entry
+        for entry in entries
+        if "Traceback" in entry or (" ERROR " in entry and not any(said in entry for said in allowed))
+    ]
 
 
 def main(arguments: Sequence[str]) -> int:
