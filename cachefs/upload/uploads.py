@@ -921,6 +921,8 @@ class Uploads:
         """Settle a clean file that is not in use: give its file to the cache (with `adopt`), or remove it. Retried later
         while that is not possible."""
         async with taken(dirty_file.lock):
+            if self._dirty_files.get(dirty_file.id) is not dirty_file:
+                return  # it was removed, and its staging file, too
             try:
                 if dirty_file.kernel.in_passthrough and not dirty_file.reclaim():
                     return
@@ -928,7 +930,7 @@ class Uploads:
                 self._settle_later(dirty_file)
                 return
             info = dirty_file.committed
-            if dirty_file.handles or info is None or self._dirty_files.get(dirty_file.id) is not dirty_file:
+            if dirty_file.handles or info is None:
                 return
             if dirty_file.attempt is not None:
                 return  # the attempt's task settles the file at its end

@@ -21,7 +21,7 @@ from cachefs.base.errors import OriginFailed, TooLarge
 from cachefs.origin import ObjectInfo
 from cachefs.store.backing import BackingFile
 from cachefs.upload import passthrough, sending, staging
-from cachefs.upload.dirty_file import DirtyFile
+from cachefs.upload.dirty_file import DirtyFile, Way
 from cachefs.upload.passthrough import IN_A_ROW, WITHIN_S
 from cachefs.upload.staging import HELD, LOOK_S
 from tests.conftest import ROOT
@@ -461,6 +461,24 @@ async def test_one_that_is_removed_meanwhile(tmp_path: Path) -> None:
         ends(d, dirty_file, fd)
         await trio.sleep(10)
         assert d.store.counts == {} and await d.files() == [] and kernel.backings == []
+
+
+@in_trio
+async def test_one_that_is_removed_before_it_is_settled_is_not_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of its upload and its removal can come together. It would be looked for four times a second, without end."""
+    async with desk(tmp_path, writeback=True) as d:
+        Kernel(d)
+        later: list[DirtyFile] = []
+        monkeypatch.setattr(d.uploads, "_settle_later", later.append)
+        dirty_file, fd = await in_passthrough(d, data=b"x")
+        ends(d, dirty_file, fd)
+        await d.uploads.discard(dirty_file)
+        assert await d.files() == []
+        dirty_file.kernel.way = Way.PASSTHROUGH  # as it was when the upload began
+        await d.uploads._settle(dirty_file)
+        assert later == []
 
 
 @in_trio
