@@ -342,9 +342,9 @@ UNSEEN = Identity(0, 0, 0, "?")
 def identify(thread: int) -> Identity:
     """The process of a thread; `UNSEEN` if /proc does not show it."""
     try:
-        lines = Path(f"/proc/{thread}/status").read_text().splitlines()
+        lines = Path(f"/proc/{thread}/status").read_text(errors="replace").splitlines()
         pid = next(int(line.split()[1]) for line in lines if line.startswith("Tgid:"))
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         name, after = stat[stat.index("(") + 1 : stat.rindex(")")], stat[stat.rindex(")") + 2 :].split()
         return Identity(pid, int(after[19]), int(after[1]), name)
     except (OSError, ValueError, IndexError, StopIteration):
@@ -357,7 +357,8 @@ def descendants(pid: int) -> set[int]:
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
-                parents[int(name)] = int(Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1])
+                stat = Path(f"/proc/{name}/stat").read_text(errors="replace")
+                parents[int(name)] = int(stat.rpartition(")")[2].split()[1])
             except (OSError, ValueError, IndexError):
                 continue
     found, before = {pid}, 0

@@ -292,7 +292,7 @@ def holders(mount: Mount, most: int = 8) -> list[str]:
             break
         if process.name.isdigit() and int(process.name) != os.getpid() and _holds(process, mount):
             try:
-                name = (process / "comm").read_text().strip()
+                name = (process / "comm").read_text(errors="replace").strip()
             except OSError:
                 continue
             found.append(f"{name} (pid {process.name})")

@@ -206,7 +206,7 @@ def is_ending(thread: int) -> bool:
     if thread <= 0:
         return False
     try:
-        status = Path(f"/proc/{thread}/status").read_text()
+        status = Path(f"/proc/{thread}/status").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return True
     except OSError:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import trio
 
+from cachefs.base.linux import descendants, identify, mounts
+from cachefs.daemon.mounting import holders
 from cachefs.fuse.callers import has_fatal_signal, is_ending
 from cachefs.fuse.held import LOOK_S
 from cachefs.fuse.protocol import Op
@@ -59,6 +64,31 @@ def test_a_process_is_looked_at_as_it_is() -> None:
             pass
         assert is_ending(process.pid)
     assert not is_ending(0)
+
+
+NAMED = r"""
+open("/proc/self/comm", "wb").write(b"trainingslauf-\xc3")
+print(flush=True)
+input()
+"""
+
+
+@pytest.fixture
+def named(tmp_path: Path) -> Iterator[int]:
+    """A process in `tmp_path` with a name that is no text: the kernel cuts names at 15 bytes, also within a character."""
+    with subprocess.Popen(
+        [sys.executable, "-c", NAMED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tmp_path
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"\n"
+        yield process.pid
+        process.kill()
+
+
+def test_a_process_may_have_any_name(named: int, tmp_path: Path) -> None:
+    assert not is_ending(named)
+    assert holders(replace(mounts()[0], path=str(tmp_path))) == [f"trainingslauf-\ufffd (pid {named})"]
+    assert identify(named)[::3] == (named, "trainingslauf-\ufffd")
+    assert named in descendants(os.getpid())
 
 
 async def test_a_signal_that_ends_no_process_ends_no_request(
