@@ -96,6 +96,47 @@ def test_the_thread_ends_a_process_whose_loop_is_held_up() -> None:
     assert b"stopped without closing cleanly: answering a signal took too long" in said
 
 
+TWICE = """
+import os, signal, sys
+from contextlib import ExitStack
+import trio
+from cachefs.daemon.stopping import Stopping
+
+def signal_again():
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), number)
+
+async def main():
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await anext(signals)
+        stopping.stage("saving memory to disk")
+        signal_again()
+        await trio.sleep(0)
+
+stopping = Stopping()
+with ExitStack() as cleanup:
+    cleanup.callback(stopping.done)
+    cleanup.callback(print, "closed")
+    cleanup.callback(signal_again)
+    stopping.start()
+    if "stop" in sys.argv:
+        trio.run(main)
+    else:
+        os.kill(os.getpid(), int(sys.argv[1]))
+signal_again()
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "code", "closed"),
+    [("stop", 0, True), (str(signal.SIGTERM.value), -signal.SIGTERM, False)],
+)
+def test_a_stop_that_has_begun_closes_all_whatever_signals_come(when: str, code: int, closed: bool) -> None:
+    done = subprocess.run([sys.executable, "-c", TWICE, when], capture_output=True, timeout=SLACK_S)
+    assert (done.returncode, done.stdout) == (code, b"closed\n" * closed), done.stderr
+
+
 def test_the_end_waits_for_a_log_that_hangs_until_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     logs.setup("info", "text")
     root, may = logging.getLogger(), threading.Event()

@@ -5,7 +5,8 @@ closed. A disk that hangs can block each of them, and the event loop itself, in 
 watches. After a deadline it unmounts what is still mounted, writes a line, and ends the process at once. The next start then
 treats the cache as after a crash.
 
-The thread also begins a stop when a signal stays pending, because the event loop is blocked and does not take it.
+The thread also begins a stop when a signal stays pending, because the event loop is blocked and does not take it. Further
+signals do not end a stop: the caches and databases are closed after the event loop has ended, which received the first one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 from cachefs.base.linux import mount_at
 from cachefs.fuse.connection import end
@@ -51,10 +53,14 @@ class Stopping:
         self._leave = leave
         self._ended = threading.Event()
         self._until: float | None = None
+        self._begun = False
+        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         self._doing = "taking the mount away"
         self._mount: tuple[Path, str] | None = None
 
     def start(self) -> None:
+        """Begin the watch. For the main thread only, because it sets handlers of signals."""
+        self._before = {number: signal.signal(number, self._answer) for number in SIGNALS}
         threading.Thread(target=self._watch, name="stopping", daemon=True).start()
 
     def mounted(self, mountpoint: Path) -> None:
@@ -65,11 +71,23 @@ class Stopping:
 
     def stage(self, doing: str, seconds: float = 0.0) -> None:
         """Begin a stage, which may wait for `seconds` in addition to its own work."""
+        self._begun = True
         self._doing = doing
         self._until = self._clock() + STAGE_S + seconds
 
     def done(self) -> None:
         self._ended.set()
+        if self._begun:
+            # The interpreter takes handlers away before the process ends.
+            for number in self._before:
+                signal.signal(number, signal.SIG_IGN)
+
+    def _answer(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal that the event loop does not receive, because it has not begun or has ended. Before a stop has
+        begun, it ends the process as without this handler."""
+        if not self._begun:
+            signal.signal(number, self._before[number])
+            signal.raise_signal(number)
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -81,7 +99,7 @@ class Stopping:
 
     def look(self) -> None:
         if self._until is None and self._pending():
-            self.stage("answering a signal")
+            self._doing, self._until = "answering a signal", self._clock() + STAGE_S
         if self._until is not None and self._clock() > self._until:
             self._end()
 
