@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import trio
+import trio.testing
 from trio.testing import MockClock
 
+from cachefs.base import logs
 from cachefs.base.metrics import Metrics
 from cachefs.base.tasks import RETRY_S
 from cachefs.base.units import Size
 from cachefs.config.config import Config, Source
 from cachefs.daemon import cachedir
-from cachefs.daemon.daemon import retried
+from cachefs.daemon.daemon import Daemon, retried
+from cachefs.daemon.stopping import Stopping
+
+SLACK_S = 30.0
+
+
+def config(place: Path, **options: Any) -> Config:
+    return Config(
+        sources=(Source("", "s3://a"),),
+        mountpoint=place,
+        cache_dir=place / "cache",
+        ram=Size(bytes=0),
+        **options,
+    )
+
+
+def daemon(place: Path, reread: Callable[[], Config]) -> Daemon:
+    """A daemon that has not started yet."""
+    opened = cast("Any", SimpleNamespace(store=SimpleNamespace(pins=SimpleNamespace())))
+    return Daemon(config(place), opened, cast("Any", None), Metrics(), lambda: None, Stopping(), reread)
 
 
 def test_housekeeping_that_fails_is_logged_and_run_again_later(caplog: pytest.LogCaptureFixture) -> None:
@@ -64,11 +89,73 @@ def test_a_tier_that_is_left_out_for_its_size_is_named(
     """A share of a full disk is nothing. A size of 0 is a wish, and no reason for a warning."""
     monkeypatch.setattr(cachedir, "_disk_of", lambda _: (free, free))
     monkeypatch.setattr(cachedir, "open_store", lambda *_, **__: SimpleNamespace(warnings=[]))
-    config = Config(
-        sources=(Source("", "s3://a"),),
-        mountpoint=tmp_path,
-        cache_dir=tmp_path / "cache",
-        cache_size=Size.parse(cache_size),
-        ram=Size(bytes=0),
-    )
-    assert cachedir.open_cache(config, Metrics()).warnings == lines
+    found = cachedir.open_cache(config(tmp_path, cache_size=Size.parse(cache_size)), Metrics())
+    assert found.warnings == lines
+
+
+def test_a_configuration_on_a_disk_that_hangs_holds_up_no_stop(tmp_path: Path) -> None:
+    reading, may = threading.Event(), threading.Event()
+
+    def reread() -> Config:
+        reading.set()
+        may.wait(SLACK_S)
+        return config(tmp_path)
+
+    async def main() -> None:
+        stopped = trio.Event()
+        send, signals = trio.open_memory_channel[int](2)
+        with trio.fail_after(SLACK_S / 2):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(daemon(tmp_path, reread)._stop_on_signal, signals, stopped.set)
+                send.send_nowait(signal.SIGHUP)
+                await trio.to_thread.run_sync(reading.wait, SLACK_S)
+                send.send_nowait(signal.SIGTERM)
+                await stopped.wait()
+                nursery.cancel_scope.cancel()
+        may.set()
+
+    trio.run(main)
+
+
+def test_an_upgrade_does_not_wait_for_such_a_disk_after_its_deadline(tmp_path: Path) -> None:
+    reading, may, read = threading.Event(), threading.Event(), threading.Event()
+
+    def reread() -> Config:
+        reading.set()
+        may.wait(SLACK_S)
+        read.set()
+        return config(tmp_path)
+
+    async def main() -> None:
+        upgraded = daemon(tmp_path, reread)
+        upgraded._held = cast("Any", SimpleNamespace(holds=True))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(upgraded._upgrade)
+            await trio.to_thread.run_sync(reading.wait, SLACK_S)
+            nursery.cancel_scope.cancel()
+        assert not read.is_set()
+        may.set()
+
+    trio.run(main)
+
+
+def test_the_last_of_several_reloads_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if an earlier one is slow."""
+    monkeypatch.setattr(logs, "set_level", lambda level: None)
+    may, read = threading.Event(), iter([True, False])
+
+    def reread() -> Config:
+        first = next(read)
+        assert not first or may.wait(SLACK_S)
+        return config(tmp_path, metadata_ttl=1.0 if first else 2.0)
+
+    async def main() -> float:
+        reloaded = daemon(tmp_path, reread)
+        async with trio.open_nursery() as nursery:
+            for _ in range(2):
+                nursery.start_soon(reloaded._reload, reread)
+                await trio.testing.wait_all_tasks_blocked(0.01)
+            may.set()
+        return reloaded._config.metadata_ttl
+
+    assert trio.run(main) == 2.0

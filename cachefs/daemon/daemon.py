@@ -192,6 +192,7 @@ class Daemon:
         self._unsent = Unsent()
         self._orphan_warning = ""  # from the last listing of orphaned staging files
         self._orphan_lookup = trio.CapacityLimiter(1)
+        self._reloading = trio.CapacityLimiter(1)
         self._watch = Watch(metrics, self._status, config.mountpoint)
         self._endpoint: Endpoint | None = None
         self._pauses = Pauses()
@@ -581,21 +582,23 @@ class Daemon:
 
     async def _stop_on_signal(self, signals: AsyncIterator[int], stop: Callable[[], None]) -> None:
         """At a signal, end the mount and cancel requests in flight: their readers get an errno even if the origin hangs."""
-        async for number in signals:
-            if number == signal.SIGHUP and self._reread is not None:
-                await self._reload(self._reread)
-                continue
-            if self._uploading is not None and self._stopped_by != "umount":
-                self._uploading.hurry()  # this is the second signal
-            self._stopped_by = signal.Signals(number).name
-            self._stopping.stage("ending requests under way")
-            self._end = End.STOPPED
-            stop()
+        async with trio.open_nursery() as reloads:
+            async for number in signals:
+                if number == signal.SIGHUP and self._reread is not None:
+                    reloads.start_soon(self._reload, self._reread)
+                    continue
+                if self._uploading is not None and self._stopped_by != "umount":
+                    self._uploading.hurry()  # this is the second signal
+                self._stopped_by = signal.Signals(number).name
+                self._stopping.stage("ending requests under way")
+                self._end = End.STOPPED
+                stop()
 
     async def _reload(self, reread: Callable[[], Config]) -> None:
         """Apply the `LIVE` options of the present configuration, and log which changed options need a remount."""
         try:
-            fresh = await in_thread(reread)
+            # One at a time, so that the last one counts. The file may be on a disk that hangs.
+            fresh = await in_thread(reread, limiter=self._reloading, abandon_on_cancel=True)
         except (CachefsError, OSError) as exc:
             log.error("SIGHUP: nothing was changed: %s", exc)  # noqa: TRY400 (an expected failure takes one line)
             return
@@ -651,7 +654,7 @@ class Daemon:
         if why or self._held is None:
             raise MountError(f"this mount ends with its daemon ({why}): umount, and mount again")
         if self._reread is not None:
-            fresh = await in_thread(self._reread)
+            fresh = await in_thread(self._reread, abandon_on_cancel=True)
             if _without_ttls(fresh.sources) != _without_ttls(self._config.sources):
                 raise MountError(
                     "the configuration has other sources than this mount: umount, and mount again"
