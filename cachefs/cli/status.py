@@ -465,7 +465,7 @@ def logs(place: Path | None, follow: bool, last: int | None, as_json: bool) -> N
 
 
 def _log_of(place: Path | None) -> Path:
-    if place is not None and mount_at(canonical(place)) is None and (place / LOG_NAME).is_file():
+    if place is not None and mount_at(canonical(place)) is None and os.path.isfile(place / LOG_NAME):
         return place / LOG_NAME
     mount = resolve_mount(place)
     path = asking.ask(mount, "status").get("log_file")
@@ -480,7 +480,7 @@ def _follow(path: Path, file: IO[str], show_line: Callable[[str], None]) -> None
         while True:
             while line := file.readline():
                 show_line(line)
-            if path.exists() and os.stat(path).st_ino != os.fstat(file.fileno()).st_ino:
+            if os.path.exists(path) and os.stat(path).st_ino != os.fstat(file.fileno()).st_ino:
                 file.close()
                 file = open(path, encoding="utf-8", errors="replace")  # noqa: SIM115 (closed at the next one)
             else:

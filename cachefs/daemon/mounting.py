@@ -111,7 +111,7 @@ def _check_descriptors() -> None:
 
 def _check_cache_directory(path: Path) -> None:
     for above in path.parents:
-        if above.exists():
+        if os.path.exists(above):  # Path.exists raises without permission
             if not above.is_dir():
                 raise MountError(
                     f"the cache directory {path} cannot be: {above} is a file: choose another --cache-dir"

@@ -33,15 +33,17 @@ def state_dir_of(place: Path) -> Path:
     path = canonical(place)
     mount = mount_at(path)
     if mount is not None and mount.is_cachefs:
-        found = asking.status_of(path).get("state_dir")
-        if not found:
+        state_dir = asking.status_of(path).get("state_dir")
+        if not state_dir:
             raise MountError(
                 f"{place}: its daemon does not say where its cache directory is: name that instead"
             )
-        return Path(found)
-    if not any((path / name).is_dir() for name in ("journal", "staging", "names")) and not orphans.places(
-        path
-    ):
+        return Path(state_dir)
+    try:
+        found = any((path / name).is_dir() for name in ("journal", "staging", "names"))
+    except OSError as exc:
+        raise ConfigError(f"{place} cannot be read: {exc.strerror}: run this as its owner") from exc
+    if not found and not orphans.places(path):
         raise ConfigError(f"{place} is neither a cache directory nor a cachefs mount")
     return path
 

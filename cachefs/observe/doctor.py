@@ -224,7 +224,7 @@ def limits(files: int, memory: int) -> Iterator[Finding]:
 
 def cache_disk(place: Path, *, measure: bool) -> Iterator[Finding]:
     """The disk's filesystem, free space and speed."""
-    while not place.exists() and place != place.parent:
+    while not os.path.exists(place) and place != place.parent:
         place = place.parent
     subject = f"cache disk {place}"
     try:

@@ -24,6 +24,7 @@ from cachefs.cli import files as why
 from cachefs.cli import live as look
 from cachefs.cli.live import Prices, process_waits
 from cachefs.cli.main import cli
+from cachefs.daemon import mounting
 from cachefs.observe import doctor, explaining
 from cachefs.observe.explaining import Explainer
 from cachefs.observe.watch import shown
@@ -497,6 +498,21 @@ def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     assert {finding.subject for finding in found} == {f"cache disk {tmp_path}"}
     assert "/s written" in found[-1].found
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_examined_is_no_internal_error(tmp_path: Path) -> None:
+    """stat(2) fails, as without permission for a directory above."""
+    unseen = tmp_path / ("x" * 300) / "cache"
+    mounting._check_cache_directory(unseen)
+    [found] = doctor.cache_disk(unseen, measure=False)
+    assert found.subject == f"cache disk {tmp_path}"
+    for verb, code, words in (
+        ("recover", 2, "cannot be read: File name too long"),
+        ("logs", 1, "is not a cachefs mount"),
+    ):
+        done = run(verb, unseen)
+        assert (done.exit_code, done.stderr.count("\n")) == (code, 1)
+        assert words in done.stderr
 
 
 # -- the rest --------------------------------------------------------------------------------------
