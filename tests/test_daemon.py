@@ -93,6 +93,18 @@ def test_a_tier_that_is_left_out_for_its_size_is_named(
     assert found.warnings == lines
 
 
+def test_a_cache_directory_below_what_fails_costs_the_ssd_tier_alone(tmp_path: Path) -> None:
+    """Each access fails, as on a disk with errors or below a dead mount."""
+    unseen = tmp_path / ("x" * 300)
+    opened = cachedir.open_cache(config(unseen, cache_size=Size(bytes=1 << 30)), Metrics())
+    try:
+        assert opened.state_dir in opened.temporary
+        assert [line.partition(":")[0] for line in opened.warnings][1] == "no ssd tier"
+    finally:
+        opened.close()
+    assert not opened.state_dir.exists()
+
+
 def test_a_configuration_on_a_disk_that_hangs_holds_up_no_stop(tmp_path: Path) -> None:
     reading, may = threading.Event(), threading.Event()
 

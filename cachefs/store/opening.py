@@ -128,7 +128,7 @@ def _ours(path: Path) -> bool:
         found = path.lstat()
     except FileNotFoundError:
         return True
-    except (PermissionError, NotADirectoryError):  # another user's, or below a file
+    except OSError:  # another user's, below a file or a dead mount, on a disk with errors
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
