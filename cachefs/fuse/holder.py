@@ -125,7 +125,16 @@ class Holder:
                 return self._end(code)
             self._wait_s, self._load_at = STAND_BY_S, 0.0
             self._socket.close()
-            (self._child, self._socket), self._standby = self._standby or self._load(), None
+            while self._standby is None:
+                self._stand_by()
+                if (
+                    self._standby is None
+                    and (found := signal.sigtimedwait(_WAITED_FOR, STAND_BY_S)) is not None
+                ):
+                    self._heed(found)
+                    if self._stopping:
+                        return code if self._aborting else self._take_away(code)
+            (self._child, self._socket), self._standby = self._standby, None
 
     def _begin(self) -> None:
         """Tell the child to begin: to take the connection over, or to mount."""
@@ -209,10 +218,19 @@ class Holder:
                 self._stand_by()
 
     def _stand_by(self) -> None:
-        """Load a standby, if there is a connection for it to take over."""
+        """Load a standby, if there is a connection for it to take over. If no process can be started, as in a container at
+        its limit of processes, another one is tried later."""
         self._take()
         if self._fuse >= 0:
-            self._standby = self._load()
+            try:
+                self._standby = self._load()
+            except OSError as exc:
+                _say(f"no other daemon can be loaded: {exc.strerror}: trying again")
+                self._load_later()
+
+    def _load_later(self) -> None:
+        self._load_at = time.monotonic() + self._wait_s
+        self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)
 
     def _forget(self, pid: int, status: int) -> None:
         """Handle the end of a child that is not the daemon. If it was the standby, another is loaded; after an exit of its
@@ -221,8 +239,7 @@ class Holder:
             self._standby[1].close()
             self._standby = None
             if os.WIFEXITED(status):
-                self._load_at = time.monotonic() + self._wait_s
-                self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)
+                self._load_later()
             announced, _, _ = STANDBY.unpack(os.pread(self._state, STANDBY.size, STANDBY_AT))
             if announced != pid:
                 os.pwrite(self._state, STANDBY.pack(pid, 0, b""), STANDBY_AT)

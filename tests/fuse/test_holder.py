@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -62,6 +63,75 @@ def test_ten_daemons_in_a_row_that_lived_for_less_than_ten_seconds_are_a_crash_l
 ) -> None:
     assert died_after(monkeypatch, [9.9] * 10) == [True] * 9 + [False]
     assert all(died_after(monkeypatch, [9.9] * 9 + [10.0] + [9.9] * 9))
+
+
+class Scripted(Holder):
+    """A holder whose daemons end with `codes`, and in which no process can be started `refused` times. `signals` come while
+    it waits."""
+
+    def __init__(self, codes: list[int], refused: int, signals: list[int | None]) -> None:
+        self._codes, self._refused, self._signals = codes, refused, signals
+        self._fuse, self._child, self._standby = 7, 1, None
+        self._stopping = self._aborting = False
+        self._wait_s, self._load_at = STAND_BY_S, 0.0
+        self.loaded, self.taken_away = 0, False
+
+    def _load(self) -> Any:
+        if self.loaded and self._refused:
+            self._refused -= 1
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        self.loaded += 1
+        return 10 + self.loaded, socket.socket()
+
+    def _count(self, how: str, *, killed: bool = False) -> bool:
+        return self._begin() is None
+
+    def _begin(self) -> None:
+        return None
+
+    def _wait(self) -> int:
+        self._child = 0
+        return self._codes.pop(0)
+
+    def _take(self) -> None:
+        return
+
+    def _take_away(self, code: int) -> int:
+        self.taken_away = True
+        return code
+
+    def heeded(self) -> SimpleNamespace | None:
+        number = self._signals.pop(0)
+        return None if number is None else SimpleNamespace(si_signo=number, si_pid=0, si_code=0)
+
+
+@pytest.mark.parametrize(
+    ("signals", "code", "loaded", "taken_away"),
+    [
+        ([None, signal.SIGCHLD, signal.SIGHUP], 0, 2, False),
+        ([None, signal.SIGTERM], 128 + signal.SIGKILL, 1, True),
+        ([None, signal.SIGABRT], 128 + signal.SIGKILL, 1, False),
+    ],
+)
+def test_while_no_process_can_be_started_programs_wait(
+    monkeypatch: pytest.MonkeyPatch, signals: list[int | None], code: int, loaded: int, taken_away: bool
+) -> None:
+    """As in a container at its limit of processes; a stop is heeded."""
+    keeps = Scripted([128 + signal.SIGKILL, 0], 3, signals)
+    monkeypatch.setattr(holder, "_has_ended", lambda fuse: False)
+    monkeypatch.setattr(holder.signal, "sigtimedwait", lambda *_: keeps.heeded())
+    assert (keeps.run(), keeps.loaded, keeps.taken_away) == (code, loaded, taken_away)
+
+
+def test_a_standby_that_cannot_be_started_is_loaded_later() -> None:
+    keeps = Scripted([], 2, [])
+    keeps.loaded, waits = 1, []
+    for _ in range(3):
+        keeps._load_at = 0.0
+        keeps._stand_by()
+        waits.append(round(keeps._load_at - time.monotonic()) if keeps._load_at else 0)
+    assert waits == [2, 4, 0] and keeps._standby is not None
+    keeps._standby[1].close()
 
 
 @in_trio
