@@ -22,7 +22,7 @@ from typing import Any
 import trio
 
 from cachefs.base import ownership
-from cachefs.base.client import MAX_REQUEST_BYTES, ControlError, NotRunning, connected
+from cachefs.base.client import CREDENTIALS, MAX_REQUEST_BYTES, ControlError, NotRunning, connected
 from cachefs.base.errors import CachefsError
 from cachefs.base.listening import Listener
 from cachefs.base.tasks import containing
@@ -140,8 +140,12 @@ def _listen(path: Path) -> socket.socket:
     except ownership.ForeignDirectory as exc:
         raise ControlError(f"cannot make the control socket: {exc}") from exc
     try:
-        with connected(path, TALK_DEADLINE_S):
-            raise ControlError(f"another cachefs answers at {path}")
+        with connected(path, TALK_DEADLINE_S) as other:
+            credentials = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+            raise ControlError(
+                f"another cachefs (pid {CREDENTIALS.unpack(credentials)[0]}) answers at {path}: after umount --lazy it goes "
+                "on until its last user has gone: wait for that, or choose another mountpoint"
+            )
     except NotRunning:
         path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
