@@ -38,7 +38,7 @@ AT_ONCE = 32
 """A process with at most so many descriptors is examined without a thread. Measured: 3 to 10 µs each, a thread takes 75
 µs."""
 
-_NOT_FILES = ("socket:", "pipe:", "anon_inode:", "/dev/", "/proc/", "/memfd:")
+_NOT_FILES = ("socket:", "pipe:", "anon_inode:", "/dev/null", "/dev/pts/", "/proc/", "/memfd:")
 _DESCRIPTOR_FIELD = re.compile(rb"^(flags|ino|mnt_id):\s*(\d+)$", re.MULTILINE)
 _TGID = re.compile(rb"^Tgid:\s*(\d+)$", re.MULTILINE)
 _SIGNAL_FIELD = re.compile(r"^(SigPnd|ShdPnd|SigBlk|SigIgn|SigCgt):\s*([0-9a-f]+)$", re.MULTILINE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,14 @@ def test_a_duplicate_is_left(file: tuple[int, int]) -> None:
     assert not last(writers)
     os.close(other)
     assert last(writers)
+
+
+def test_a_mount_may_lie_below_dev() -> None:
+    """As in /dev/shm, where every user may make a directory."""
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        writers = Writers()
+        writers.opened(HANDLE, os.fstat(file.fileno()).st_ino, os.getpid())
+        assert not last(writers)
 
 
 def test_a_reader_does_not_count(file: tuple[int, int], tmp_path: Path) -> None:
