@@ -52,6 +52,8 @@ class Ready:
         self._say("ready")
 
     def failed(self, exc: BaseException) -> None:
+        if isinstance(exc, SystemExit):
+            return  # a signal has ended this process, which is no reason to show
         reason = str(exc) if isinstance(exc, CachefsError) else f"{type(exc).__name__}: {exc}"
         self._say((WRONG if isinstance(exc, ConfigError) else FAILED) + " ".join(reason.splitlines()))
 

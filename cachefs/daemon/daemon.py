@@ -110,6 +110,7 @@ def run(
     stopping = Stopping()
     with ExitStack() as cleanup:  # also after a failure: no files stay in shared memory
         cleanup.callback(stopping.done)
+        stopping.start()
         opened = cachedir.open_cache(config, metrics, killed=held is not None and held.killed)
         cleanup.callback(opened.close)
         memory = _shared_memory(config, held)
@@ -118,7 +119,6 @@ def run(
         cleanup.callback(stopping.stage, "closing the names database")
         for line in opened.warnings:
             log.warning("%s", line)
-        stopping.start()
         try:
             with logs.in_background():
                 daemon = Daemon(config, opened, names, metrics, on_ready, stopping, reread, held)

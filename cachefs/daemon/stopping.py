@@ -54,13 +54,13 @@ class Stopping:
         self._ended = threading.Event()
         self._until: float | None = None
         self._begun = False
-        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         self._doing = "taking the mount away"
         self._mount: tuple[Path, str] | None = None
 
     def start(self) -> None:
         """Begin the watch. For the main thread only, because it sets handlers of signals."""
-        self._before = {number: signal.signal(number, self._answer) for number in SIGNALS}
+        for number in SIGNALS:
+            signal.signal(number, self._answer)
         threading.Thread(target=self._watch, name="stopping", daemon=True).start()
 
     def mounted(self, mountpoint: Path) -> None:
@@ -79,15 +79,14 @@ class Stopping:
         self._ended.set()
         if self._begun:
             # The interpreter takes handlers away before the process ends.
-            for number in self._before:
+            for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
 
     def _answer(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal that the event loop does not receive, because it has not begun or has ended. Before a stop has
-        begun, it ends the process as without this handler."""
+        """Handle a signal that the event loop does not receive, because it has not begun or has ended. A start ends with an
+        exception, so that what it has opened is closed."""
         if not self._begun:
-            signal.signal(number, self._before[number])
-            signal.raise_signal(number)
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     # -- the thread --------------------------------------------------------------------------------
 

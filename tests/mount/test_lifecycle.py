@@ -45,6 +45,18 @@ except OSError as exc:
 """
 
 
+SIGNALLED = """
+import os, signal, sys
+from cachefs.cli.main import main
+from cachefs.daemon import cachedir
+
+cachedir.open_names = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+sys.argv[0] = "cachefs"
+sys.exit(main())
+"""
+"""The daemon, which gets SIGTERM when it has opened its cache."""
+
+
 def reader_of(path: Path) -> subprocess.Popen[str]:
     """A process that reads a file to its end and says which errno it met."""
     process = subprocess.Popen([sys.executable, "-c", READER, path], stdout=subprocess.PIPE, text=True)
@@ -225,6 +237,14 @@ class TestEnding:
         assert process.returncode in (0, 130)
         assert "Traceback" not in err
         assert not mounts_at(mount.path)
+
+    def test_a_signal_during_the_start_leaves_no_memory_in_use(
+        self, mounted: Mounted, bucket: Bucket
+    ) -> None:
+        mount = mounted(bucket, start=False)
+        done = run([sys.executable, "-c", SIGNALLED, *mount.arguments(foreground=True)], env=mount.env)
+        assert done.returncode == 128 + signal.SIGTERM
+        assert "RAM tier" in mount.log() and not mount.memory.is_mount()
 
     @pytest.mark.parametrize(
         "command", [["umount", "-l"], ["fusermount3", "-uz"], [*COMMAND, "umount", "-l"]]
