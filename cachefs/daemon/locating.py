@@ -8,7 +8,7 @@ from typing import Any
 
 import trio
 
-from cachefs.base.errors import ConfigError
+from cachefs.base.errors import CachefsError, ConfigError
 from cachefs.base.names import ObjectId, block_count, block_length
 from cachefs.fetch import Fetcher
 from cachefs.fs.tree_queries import TreeQueries
@@ -59,14 +59,22 @@ class Locator:
                     if str(member) not in silent:
                         requests.start_soon(self._ask, member, version, held, silent)
 
+        failure: CachefsError | None = None
         with trio.move_on_after(DEADLINE_S) as scope:
-            async with trio.open_nursery() as nursery, aclosing(self._tree_queries.walk(path)) as found:
-                async for _, _, version in found:
-                    files += 1
-                    size += version.size
-                    held[this_node] += self._fetcher.cached_bytes(version)
-                    async with slots:  # waits for a free one, so that the number of tasks is bounded
-                        nursery.start_soon(ask_members, version)
+            async with trio.open_nursery() as nursery:
+                try:
+                    async with aclosing(self._tree_queries.walk(path)) as found:
+                        async for _, _, version in found:
+                            files += 1
+                            size += version.size
+                            held[this_node] += self._fetcher.cached_bytes(version)
+                            async with slots:  # waits for a free one, so that the number of tasks is bounded
+                                nursery.start_soon(ask_members, version)
+                except CachefsError as exc:  # raised below, because the nursery would make a group of it
+                    failure = exc
+                    nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
         if scope.cancelled_caught:
             raise ConfigError(
                 f"{path or 'the mount'} has too many files to ask about: name a directory in it"
