@@ -22,6 +22,7 @@ from cachefs.config.config import Config, Source
 from cachefs.daemon import cachedir
 from cachefs.daemon.daemon import Daemon, retried
 from cachefs.daemon.stopping import Stopping
+from tests import threads
 
 SLACK_S = 30.0
 
@@ -38,7 +39,7 @@ def config(place: Path, **options: Any) -> Config:
 
 def daemon(place: Path, reread: Callable[[], Config]) -> Daemon:
     """A daemon that has not started yet."""
-    opened = cast("Any", SimpleNamespace(store=SimpleNamespace(pins=SimpleNamespace())))
+    opened = cast("Any", SimpleNamespace(store=SimpleNamespace(pins=SimpleNamespace()), state_dir=place))
     return Daemon(config(place), opened, cast("Any", None), Metrics(), lambda: None, Stopping(), reread)
 
 
@@ -103,6 +104,23 @@ def test_a_cache_directory_below_what_fails_costs_the_ssd_tier_alone(tmp_path: P
     finally:
         opened.close()
     assert not opened.state_dir.exists()
+
+
+def test_the_status_needs_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container at its limit of processes."""
+    orphaned = tmp_path / "staging.orphaned-1"
+    orphaned.mkdir()
+    (orphaned / "1").touch()
+    asked = daemon(tmp_path, lambda: config(tmp_path))
+
+    async def main() -> tuple[str, str]:
+        found = await asked._orphans()
+        threads.none_starts(monkeypatch)
+        return found, await asked._orphans()
+
+    found, then = trio.run(main)
+    assert then == found and found.startswith("1 file that no journal")
+    assert not asked._orphan_lookup.borrowed_tokens
 
 
 def test_a_configuration_on_a_disk_that_hangs_holds_up_no_stop(tmp_path: Path) -> None:

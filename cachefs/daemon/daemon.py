@@ -737,14 +737,14 @@ class Daemon:
             yield self._orphan_warning
 
     async def _orphans(self) -> str:
-        """The warning about orphaned staging files, or "". While the disk does not answer, the last one."""
+        """The warning about orphaned staging files, or "". While the disk does not answer, or no thread can be started, the
+        last one."""
         if not self._orphan_lookup.borrowed_tokens:
-            with trio.move_on_after(ORPHANS_DEADLINE_S):
-                self._orphan_warning = await trio.to_thread.run_sync(
-                    orphans.warning,
-                    self._opened.state_dir,
-                    abandon_on_cancel=True,
+            with trio.move_on_after(ORPHANS_DEADLINE_S), suppress(OSError):
+                self._orphan_warning = await in_thread(
+                    partial(orphans.warning, self._opened.state_dir),
                     limiter=self._orphan_lookup,
+                    abandon_on_cancel=True,
                 )
         return self._orphan_warning
 
