@@ -27,7 +27,7 @@ from cachefs.base import client
 from cachefs.base.client import ControlError, NotRunning, request
 from cachefs.base.errors import MountError, NotFound
 from cachefs.base.linux import Mount, is_dead, probe
-from cachefs.daemon import control
+from cachefs.daemon import asking, control
 
 
 async def status() -> dict[str, Any]:
@@ -228,6 +228,49 @@ def test_a_socket_left_over_is_replaced_and_a_live_one_is_not(path: Path) -> Non
             assert await ask(path, "echo", text="alive") == "alive"
 
     trio.run(main)
+
+
+def test_a_status_amid_a_start_takes_no_socket_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It removes sockets that nobody listens at: that of a dead daemon, and none that is not ready yet."""
+    monkeypatch.setattr(asking, "runtime_dir", lambda: path.parent)
+    path.parent.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    looked: list[bool] = []
+
+    class Slow(socket.socket):
+        def listen(self, *backlog: int) -> None:
+            looked.append(bool(asking.all_statuses()))
+            super().listen(*backlog)
+
+    async def main() -> None:
+        monkeypatch.setattr(control.socket, "socket", Slow)
+        async with serving(path):
+            assert looked == [False]
+            assert await ask(path, "echo", text="alive") == "alive"
+            assert os.listdir(path.parent) == [path.name] and os.stat(path).st_mode & 0o777 == 0o600
+
+    trio.run(main)
+    assert not path.exists()
+
+
+def test_a_status_that_found_a_dead_daemon_leaves_the_socket_of_the_next(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "runtime_dir", lambda: path.parent)
+    path.parent.mkdir(mode=0o700)
+    path.touch()
+
+    def refused(place: Path, *_: Any, **__: Any) -> None:
+        if replaced:
+            path.with_suffix(".new").touch()
+            path.with_suffix(".new").rename(path)
+        raise NotRunning("no cachefs answers")
+
+    monkeypatch.setattr(client, "request", refused)
+    for replaced in (True, False):
+        assert asking.all_statuses() == []
+        assert path.exists() is replaced
 
 
 def test_a_directory_that_is_not_ours_is_not_used(tmp_path: Path) -> None:

@@ -59,17 +59,27 @@ def all_statuses() -> list[dict[str, Any]]:
     except OSError:
         return found
     for socket in candidates:
+        before = _inode(socket)
         try:
             found.append(client.request(socket, "status", 2.0))
         except client.OfAnother:
             continue
         except client.NotRunning:
-            with suppress(OSError):
-                socket.unlink()
+            if _inode(socket) == before:  # else a daemon that starts has just replaced it
+                with suppress(OSError):
+                    socket.unlink()
         except client.ControlError as exc:
             known = (m.path for m in mounts() if m.is_cachefs and control_path(Path(m.path)) == socket)
             found.append({"mountpoint": next(known, "?"), "warnings": [str(exc)]})
     return sorted(found, key=lambda status: str(status.get("mountpoint", "")))
+
+
+def _inode(file: Path) -> int:
+    """The inode number of a file, which differs from that of the file that replaces it; 0 if there is none."""
+    try:
+        return file.lstat().st_ino
+    except OSError:
+        return 0
 
 
 def dead_mounts(known: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -147,12 +147,16 @@ def _listen(path: Path) -> socket.socket:
                 "on until its last user has gone: wait for that, or choose another mountpoint"
             )
     except NotRunning:
-        path.unlink(missing_ok=True)
+        pass
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # It gets its name when it listens: `cachefs status` removes sockets that refuse connections.
+    nameless = path.with_suffix(".new")
     try:
-        listener.bind(str(path))
-        path.chmod(0o600)
+        nameless.unlink(missing_ok=True)
+        listener.bind(str(nameless))
+        nameless.chmod(0o600)
         listener.listen(MAX_CONNECTIONS)
+        nameless.rename(path)
     except OSError as exc:
         listener.close()
         raise ControlError(f"cannot make the control socket {path}: {exc.strerror or exc}") from exc
