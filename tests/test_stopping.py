@@ -102,12 +102,14 @@ from contextlib import ExitStack
 import trio
 from cachefs.daemon.stopping import Stopping
 
+SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+
 def signal_again():
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in SIGNALS:
         os.kill(os.getpid(), number)
 
 async def main():
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+    with trio.open_signal_receiver(*SIGNALS) as signals:
         os.kill(os.getpid(), signal.SIGTERM)
         await anext(signals)
         stopping.stage("saving memory to disk")
@@ -134,6 +136,7 @@ signal_again()
     [
         ("stop", 0),
         (str(signal.SIGTERM.value), 128 + signal.SIGTERM),
+        (str(signal.SIGHUP.value), 128 + signal.SIGHUP),
         (str(signal.SIGINT.value), -signal.SIGINT),
     ],
 )

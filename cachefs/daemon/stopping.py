@@ -37,6 +37,7 @@ EXIT_CODE = 70
 """EX_SOFTWARE: a service manager does not take it for a clean stop."""
 
 SIGNALS = {signal.SIGTERM, signal.SIGINT}
+HANDLED = SIGNALS | {signal.SIGHUP}
 
 
 class Stopping:
@@ -59,8 +60,9 @@ class Stopping:
 
     def start(self) -> None:
         """Begin the watch. For the main thread only, because it sets handlers of signals."""
-        for number in SIGNALS:
-            signal.signal(number, self._answer)
+        for number in HANDLED:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                signal.signal(number, self._answer)
         threading.Thread(target=self._watch, name="stopping", daemon=True).start()
 
     def mounted(self, mountpoint: Path) -> None:
@@ -79,7 +81,7 @@ class Stopping:
         self._ended.set()
         if self._begun:
             # The interpreter takes handlers away before the process ends.
-            for number in SIGNALS:
+            for number in HANDLED:
                 signal.signal(number, signal.SIG_IGN)
 
     def _answer(self, number: int, frame: FrameType | None) -> None:
