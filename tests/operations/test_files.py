@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import tomllib
 from pathlib import Path
@@ -101,6 +102,10 @@ class TestTheUnit:
         assert [source.name for source in config.sources] == ["imagenet"]
         assert config.allow_other
         assert tomllib.loads(example.read_text())["cache_dir"] == "/var/cache/cachefs/mnt-data"
+
+    def test_a_stop_during_the_start_is_no_failure(self) -> None:
+        """The holder exits with this code where its daemon was ended by SIGTERM."""
+        assert f"\nSuccessExitStatus={128 + signal.SIGTERM}\n" in UNIT.read_text()
 
     def test_a_stop_has_time_for_what_was_written(self) -> None:
         waits = dict(re.findall(r"^(\w+)=(\d+)$", UNIT.read_text(), re.MULTILINE))
