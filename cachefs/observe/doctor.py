@@ -7,6 +7,7 @@ passwords in addresses, and the values of environment variables whose names sugg
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import re
@@ -274,9 +275,9 @@ def speed(subject: str, place: Path) -> Finding:
                 pass
             read_s = time.perf_counter() - since
     except OSError as exc:
-        return Finding(
-            "note", subject, f"its speed was not measured: {exc.strerror or exc}", "ask as its owner"
-        )
+        denied = exc.errno in (errno.EACCES, errno.EPERM)
+        todo = "ask as its owner" if denied else "look at the disk (df, dmesg)"
+        return Finding("note", subject, f"its speed was not measured: {exc.strerror or exc}", todo)
     rates = [MEASURED_BYTES / max(seconds, 1e-9) for seconds in (written_s, read_s)]
     found = f"{about_bytes(rates[0])}/s written, {about_bytes(rates[1])}/s read"
     if min(rates) < SLOW_DISK:

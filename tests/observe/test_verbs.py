@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -498,6 +499,21 @@ def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     assert {finding.subject for finding in found} == {f"cache disk {tmp_path}"}
     assert "/s written" in found[-1].found
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "todo"),
+    [(errno.ENOSPC, "look at the disk"), (errno.EROFS, "look at the disk"), (errno.EACCES, "its owner")],
+)
+def test_a_disk_that_cannot_be_measured_is_followed_by_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int, todo: str
+) -> None:
+    def fails(**_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(doctor.tempfile, "TemporaryFile", fails)
+    found = doctor.speed("cache disk", tmp_path)
+    assert found.level == "note" and os.strerror(number) in found.found and todo in found.todo
 
 
 def test_a_directory_that_cannot_be_examined_is_no_internal_error(tmp_path: Path) -> None:
