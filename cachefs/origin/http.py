@@ -627,6 +627,13 @@ class Exchange:
             except Exception as exc:
                 self.error = exc
 
+    def _has_head(self) -> bool:
+        """True if the empty line has come that ends the last head. Trailers may follow it."""
+        ended = False
+        for line in self.lines:
+            ended = not line.startswith(b"HTTP/") and (ended or not line.strip())
+        return ended
+
     def report(self) -> None:
         """Tell the receiver that bytes have arrived which it has not been given."""
         if self._receives and self._held_bytes and self.receiver is not None:
@@ -656,8 +663,11 @@ class Exchange:
     def finish(self) -> bool:
         """Called when libcurl is done. True if the receiver has been given all bytes that came."""
         self.complete = True
-        if self._receives is None:
-            self.begin()
+        if self._receives is None and self.error is None:
+            if self._has_head():
+                self.begin()
+            else:  # which is no error for libcurl
+                self.error = Transient(f"{self.host}: the connection ended within the head of the reply")
         if self._receives and self._held_bytes and not (self.delivering or self.refused):
             self.deliver()
         return not self.delivering

@@ -443,6 +443,45 @@ def test_garbage(serve: Callable[..., Server], sent: bytes) -> None:
     assert "\n" not in str(failure.value)
 
 
+@pytest.mark.parametrize("ends", [True, False], ids=["ends", "silent"])
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_a_reply_that_breaks_within_its_head_is_asked_for_again(
+    serve: Callable[..., Server], method: str, ends: bool
+) -> None:
+    """It does not tell that the object is another, or how large it is: that has not come."""
+    goes_on = threading.Event()
+
+    def answer(wire: Wire, head: bytes) -> None:
+        if len(server.heads) > 1:
+            return wire.reply(b"hello")
+        wire.send("HTTP/1.1 200 OK\r\nContent-Length: 5\r\n")
+        if ends:
+            wire.sock.close()
+        else:
+            goes_on.wait(10)
+
+    server = serve(answer)
+    origin = web(server, stall_s=0.3)
+    if method == "GET":
+        assert fetched(origin, 5) == b"hello"
+    else:
+        assert run(origin, lambda there: there.head("k")).etag == '"e"'
+    goes_on.set()
+    assert len(server.heads) == 2
+
+
+def test_trailers_after_an_empty_body(serve: Callable[..., Server]) -> None:
+    server = serve(
+        lambda wire, head: wire.send(
+            f"HTTP/1.1 200 OK\r\n{HEAD}Transfer-Encoding: chunked\r\n\r\n0\r\nX: y\r\n\r\n"
+        )
+    )
+    transport = Transport(5.0)
+    reply = transport.request("GET", server.url, {})
+    assert (reply.status, reply.headers["etag"], reply.body) == (200, '"e"', b"")
+    transport.close()
+
+
 # Waiting.
 
 
@@ -636,6 +675,20 @@ def test_tls_through_a_proxy(
     assert head.startswith(f"CONNECT 127.0.0.1:{server.port} HTTP/1.1".encode())
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     assert fetched(web(server), 5) == b"hello" and len(proxy.heads) == 1
+
+
+def test_a_tunnel_that_breaks_is_no_reply(
+    serve: Callable[..., Server], tls: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tunnel(wire: Wire, head: bytes) -> None:
+        wire.send("HTTP/1.1 200 Connection established\r\n\r\n")
+        wire.sock.close()
+
+    proxy = serve(tunnel)
+    monkeypatch.setenv("https_proxy", proxy.url)
+    with pytest.raises(OriginFailed, match="gave up after 6 attempts"):
+        fetched(web(proxy, "https://127.0.0.1:9"), 5)
+    assert len(proxy.heads) == 6
 
 
 def test_a_certificate_of_another_host(
