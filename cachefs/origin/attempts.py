@@ -603,6 +603,8 @@ class Attempts:
         def over(error: Exception | None) -> None:
             self.breaker.ended(cancel)
             try:
+                if isinstance(error, Transient) and transfer.complete:
+                    error = None
                 if error is None:
                     transfer.check()
             except Transient as exc:
@@ -646,10 +648,14 @@ class Attempts:
         async def attempt() -> None:
             at = transfer.position
             given = key, etag, at, stop, whole and at == start
-            if fetch is not None:
-                await fetch(*given, transfer)
-            elif read is not None:
-                await self.in_thread(lambda: transfer.drain(read(*given)))
+            try:
+                if fetch is not None:
+                    await fetch(*given, transfer)
+                elif read is not None:
+                    await self.in_thread(lambda: transfer.drain(read(*given)))
+            except Transient:
+                if not transfer.complete:
+                    raise
             transfer.check()
 
         action = f"reading {self.name(key)}"
@@ -1043,6 +1049,12 @@ class Receiving(Transfer):
     @property
     def received(self) -> int:
         return self.position - self._began_at
+
+    @property
+    def complete(self) -> bool:
+        """True if the last attempt brought the last byte. That its connection broke afterwards, as within the end of a
+        chunked body, is no failure then: there are no bytes left to ask for."""
+        return self.gained and self.position == self._stop
 
     def drain(self, chunks: Generator[memoryview | bytes, None, None]) -> None:
         """Take chunks until they end, the sink raises or the transfer is closed."""

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from cachefs.base.errors import ObjectChanged, OriginFailed, Transient
 from cachefs.base.metrics import Metrics
-from cachefs.origin import Origin, open_origin
+from cachefs.origin import Origin, Ticket, open_origin
 from cachefs.origin.http import Exchange, Transport, query
 from cachefs.origin.s3 import signed_v4
 from tests.origin.reading import Collect, content, run
@@ -617,6 +617,41 @@ def test_what_has_come_before_a_break_is_kept(serve: Callable[..., Server]) -> N
     assert fetched(origin, len(body)) == body
     assert origin._attempts.metrics.origin_get == 4
     assert origin._attempts.metrics.origin_bytes == len(body)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 10), (2, 7)])
+def test_a_break_after_the_last_byte_is_no_failure(
+    serve: Callable[..., Server], start: int, stop: int
+) -> None:
+    """No byte is left to ask for: a store refuses such a range, as if the object had become shorter."""
+    body = b"0123456789"
+
+    def answer(wire: Wire, head: bytes) -> None:
+        if len(server.heads) > 1:
+            return wire.reply(b"", "416 Range Not Satisfiable")
+        about = "200 OK" if stop == 10 else f"206 Partial\r\nContent-Range: bytes {start}-{stop - 1}/10"
+        wire.send(f"HTTP/1.1 {about}\r\n{HEAD}Transfer-Encoding: chunked\r\n\r\n")
+        wire.send(f"{stop - start:x}\r\n", body[start:stop] + b"\r\n")
+        wire.sock.close()
+
+    server = serve(answer)
+    assert fetched(web(server), 10, start, stop) == body[start:stop]
+    assert len(server.heads) == 1
+    if stop < 10:
+        return
+    server.heads.clear()
+    sink, ends, over = Collect(), list[Exception | None](), trio.Event()
+
+    def ended(error: Exception | None) -> None:
+        ends.append(error)
+        over.set()
+
+    async def use(there: Origin) -> None:
+        assert there.begin("k", '"e"', 10, sink, Ticket(), ended)
+        await over.wait()
+
+    run(web(server), use)
+    assert (bytes(sink.data), ends) == (body, [None])
 
 
 # Ways to the server.
