@@ -164,14 +164,12 @@ class AwsCredentials:
             return self._changed_at > since
 
     def _look(self) -> Any:
-        from botocore.exceptions import BotoCoreError
-
         frozen = None
         try:
             if self._found is None:
                 self._found = self.session().get_credentials()
             frozen = self._found and self._found.get_frozen_credentials()
-        except BotoCoreError as exc:
+        except Exception as exc:  # botocore passes on what files, services and programs raise
             raise PermissionDenied(one_line(f"AWS credentials cannot be had: {exc}")) from exc
         finally:
             if frozen != self._last:

@@ -7,8 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import botocore.session
 import pytest
 import trio
+from botocore.exceptions import ClientError
 
 from bench.lab.dataset import content as bytes_of
 from cachefs.base.errors import NotFound, ObjectChanged, OriginFailed, PermissionDenied, Unsupported
@@ -278,8 +280,6 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """One entry each time that environment and files were read again."""
-    import botocore.session
-
     found: list[float] = []
 
     class Counted(botocore.session.Session):
@@ -369,6 +369,38 @@ def test_a_wrong_key_that_stays_is_looked_up_once_a_request(
         assert 1 <= len(looks) <= 20
 
     run(store.origin(client), use)
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        ClientError({"Error": {"Code": "ExpiredTokenException", "Message": "too late"}}, "AssumeRole"),
+        FileNotFoundError(2, "No such file or directory", "/var/run/token"),
+        RuntimeError("Credentials were refreshed, but the refreshed credentials are still expired."),
+    ],
+    ids=lambda raised: type(raised).__name__,
+)
+def test_a_role_that_cannot_be_had_any_more(
+    store: Lab, monkeypatch: pytest.MonkeyPatch, raised: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    """botocore raises what the token service answers, and what a token's file and its own clock say, as it comes."""
+
+    def fails(_: object) -> None:
+        raise raised
+
+    async def use(there: Origin) -> None:
+        info = await there.head("faulty")
+        store.store.credentials(expired=["tester"])
+        monkeypatch.setattr(botocore.session.Session, "get_credentials", fails)
+        for _ in range(2):  # the origin refuses the old credentials, then there are none
+            with pytest.raises(PermissionDenied):
+                await content(there, info)
+        with pytest.raises(PermissionDenied, match="AWS credentials cannot be had: ") as refused:
+            await there.head("faulty")
+        assert "\n" not in str(refused.value)
+
+    run(store.origin(), use)
+    assert not caplog.records
 
 
 class Crowded:
