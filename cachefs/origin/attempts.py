@@ -900,7 +900,8 @@ class Attempts:
 
     def _progressed(self, transfer: Transfer) -> None:
         """Called about once a second while bytes of a transfer arrive or leave."""
-        self.breaker.heard(trio.current_time())
+        if transfer.heard:
+            self.breaker.heard(trio.current_time())
         self._count_bytes(transfer)
 
 
@@ -923,6 +924,11 @@ CHUNK = 128 << 10
 to be taken as for being made (5 s), which at this size is 25 kB/s."""
 
 
+READ_AHEAD = 1 << 20
+"""Bytes that a client may have read from a source before the origin takes any. Derived: the HTTP client holds three
+chunks, and the one for fsspec makes one piece of so many bytes."""
+
+
 class Transfer:
     """The common part of both directions. `position` counts transferred bytes; `counted` (bytes that the metrics have
     already) and `accounts` belong to `Attempts`. `on_progress` is called on the trio thread, about once a second, while
@@ -938,7 +944,7 @@ class Transfer:
         ticket: Ticket,
         on_progress: Callable[[Transfer], None],
     ) -> None:
-        self.position = self.counted = 0
+        self.position = self.counted = self._began_at = 0
         self.accounts: list[Account] = []
         self._deadline_s = deadline_s
         self._limit, self._ticket = limit, ticket
@@ -955,10 +961,16 @@ class Transfer:
         """Called before each attempt. Progress pushes the deadline of `scope` back."""
         self._scope = scope
         self._reported = time.monotonic()
+        self._began_at = self.position
 
     async def enter(self, gate: Gate, ticket: Ticket) -> None:
         """Wait for a slot of the gate."""
         await gate.enter(ticket)
+
+    @property
+    def heard(self) -> bool:
+        """True if the bytes that moved in this attempt show that the origin answers."""
+        return True
 
     @property
     def gained(self) -> bool:
@@ -1038,10 +1050,6 @@ class Receiving(Transfer):
         self._stop, self._sink = stop, sink
         self.waits = limit is not None or bool(getattr(sink, "waits", False))
 
-    def begin(self, scope: trio.CancelScope) -> None:
-        super().begin(scope)
-        self._began_at = self.position
-
     @property
     def gained(self) -> bool:
         return self.position > self._began_at
@@ -1113,6 +1121,10 @@ class Sending(Transfer):
         self.size = size
         self.source_error: Exception | None = None
         self._source = source
+
+    @property
+    def heard(self) -> bool:
+        return self.position - self._began_at > READ_AHEAD
 
     async def enter(self, gate: Gate, ticket: Ticket) -> None:
         """Wait for a slot, with the deadline suspended: a file may have more parts than there are slots, and the origin

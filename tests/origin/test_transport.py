@@ -24,9 +24,9 @@ from botocore.credentials import Credentials
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachefs.base.errors import ObjectChanged, OriginFailed, Transient
+from cachefs.base.errors import ObjectChanged, OriginFailed, Transient, Unreachable
 from cachefs.base.metrics import Metrics
-from cachefs.origin import Origin, Ticket, open_origin
+from cachefs.origin import InMemory, Origin, Ticket, open_origin
 from cachefs.origin.http import Exchange, Transport, query
 from cachefs.origin.s3 import signed_v4
 from tests.origin.reading import Collect, content, run
@@ -652,6 +652,28 @@ def test_a_break_after_the_last_byte_is_no_failure(
 
     run(web(server), use)
     assert (bytes(sink.data), ends) == (body, [None])
+
+
+def test_what_is_read_of_a_file_to_send_it_ends_no_outage(serve: Callable[..., Server]) -> None:
+    """A write is tried all the same, and the upload limit lets its first bytes pass: none of them reaches a server."""
+    server = serve(lambda wire, head: wire.reply(b""))
+    server.close()
+    options = {"upload_limit": 100 << 20, "deadline_s": 0.9}
+    origin = web(server, "s3://bucket", endpoint_url=server.url, anonymous=True, **options)
+    metrics, body = origin._attempts.metrics, InMemory(bytes(500_000))
+
+    async def use(there: Origin) -> None:
+        while not there.complaint:
+            with pytest.raises(OriginFailed):
+                await there.head("k")
+        for _ in range(2):
+            with pytest.raises(OriginFailed, match="gave up after 6 attempts"):
+                await there.put("k", body, len(body.data))
+            with pytest.raises(Unreachable):
+                await there.head("k")
+        assert metrics.origin_outages == 1 and metrics.origin_bytes_sent >= len(body.data)
+
+    run(origin, use)
 
 
 # Ways to the server.
