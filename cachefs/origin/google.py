@@ -128,17 +128,23 @@ class Bucket:
     def sign(self, method: str, url: str, headers: Mapping[str, str], body: Body | bytes) -> Signed:
         """As `Place.sign`. Listing the parts of an upload takes the right to write."""
         reads = method in ("GET", "HEAD") and "uploadId=" not in url
-        return url, _authorised(headers, self.credentials.current(READ_ONLY if reads else READ_WRITE))
+        return _authorised(method, url, headers, self.credentials.current(READ_ONLY if reads else READ_WRITE))
 
     def signer(self) -> Sign | None:
         token = self.credentials.at_hand()
         if not (token or self.credentials.anonymous):
             return None
-        return lambda method, url, headers, body: (url, _authorised(headers, token))
+        return lambda method, url, headers, body: _authorised(method, url, headers, token)
 
 
-def _authorised(headers: Mapping[str, str], token: str | None) -> Mapping[str, str]:
-    return headers if token is None else {**headers, "Authorization": f"Bearer {token}"}
+def _authorised(method: str, url: str, headers: Mapping[str, str], token: str | None) -> Signed:
+    given = dict(headers)
+    if token is not None:
+        given["Authorization"] = f"Bearer {token}"
+    if method in ("GET", "HEAD") and "?" not in url:
+        # Else Google decompresses objects whose Content-Encoding is gzip, and sends other bytes than the listing's size.
+        given["Accept-Encoding"] = "gzip"
+    return url, given
 
 
 def google_client(bucket: Bucket, stall_s: float) -> HttpClient:

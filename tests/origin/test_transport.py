@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import socket
 import ssl
@@ -348,6 +349,32 @@ def test_a_redirect_of_a_signed_request_is_not_followed(serve: Callable[..., Ser
     with pytest.raises(OriginFailed, match="lives elsewhere"):
         fetched(origin, 5)
     assert not other.heads
+
+
+def test_google_sends_an_object_as_it_is_stored(serve: Callable[..., Server]) -> None:
+    """One with `Content-Encoding: gzip` comes decompressed, whole and without a length, where gzip is not accepted."""
+    body = b"what a computer counts in ones and zeros " * 100
+    stored = gzip.compress(body)
+
+    def answer(wire: Wire, head: bytes) -> None:
+        if b"\r\nAccept-Encoding: gzip" not in head:
+            wire.send(f"HTTP/1.1 200 OK\r\n{HEAD}Transfer-Encoding: chunked\r\n\r\n")
+            if not wire.bodiless:
+                wire.send(f"{len(body):x}\r\n", body + b"\r\n0\r\n\r\n")
+        elif b"\r\nRange: bytes=10-19" in head:
+            more = f"{HEAD}Content-Encoding: gzip\r\nContent-Range: bytes 10-19/{len(stored)}\r\n"
+            wire.reply(stored[10:20], "206 Partial", more)
+        else:
+            wire.reply(stored, more=f"{HEAD}Content-Encoding: gzip\r\n")
+
+    async def use(there: Origin) -> None:
+        info = await there.head("k")
+        assert info.size == len(stored)
+        assert await content(there, info, 10, 20) == stored[10:20]
+        assert await content(there, info) == stored
+
+    server = serve(answer)
+    run(web(server, "gs://bucket", endpoint_url=server.url, anonymous=True), use)
 
 
 # Replies that lie.
