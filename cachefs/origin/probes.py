@@ -163,7 +163,9 @@ class Probes:
         try:
             yield name, await self._write(name, Preconditions())
         finally:
-            with trio.CancelScope(shield=True), suppress(CachefsError):
+            # Bounded, because where requests wait for an origin that is out, the end of a mount would wait with them.
+            deadline_s = self._attempts.deadline_s
+            with suppress(CachefsError), trio.CancelScope(shield=True), trio.move_on_after(deadline_s):
                 await self._delete(name)
 
     def _saw(self, condition: Condition, honoured: bool) -> None:

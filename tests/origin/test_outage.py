@@ -23,9 +23,10 @@ from cachefs.base.errors import (
 )
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import OnOutage
-from cachefs.origin import ListPage, ObjectInfo, Origin
+from cachefs.origin import InMemory, ListPage, ObjectInfo, Origin, protocol
 from cachefs.origin.attempts import FAILING_S, FAILURES, SILENT_S, Attempts, Outage
-from cachefs.origin.protocol import PATIENCE, STALL_S
+from cachefs.origin.protocol import PATIENCE, STALL_S, Body, Conditions, Preconditions, Writer
+from cachefs.origin.s3 import LIMITS
 from tests import threads
 from tests.origin.reading import Collect
 
@@ -183,9 +184,13 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     threads.replace(monkeypatch, run_sync)
 
 
-def play(how: OnOutage, scenario: Callable[[Origin, Store, Metrics], Awaitable[None]]) -> None:
+def play(
+    how: OnOutage,
+    scenario: Callable[[Origin, Store, Metrics], Awaitable[None]],
+    make: Callable[[], Store] = Store,
+) -> None:
     async def main() -> None:
-        store, metrics = Store(), Metrics()
+        store, metrics = make(), Metrics()
         origin = Origin(Attempts(store, source="s3://b", on_outage=how, metrics=metrics))  # type: ignore[arg-type]
         try:
             with trio.fail_after(1000):
@@ -351,3 +356,38 @@ def test_any_reply_ends_it() -> None:
         assert origin.complaint == ""
 
     play(EIO, scenario)
+
+
+class Written(Store, Writer):
+    """A store that is written to, and whose state is `breaks` after the first object."""
+
+    limits = LIMITS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conditions = Conditions()
+
+    @property
+    def writer(self) -> Writer:  # type: ignore[override]
+        return self
+
+    def put(self, key: str, body: Body, preconditions: Preconditions) -> protocol.Written:
+        self._meet("put")
+        self.state = "breaks"
+        return protocol.Written('"e"', 1)
+
+    def delete(self, key: str) -> None:
+        self._meet("delete")
+
+
+def test_a_cancelled_write_does_not_wait_for_the_store_to_remove_its_probe() -> None:
+    """The end of a mount cancels it, and would wait as long as requests may wait for the store."""
+
+    async def scenario(origin: Origin, store: Store, metrics: Metrics) -> None:
+        began = trio.current_time()
+        with trio.move_on_after(30):
+            await origin.put("k", InMemory(b"x"), 1, if_absent=True)
+        assert metrics.origin_outages == 1
+        assert trio.current_time() - began <= 30 + origin._attempts.deadline_s
+
+    play(OnOutage("wait", 900.0), scenario, Written)
