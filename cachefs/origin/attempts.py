@@ -1400,25 +1400,29 @@ class Breaker:
         """Probe once, and open or close the circuit accordingly."""
         self._metrics.origin_list += 1
         replies = self._outage.replies
-        if await self._answers():
+        answers = await self._answers()
+        if answers:
             self.heard(trio.current_time())
-        elif self._outage.probed_in_vain(quiet_since, replies):
+        elif answers is not None and self._outage.probed_in_vain(quiet_since, replies):
             self._metrics.origin_outages += 1
             log.warning("%s; %s", self.complaint(), _CONSEQUENCES[self.how.mode])
             for end in list(self._hanging):
                 end()
 
-    async def _answers(self) -> bool:
+    async def _answers(self) -> bool | None:
+        """True if the origin answers a probe; None if no thread could be started to send it."""
         with trio.move_on_after(self._probe_s):
             try:
-                await trio.to_thread.run_sync(self._probe, abandon_on_cancel=True, limiter=self._probers)
+                await in_thread(self._probe, abandon_on_cancel=True, limiter=self._probers)
             except Transient as exc:
                 if not isinstance(exc, Throttled):
                     self._last_error = str(exc)
                     return False
             except CachefsError:
                 pass  # a refusal is an answer
-            except Exception:
+            except Exception as exc:
+                if isinstance(exc, OSError) and exc.errno == errno.EAGAIN:
+                    return None
                 log.debug(
                     "a probe of %s raised what its client should have translated", self._name, exc_info=True
                 )

@@ -358,6 +358,18 @@ def test_any_reply_ends_it() -> None:
     play(EIO, scenario)
 
 
+def test_a_probe_that_no_thread_can_make_ends_no_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(origin: Origin, store: Store, metrics: Metrics) -> None:
+        store.state = "breaks"
+        await fails(origin.head("a"))
+        monkeypatch.undo()
+        threads.none_starts(monkeypatch)
+        await trio.sleep(10)
+        assert origin.complaint
+
+    play(EIO, scenario)
+
+
 class Written(Store, Writer):
     """A store that is written to, and whose state is `breaks` after the first object."""
 
