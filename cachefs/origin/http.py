@@ -43,6 +43,7 @@ from cachefs.base.errors import (
     Unsupported,
 )
 from cachefs.base.logs import Repeats
+from cachefs.base.tasks import in_thread
 from cachefs.origin.protocol import (
     PATIENCE,
     AskedToWait,
@@ -111,6 +112,8 @@ class SignedHttp:
     def __init__(self, place: Place, transport: Transport) -> None:
         self.place, self.transport = place, transport
         self.md5 = Md5Etags()
+        # Credentials are looked for by one caller at a time, so more threads would only wait for that one.
+        self._looking = trio.CapacityLimiter(1)
 
     def name(self, key: str) -> str:
         """A key as messages name it."""
@@ -179,11 +182,18 @@ class SignedHttp:
         sign = self.place.signer()
         reading = _Reading(self, sign or self.place.sign, key, etag, start, stop, whole, taker)
         if sign is None:
-            signed = await trio.to_thread.run_sync(reading.signed, abandon_on_cancel=True)
+            signed = await self._waiting_for_credentials(reading.signed)
             reading.exchange.prepare = lambda: signed
         await self.transport.run(reading.exchange)
         if (error := reading.error) is not None:
             raise error
+
+    async def _waiting_for_credentials(self, sign: Callable[[], Signed]) -> Signed:
+        """The result of `sign`, from a worker thread."""
+        try:
+            return await in_thread(sign, abandon_on_cancel=True, limiter=self._looking)
+        except OSError as exc:
+            raise Transient(f"{self.place.label}: {exc.strerror}") from exc
 
     def begin(
         self, key: str, etag: str, size: int, taker: Taker, ended: Callable[[Exception | None], None]

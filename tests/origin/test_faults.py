@@ -15,7 +15,7 @@ from botocore.exceptions import ClientError
 from bench.lab.dataset import content as bytes_of
 from cachefs.base.errors import NotFound, ObjectChanged, OriginFailed, PermissionDenied, Unsupported
 from cachefs.origin import Origin
-from tests.origin.reading import CLIENTS, Collect, content, pages, run
+from tests.origin.reading import CLIENTS, Collect, content, pages, run, until
 from tests.origin.servers import Lab, aws_env
 
 SIZE = 3_000_000
@@ -398,6 +398,56 @@ def test_a_role_that_cannot_be_had_any_more(
         with pytest.raises(PermissionDenied, match="AWS credentials cannot be had: ") as refused:
             await there.head("faulty")
         assert "\n" not in str(refused.value)
+
+    run(store.origin(), use)
+    assert not caplog.records
+
+
+def test_credentials_that_take_long_hold_no_threads_of_others(
+    store: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal, the index and the names are written in trio's own threads, of which there are forty."""
+    others, asked, come = trio.to_thread.current_default_thread_limiter, threading.Event(), threading.Event()
+
+    async def use(there: Origin) -> None:
+        info, place = await there.head("faulty"), there._client._http.place  # type: ignore[attr-defined]
+        sign = place.sign
+
+        def slow(*request: Any) -> Any:
+            asked.set()
+            come.wait(10)
+            return sign(*request)
+
+        monkeypatch.setattr(place, "signer", lambda: None)
+        monkeypatch.setattr(place, "sign", slow)
+        async with trio.open_nursery() as nursery:
+            for at in range(50):
+                nursery.start_soon(content, there, info, at, at + 10)
+            await until(asked.is_set)
+            assert others().borrowed_tokens == 0
+            come.set()
+
+    run(store.origin(), use)
+    assert gets(store) == 50
+
+
+def test_no_thread_to_look_for_credentials_in(
+    store: Lab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begin, failed = trio.lowlevel.start_thread_soon, list[bool]()
+
+    def fails(*arguments: Any) -> None:
+        if failed:
+            return begin(*arguments)
+        failed.append(True)
+        raise RuntimeError("can't start new thread")
+
+    async def use(there: Origin) -> None:
+        info = await there.head("faulty")
+        monkeypatch.setattr(there._client._http.place, "signer", lambda: None)  # type: ignore[attr-defined]
+        monkeypatch.setattr(trio.lowlevel, "start_thread_soon", fails)
+        assert await content(there, info, 0, 10) == BODY[:10]
+        assert there._attempts.metrics.origin_retries == 1
 
     run(store.origin(), use)
     assert not caplog.records
