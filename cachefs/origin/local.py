@@ -352,6 +352,8 @@ class LocalClient(Writer):
         except TimeoutError as exc:
             raise Transient(f"{self._name(key)}: {exc.strerror}") from exc
         except OSError as exc:
+            if exc.errno == errno.ELOOP:  # listings leave such a link out
+                raise NotFound(f"{self._name(key)}: {exc.strerror}") from exc
             if exc.errno == errno.ENAMETOOLONG:
                 raise NameTooLong(f"{self._name(key)}: {exc.strerror}") from exc
             if exc.errno in (errno.ENOSPC, errno.EDQUOT):

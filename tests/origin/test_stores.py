@@ -42,6 +42,7 @@ def test_links_are_followed_inside_the_root_only(tmp_path: Path) -> None:
     (root / "escapes").symlink_to(outside)
     (root / "broken").symlink_to("nowhere")
     (root / "d/e/loop").symlink_to("..")
+    (root / "itself").symlink_to("itself")
     os.mkfifo(root / "pipe")
 
     async def use(origin: Origin) -> None:
@@ -58,6 +59,8 @@ def test_links_are_followed_inside_the_root_only(tmp_path: Path) -> None:
             "pipe",
             "d",
             "broken",
+            "itself",
+            "itself/file",
         ):
             with pytest.raises(NotFound):
                 await origin.head(key)
