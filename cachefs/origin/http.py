@@ -1131,6 +1131,7 @@ BROKEN = {
 }
 NO_UPLOAD = {"NoSuchUpload", "InvalidBlockList"}
 OCCUPIED = {"BlobAlreadyExists"}
+ARCHIVED = {"InvalidObjectState", "BlobArchived", "BlobBeingRehydrated"}
 
 
 def refusal(
@@ -1168,6 +1169,8 @@ def refusal(
         return Transient(line)
     if code in CLOCK_IS_OFF:
         return PermissionDenied(f"{line}; {_clock(date or _tag('ServerTime', body))}")
+    if code in ARCHIVED:
+        return OriginFailed(one_line(f"{line}; the object is archived: restore it first"))
     # A HEAD's reply has no body. On S3, a 400 without one means an expired token or a wrong region.
     if code in BAD_CREDENTIALS or status in (401, 403) or (status == 400 and not code):
         return PermissionDenied(one_line(f"{line}; {advice}"))

@@ -166,6 +166,16 @@ def test_a_clock_that_is_off_is_said_without_the_origins() -> None:
     assert said.endswith("; the clock of this machine is off: set it")
 
 
+@pytest.mark.parametrize(("status", "code"), [(403, "InvalidObjectState"), (409, "BlobArchived")])
+def test_an_archived_object_needs_no_other_credentials(status: int, code: str) -> None:
+    said = refusal(status, name="s3://b/k", code=code, advice="renew the credentials")
+    assert type(said) is OriginFailed
+    assert (
+        str(said)
+        == f"s3://b/k: the origin answered {status} {code}; the object is archived: restore it first"
+    )
+
+
 class _Refused(Exception):
     """As botocore raises it; without a message the library has None there."""
 
