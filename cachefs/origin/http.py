@@ -1176,7 +1176,7 @@ def refusal(
         return PermissionDenied(one_line(f"{line}; {advice}"))
     if status == 404:
         return NotFound(line)
-    if status in (412, 416):
+    if status in (412, 416) and not code.startswith("Lease"):  # Azure's leases are no versions
         return ObjectChanged(f"{name}: the object changed at the origin")
     if status in (301, 302, 307, 308):
         return OriginFailed(f"{line}: the origin lives elsewhere; set --region or --endpoint-url")

@@ -103,6 +103,8 @@ def test_blocks_know_their_upload(upload: str, number: int) -> None:
         (403, "AccessDenied", PermissionDenied),
         (400, "EntityTooSmall", OriginFailed),
         (400, "InvalidPart", OriginFailed),
+        (412, "ConditionNotMet", ObjectChanged),
+        (412, "LeaseIdMissing", OriginFailed),
     ],
 )
 def test_refusals_of_writes(status: int, code: str, kind: type[Exception]) -> None:
