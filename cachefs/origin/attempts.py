@@ -786,7 +786,10 @@ class Attempts:
                         raise self._failed(exc) from exc.__cause__
                     tries.renewed, wait_s = True, 0.0
                 except Transient as exc:
-                    tries.failed(exc, gained=transfer is not None and transfer.gained)
+                    gained = transfer is not None and transfer.gained
+                    tries.failed(exc, gained)
+                    if gained:
+                        scope.deadline = trio.current_time() + deadline_s
                     if not isinstance(exc, Throttled):
                         breaker.failed(exc)
                     if waits and breaker.is_out:

@@ -25,7 +25,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.names import OnOutage
 from cachefs.origin import InMemory, ListPage, ObjectInfo, Origin, protocol
 from cachefs.origin.attempts import FAILING_S, FAILURES, SILENT_S, Attempts, Outage
-from cachefs.origin.protocol import PATIENCE, STALL_S, Body, Conditions, Preconditions, Writer
+from cachefs.origin.protocol import PATIENCE, STALL_S, AskedToWait, Body, Conditions, Preconditions, Writer
 from cachefs.origin.s3 import LIMITS
 from tests import threads
 from tests.origin.reading import Collect
@@ -329,6 +329,22 @@ def test_a_body_that_hung_goes_on_where_it_was_when_the_store_is_back() -> None:
         assert bytes(sink.data) == BODY and metrics.origin_bytes == len(BODY)
 
     play(WAIT, scenario)
+
+
+def test_the_deadline_counts_from_the_last_byte_of_a_body_that_breaks_often() -> None:
+    class Breaking(Store):
+        def read(
+            self, key: str, etag: str, start: int, stop: int, whole: bool
+        ) -> Generator[bytes, None, None]:
+            yield BODY[start : start + 512]
+            raise AskedToWait("slow down", 25)
+
+    async def scenario(origin: Origin, store: Store, metrics: Metrics) -> None:
+        sink = Collect()
+        await origin.read("a", '"e"', 0, len(BODY), sink, whole=True)
+        assert bytes(sink.data) == BODY and trio.current_time() > origin._attempts.deadline_s
+
+    play(EIO, scenario, Breaking)
 
 
 def test_waiting_ends() -> None:
