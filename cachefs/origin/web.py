@@ -63,7 +63,10 @@ def names_in(page: str, url: str) -> list[str]:
     base = urlsplit(url)
     found = set()
     for link in links.found:
-        target = urlsplit(urljoin(url, link))
+        try:
+            target = urlsplit(urljoin(url, link))
+        except ValueError:  # as http://[your-host]/, in a text that the server shows above or below its index
+            continue
         below = target.path.removeprefix(base.path)
         if target.netloc != base.netloc or target.query or below == target.path:
             continue

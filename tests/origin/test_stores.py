@@ -201,7 +201,8 @@ def test_index_pages_of_several_servers() -> None:
     page = """<a href="../">../</a> <a href="?C=N;O=D">Name</a> <a href="/data/">Parent</a> <a href="/">top</a>
       <a href="sub/">sub/</a> <a href="a%20b.txt">a b</a> <a href="./c">c</a> <A HREF="/data/x/d">d</A>
       <a href="http://elsewhere/data/x/e">e</a> <a href="http://h/data/x/f#part">f</a> <a href="deep/er/g">g</a>
-      <a href="mailto:me">me</a> <a href="h%2Fi">h/i</a> <a href="..">up</a> <a>nothing</a>"""
+      <a href="mailto:me">me</a> <a href="h%2Fi">h/i</a> <a href="..">up</a> <a>nothing</a>
+      <a href="http://[your-host]/">an example</a> <a href="//[">no link</a>"""
     assert names_in(page, "http://h/data/x/") == ["a b.txt", "c", "d", "f", "sub/"]
 
 
