@@ -1129,6 +1129,8 @@ BROKEN = {
     "ConditionalRequestConflict",
     "PendingCopyOperation",
 }
+OF_CLOUDFLARE = range(520, 525)
+"""Its proxies, which also stand before R2, got no reply of the origin, or none in time."""
 NO_UPLOAD = {"NoSuchUpload", "InvalidBlockList"}
 OCCUPIED = {"BlobAlreadyExists"}
 ARCHIVED = {"InvalidObjectState", "BlobArchived", "BlobBeingRehydrated"}
@@ -1165,7 +1167,7 @@ def refusal(
         return Throttled(line) if seconds is None else AskedToWait(line, seconds)
     if code == "InternalError" and "completion is already in progress" in message:
         return CompletionInProgress(line)
-    if code in BROKEN or status in (408, 500, 502, 504):
+    if code in BROKEN or status in (408, 500, 502, 504, *OF_CLOUDFLARE):
         return Transient(line)
     if code in CLOCK_IS_OFF:
         return PermissionDenied(f"{line}; {_clock(date or _tag('ServerTime', body))}")

@@ -27,6 +27,7 @@ from cachefs.base.errors import (
     PermissionDenied,
     Throttled,
     Transient,
+    Unsupported,
 )
 from cachefs.base.metrics import Metrics
 from cachefs.origin import FileRange, InMemory, ObjectInfo, Origin, Ticket, open_origin
@@ -104,6 +105,9 @@ def test_blocks_know_their_upload(upload: str, number: int) -> None:
         (400, "EntityTooSmall", OriginFailed),
         (400, "InvalidPart", OriginFailed),
         (412, "ConditionNotMet", ObjectChanged),
+        (501, "NotImplemented", Unsupported),
+        (504, "", Transient),
+        (522, "", Transient),
         (412, "LeaseIdMissing", OriginFailed),
     ],
 )
