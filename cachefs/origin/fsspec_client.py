@@ -53,6 +53,10 @@ from cachefs.origin.s3 import AMAZON, Bucket, S3Objects
 
 LIMITS = Limits(UNLIMITED, UNLIMITED, 1, UNLIMITED, 0, UNLIMITED, directories=True, longest_key=UNLIMITED)
 
+VERSIONS = ("ETag", "etag", "e_tag", "blob_id", "sha", "hex")
+"""Fields of an entry that name its version. The last three are those of Hugging Face, GitHub and git, which tell no
+times."""
+
 NO_CACHES = {"use_listings_cache": False, "skip_instance_cache": True}
 ENVIRONMENT = "check the credentials in the environment or in fsspec's own configuration"
 
@@ -137,8 +141,8 @@ class FsspecClient:
     def _info(self, key: str, entry: dict[str, Any]) -> ObjectInfo:
         mtime_ns, size = _mtime_ns(entry), entry.get("size")
         size = -1 if size is None else int(size)
-        etag = entry.get("ETag") or entry.get("etag") or entry.get("e_tag") or ""
-        return ObjectInfo(key, size, mtime_ns, quoted(str(etag)) or made_up(mtime_ns, size))
+        etag = next((str(entry[name]) for name in VERSIONS if entry.get(name)), "")
+        return ObjectInfo(key, size, mtime_ns, quoted(etag) or made_up(mtime_ns, size))
 
     def _same_version(self, key: str, wanted: str, found: str) -> None:
         if found != wanted:

@@ -16,7 +16,9 @@ import pytest
 from cachefs.base.errors import ConfigError, NotFound, ObjectChanged, OriginFailed, PermissionDenied
 from cachefs.base.metrics import Metrics
 from cachefs.origin import Origin, open_origin
+from cachefs.origin.attempts import Attempts
 from cachefs.origin.azure import parse_page as parse_azure
+from cachefs.origin.fsspec_client import FsspecClient
 from cachefs.origin.http import authorities
 from cachefs.origin.web import names_in
 from tests.origin.reading import Collect, content, pages, run
@@ -285,3 +287,35 @@ def test_google_without_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         PermissionDenied, match=r"no Google credentials: .*missing\.json.*GOOGLE_APPLICATION_CREDENTIALS"
     ):
         run(open_origin("gs://bucket", metrics=Metrics(), backoff=QUICK), lambda o: o.check())
+
+
+@pytest.mark.parametrize("field", ["ETag", "blob_id", "sha", "hex"])
+def test_a_new_version_of_the_same_size_on_a_filesystem_without_times(field: str) -> None:
+    """As new weights of a model on a hub have."""
+
+    class Hub:
+        version, data = "1", b"first"
+
+        def info(self, path: str) -> dict[str, object]:
+            return {"name": path, "type": "file", "size": len(self.data), field: self.version}
+
+        def ls(self, path: str, detail: bool) -> list[dict[str, object]]:
+            return [self.info(f"{path}/weights")]
+
+        def cat_file(self, path: str, start: int, end: int) -> bytes:
+            return self.data[start:end]
+
+    hub = Hub()
+
+    async def use(origin: Origin) -> None:
+        old = await origin.head("weights")
+        assert await content(origin, old) == b"first"
+        hub.version, hub.data = "2", b"other"
+        with pytest.raises(ObjectChanged):
+            await content(origin, old)
+        (new,) = (await origin.list_page("")).objects
+        assert new == await origin.head("weights") and new.etag != old.etag
+        assert await content(origin, new) == b"other"
+
+    client = FsspecClient(lambda: hub, root="repo", label="hf://repo")
+    run(Origin(Attempts(client, source="hf://repo", metrics=Metrics())), use)
