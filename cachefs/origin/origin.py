@@ -364,7 +364,8 @@ class Origin:
                 await self._unchanged(key, wanted)
             return await upload.complete()
         except BaseException:
-            with trio.CancelScope(shield=True), trio.move_on_after(self._attempts.deadline_s):
+            deadline_s = self._attempts.deadline_s
+            with suppress(CachefsError), trio.CancelScope(shield=True), trio.move_on_after(deadline_s):
                 await upload.abort()
             raise
 

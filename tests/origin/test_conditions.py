@@ -11,10 +11,17 @@ from typing import Any
 import pytest
 
 from bench.lab.dataset import content as bytes_of
-from cachefs.base.errors import Conflict, NoSuchUpload, NotFound, ObjectChanged, OriginFailed
+from cachefs.base.errors import (
+    Conflict,
+    NoSuchUpload,
+    NotFound,
+    ObjectChanged,
+    OriginFailed,
+    PermissionDenied,
+)
 from cachefs.origin import InMemory, Origin, origin
 from cachefs.origin.protocol import HONOURED, Condition, of_endpoint
-from tests.origin.pending import pending
+from tests.origin.pending import abort, pending
 from tests.origin.reading import content, run
 from tests.origin.servers import Lab
 from tests.origin.writing import as_shown
@@ -188,6 +195,28 @@ def test_a_copy_in_parts_is_of_one_version(
             await there.copy("q/a", "q/b", size=len(BODY), etag=info.etag)
         assert await content(there, await there.head("q/b")) == BODY
         assert await pending(there, "q/") == []
+
+    run(there, use)
+
+
+def test_a_copy_in_parts_that_cannot_be_aborted_fails_as_it_failed(
+    store: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = store.origin()
+    monkeypatch.setattr(there.writer, "limits", replace(there.limits, largest_copy=500_000))
+    monkeypatch.setattr(origin, "COPIED_PART", PART)
+
+    def refused(key: str, upload: str) -> None:
+        raise PermissionDenied("no right to abort")
+
+    async def use(there: Origin) -> None:
+        info = await there.put("q/a", InMemory(BODY), len(BODY))
+        store.store.put("bucket", "q/a", BODY[::-1])
+        with monkeypatch.context() as patch, pytest.raises(ObjectChanged):
+            patch.setattr(there.writer, "abort", refused)
+            await there.copy("q/a", "q/b", size=len(BODY), etag=info.etag)
+        for upload in await pending(there, "q/"):
+            await abort(there, upload)
 
     run(there, use)
 
