@@ -141,7 +141,8 @@ class Probes:
             )
         finally:
             if refused:
-                await attempts.call(lambda: writer.abort(name, upload), ACTION, "origin_upload", name)
+                with trio.CancelScope(shield=True), trio.move_on_after(attempts.deadline_s):
+                    await attempts.call(lambda: writer.abort(name, upload), ACTION, "origin_upload", name)
         return refused
 
     async def _write(self, name: str, preconditions: Preconditions) -> str:

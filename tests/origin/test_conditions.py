@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import trio
 
 from bench.lab.dataset import content as bytes_of
 from cachefs.base.errors import (
@@ -22,7 +23,7 @@ from cachefs.base.errors import (
 from cachefs.origin import InMemory, Origin, origin
 from cachefs.origin.protocol import HONOURED, Condition, of_endpoint
 from tests.origin.pending import abort, pending
-from tests.origin.reading import content, run
+from tests.origin.reading import content, run, until
 from tests.origin.servers import Lab
 from tests.origin.writing import as_shown
 
@@ -282,6 +283,23 @@ def test_a_probe_that_fails_is_made_again(store: Lab) -> None:
         store.store.clear_faults()
         await there.put("q/x", InMemory(b"x"), 1, if_absent=True)
         assert there.status()["ignored_conditions"] == []
+
+    run(store.origin(), use)
+
+
+def test_a_probe_that_is_cancelled_leaves_nothing(store: Lab) -> None:
+    """Not even what the origin does later with the request that was cancelled; the fixture looks."""
+
+    async def use(there: Origin) -> None:
+        upload = await there.begin_upload("q/x")
+        await upload.part_from(1, InMemory(b"x"), 1)
+        rule = store.store.fault("hang", kind="complete_upload")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lambda: upload.complete(if_absent=True))
+            await until(lambda: store.store.faults_fired()[rule] > 0)
+            nursery.cancel_scope.cancel()
+        store.store.clear_faults()
+        await upload.abort()
 
     run(store.origin(), use)
 
