@@ -1401,12 +1401,14 @@ class Breaker:
 
     async def _decide(self, quiet_since: float) -> None:
         """Probe once, and open or close the circuit accordingly."""
-        self._metrics.origin_list += 1
         replies = self._outage.replies
         answers = await self._answers()
+        if answers is None:
+            return
+        self._metrics.origin_list += 1
         if answers:
             self.heard(trio.current_time())
-        elif answers is not None and self._outage.probed_in_vain(quiet_since, replies):
+        elif self._outage.probed_in_vain(quiet_since, replies):
             self._metrics.origin_outages += 1
             log.warning("%s; %s", self.complaint(), _CONSEQUENCES[self.how.mode])
             for end in list(self._hanging):

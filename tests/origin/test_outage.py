@@ -380,8 +380,9 @@ def test_a_probe_that_no_thread_can_make_ends_no_outage(monkeypatch: pytest.Monk
         await fails(origin.head("a"))
         monkeypatch.undo()
         threads.none_starts(monkeypatch)
+        probes = metrics.origin_list
         await trio.sleep(10)
-        assert origin.complaint
+        assert origin.complaint and metrics.origin_list == probes
 
     play(EIO, scenario)
 
