@@ -153,7 +153,7 @@ class SignedHttp:
         if not isinstance(body, bytes):
             exchange.pieces.extend(body.chunks())
         await self.transport.run(exchange)
-        return Reply(exchange.status, exchange.reply_headers, exchange.body, url)
+        return Reply(exchange.status, exchange.reply_headers, exchange.body, exchange.final_url)
 
     def checked(self, request: Request, reply: Reply) -> Reply:
         """The reply if it is a success; else raises the error of its refusal."""
@@ -163,15 +163,17 @@ class SignedHttp:
 
     def head(self, key: str) -> tuple[ObjectInfo, Mapping[str, str]]:
         """(the object, all headers of the reply) from a HEAD."""
-        headers = self.ask(Request("HEAD", key)).headers
-        return self._described(key, headers), headers
+        reply = self.exchange(Request("HEAD", key))
+        return self._described(key, reply), reply.headers
 
     async def head_now(self, key: str) -> ObjectInfo | None:
         """The object from a HEAD, where `ask_now` is as `ask`."""
-        reply = await self.ask_now(Request("HEAD", key))
-        return None if reply is None else self._described(key, reply.headers)
+        reply = await self.exchange_now(Request("HEAD", key))
+        return None if reply is None else self._described(key, reply)
 
-    def _described(self, key: str, headers: Mapping[str, str]) -> ObjectInfo:
+    def _described(self, key: str, reply: Reply) -> ObjectInfo:
+        """The object that the reply to a HEAD describes."""
+        headers = self.checked(Request("HEAD", key), reply).headers
         try:
             return _object_of(key, int(headers["content-length"]), headers)
         except (KeyError, ValueError) as exc:
@@ -1013,7 +1015,7 @@ class _Loop:
         """End the exchange and free its handle. `_notify` reports it to its caller."""
         handle, exchange.handle = exchange.handle, None
         if handle is not None:
-            if exchange.on_end is not None:
+            if self._follow:
                 exchange.final_url = handle.getinfo(pycurl.EFFECTIVE_URL)
             del self._live[handle]
             self._multi.remove_handle(handle)

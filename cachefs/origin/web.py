@@ -11,8 +11,17 @@ from collections.abc import Mapping
 from html.parser import HTMLParser
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
-from cachefs.base.errors import ConfigError, Unsupported
-from cachefs.origin.http import HttpClient, NoCredentials, Sign, Signed, SignedHttp, Transport, refusal
+from cachefs.base.errors import ConfigError, NotFound, Unsupported
+from cachefs.origin.http import (
+    HttpClient,
+    NoCredentials,
+    Reply,
+    Sign,
+    Signed,
+    SignedHttp,
+    Transport,
+    refusal,
+)
 from cachefs.origin.protocol import Body, ListPage, ObjectInfo
 
 
@@ -30,6 +39,18 @@ class Host:
 
     def signer(self) -> Sign:
         return self.sign
+
+
+class Files(SignedHttp):
+    """The files of a host."""
+
+    def _described(self, key: str, reply: Reply) -> ObjectInfo:
+        if not key.endswith("/"):
+            if urlsplit(reply.url).path.endswith("/"):  # the server has led from "dir" to "dir/"
+                raise NotFound(f"{self.name(key)}: is a directory")
+        elif reply.status == 403:  # nginx and Apache, for a directory without an index
+            return ObjectInfo(key, 0, 0, "")
+        return super()._described(key, reply)
 
 
 class IndexLister:
@@ -105,7 +126,7 @@ def web_client(url: str, *, stall_s: float) -> OpenedClient:
             f"{parts.hostname}: credentials do not belong in a URL; every user of this host could see them"
         )
     host, transport = Host(f"{parts.scheme}://{parts.netloc}"), Transport(stall_s, follow=True)
-    client = HttpClient(SignedHttp(host, transport), IndexLister(host, transport))
+    client = HttpClient(Files(host, transport), IndexLister(host, transport))
     prefix = unquote(parts.path.lstrip("/"), errors="surrogateescape")
     if prefix and not prefix.endswith("/"):
         prefix += "/"

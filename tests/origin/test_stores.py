@@ -105,13 +105,17 @@ class _Files(http.server.BaseHTTPRequestHandler):
     etag = '"1"'
 
     def _head(self) -> None:
-        if self.path == "/f":
+        if self.path in ("/f", "/pages/", "/pages/f"):
             self.send_response(200)
             self.send_header("ETag", self.etag)
             self.send_header("Last-Modified", "Sat, 21 Nov 2026 08:06:30 GMT")
             self.send_header("Content-Length", "5")
+        elif self.path in ("/dir", "/pages"):
+            self.send_response(301)
+            self.send_header("Location", f"{self.path}/")
+            self.send_header("Content-Length", "0")
         else:
-            self.send_response(403 if self.path == "/" else 404)
+            self.send_response(403 if self.path in ("/", "/dir/") else 404)
             self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -146,6 +150,23 @@ def test_a_web_server_without_an_index_can_still_be_read(files: str, monkeypatch
         monkeypatch.setattr(_Files, "etag", '"2"')
         with pytest.raises(ObjectChanged):
             await content(origin, info)
+
+    run(open_origin(files, metrics=Metrics(), backoff=QUICK), use)
+
+
+def test_directories_of_a_web_server_without_an_index(files: str) -> None:
+    """It leads from the name of a directory to one with a slash, and refuses that, or shows a page: no file in either
+    case. So names below it can be looked up."""
+
+    async def use(origin: Origin) -> None:
+        for name in ("dir", "pages"):
+            with pytest.raises(NotFound, match="is a directory"):
+                await origin.head(name)
+            await origin.head(f"{name}/")
+        assert (await origin.head("pages/f")).size == 5
+        for name in ("nowhere", "nowhere/"):
+            with pytest.raises(NotFound, match="404"):
+                await origin.head(name)
 
     run(open_origin(files, metrics=Metrics(), backoff=QUICK), use)
 
