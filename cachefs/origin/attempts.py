@@ -539,9 +539,9 @@ class Attempts:
         # read timeout: a few times the concurrency suffice (guessed).
         self.threads = trio.CapacityLimiter(4 * concurrency + 4)
         self.transfer_rate = TransferRate()
-        self.breaker = Breaker(
-            self.label, lambda: client.list_page(prefix, None, 1), on_outage, deadline_s, metrics
-        )
+        # A client that has no small LIST has another small request.
+        probe = getattr(client, "probe", lambda: client.list_page(prefix, None, 1))
+        self.breaker = Breaker(self.label, probe, on_outage, deadline_s, metrics)
         self._rng = random.Random()
         self.limit(download_limit, upload_limit)
         self._download, self._upload = Throughput(), Throughput()

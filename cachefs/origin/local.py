@@ -129,6 +129,12 @@ class LocalClient(Writer):
                 prefix + page[-1] if more else None,
             )
 
+    def probe(self) -> None:
+        """Read the first names of the root. A page of a listing takes all names of a directory to be put in order, which
+        takes longer than a probe may, if there are millions or they come over a network."""
+        with self._translated(""), os.scandir(self.root) as entries:
+            next(entries, None)
+
     def head(self, key: str) -> ObjectInfo:
         with self._translated(key):
             return _info(key, Path(self._inside(key)).stat())

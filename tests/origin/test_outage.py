@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.names import OnOutage
 from cachefs.origin import InMemory, ListPage, ObjectInfo, Origin, protocol
 from cachefs.origin.attempts import FAILING_S, FAILURES, SILENT_S, Attempts, Outage
+from cachefs.origin.local import LocalClient
 from cachefs.origin.protocol import PATIENCE, STALL_S, AskedToWait, Body, Conditions, Preconditions, Writer
 from cachefs.origin.s3 import LIMITS
 from tests import threads
@@ -187,11 +189,11 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 def play(
     how: OnOutage,
     scenario: Callable[[Origin, Store, Metrics], Awaitable[None]],
-    make: Callable[[], Store] = Store,
+    make: Callable[[], Any] = Store,
 ) -> None:
     async def main() -> None:
         store, metrics = make(), Metrics()
-        origin = Origin(Attempts(store, source="s3://b", on_outage=how, metrics=metrics))  # type: ignore[arg-type]
+        origin = Origin(Attempts(store, source="s3://b", on_outage=how, metrics=metrics))
         try:
             with trio.fail_after(1000):
                 await scenario(origin, store, metrics)
@@ -385,6 +387,23 @@ def test_a_probe_that_no_thread_can_make_ends_no_outage(monkeypatch: pytest.Monk
         assert origin.complaint and metrics.origin_list == probes
 
     play(EIO, scenario)
+
+
+def test_a_directory_whose_listing_takes_long_is_no_outage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of millions of names, or on a server. A probe does not list it, too."""
+
+    def endless(*_: object, **__: object) -> None:
+        raise Hang
+
+    async def scenario(origin: Origin, store: Store, metrics: Metrics) -> None:
+        with pytest.raises(OriginFailed, match="without progress"):
+            await origin.list_page("")
+        assert metrics.origin_outages == 0 and metrics.origin_list > 1
+
+    monkeypatch.setattr(LocalClient, "_sorted_names", endless)
+    play(EIO, scenario, lambda: LocalClient(str(tmp_path)))
 
 
 class Written(Store, Writer):
