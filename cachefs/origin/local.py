@@ -112,6 +112,9 @@ class LocalClient(Writer):
 
     def list_page(self, prefix: str, token: str | None, limit: int) -> ListPage:
         with self._translated(prefix):
+            if prefix and token is None and limit == 1:
+                # A lookup asks so whether there is a directory. Its marker comes first, so no name needs to be read.
+                return ListPage([self.head(prefix)], [], prefix)
             names = self._sorted_names(prefix, fresh=token is None)
             first = bisect_right(names, _order(token[len(prefix) :]), key=_order) if token else 0
             page = names[first : first + limit]

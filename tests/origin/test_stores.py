@@ -85,6 +85,27 @@ def test_names_of_a_directory_are_bytes(tmp_path: Path) -> None:
     run(open_origin(str(tmp_path), metrics=Metrics()), use)
 
 
+def test_whether_there_is_a_directory_takes_none_of_its_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "d/e").mkdir(parents=True)
+    (tmp_path / "d/f").write_text("x")
+    reads: list[object] = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: reads.append(path) or scandir(path))
+
+    async def use(origin: Origin) -> None:
+        assert [o.key for o in (await origin.list_page("d/", limit=1)).objects] == ["d/"]
+        for name in ("nowhere/", "d/f/"):
+            with pytest.raises(NotFound):
+                await origin.list_page(name, limit=1)
+        assert not reads
+        for name, keys in (("d/", ["d/", "d/f"]), ("d/e/", ["d/e/"])):
+            assert [o.key for page in await pages(origin, name, 1) for o in page.objects] == keys
+
+    run(open_origin(str(tmp_path), metrics=Metrics()), use)
+
+
 def test_a_local_file_that_changes_in_place(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(b"a" * 100)
