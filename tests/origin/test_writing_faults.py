@@ -387,6 +387,8 @@ def test_copying_in_parts(store: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(origin, "COPIED_PART", PART)
 
     async def use(there: Origin) -> None:
+        for upload in await pending(there, "w/"):
+            await abort(there, upload)  # another test has lost the reply that named it
         info = await there.head("source")
         await as_shown(there, await there.copy("source", "w/x", size=len(BODY), etag=info.etag), BODY)
         assert (asked(store, "copy_part"), asked(store, "copy"), asked(store, "upload_part")) == (4, 0, 0)
