@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import trio
 
-from cachefs.base.database import Database
+from cachefs.base.database import Database, Put
 from cachefs.base.errors import CachefsError, ConfigError
 
 RECENT = 64
@@ -453,10 +453,13 @@ class PlanStore:
         head = [plan.name, digest.hex(), plan.used_at, [epoch for epoch, _ in plan.orders]]
         try:
             database = self._database()
-            puts = [("orders", key + bytes([place]), row) for place, (_, row) in enumerate(plan.orders)]
+            puts: list[Put] = [
+                ("orders", key + bytes([place]), row) for place, (_, row) in enumerate(plan.orders)
+            ]
             puts.append(("plans", key, json.dumps(head).encode()))
             if database.get("lists", digest) is None:
                 puts.append(("lists", digest, plan.files.text))
+            puts += [row for row in self._last_use(key) if row[1] != digest]
             database.write(puts, [("orders", key, key + b"\xff")])
         except CachefsError as exc:
             log.warning("plan %s is not kept over a restart: %s", plan.name, exc)
@@ -465,10 +468,7 @@ class PlanStore:
         """Forget a plan, and its list of files if no other plan has it."""
         key = _key(name)
         try:
-            heads = dict(self._database().scan("plans"))
-            digest = json.loads(heads.pop(key, b"[0, null]"))[1]
-            unused = digest is not None and all(json.loads(head)[1] != digest for head in heads.values())
-            lists = [("lists", bytes.fromhex(digest), None)] if unused else []
+            lists = self._last_use(key)
             self._database().write([("plans", key, None), *lists], [("orders", key, key + b"\xff")])
         except CachefsError as exc:
             log.warning("plan %s may come back with a restart: %s", name, exc)
@@ -503,6 +503,13 @@ class PlanStore:
     def close(self) -> None:
         if self._opened is not None:
             self._opened.close()
+
+    def _last_use(self, key: bytes) -> list[Put]:
+        """The removal of this plan's list of files, if no other plan has it."""
+        heads = dict(self._database().scan("plans"))
+        digest = json.loads(heads.pop(key, b"[0, null]"))[1]
+        unused = digest is not None and all(json.loads(head)[1] != digest for head in heads.values())
+        return [("lists", bytes.fromhex(digest), None)] if unused else []
 
     def _database(self) -> Database:
         if self._opened is None:

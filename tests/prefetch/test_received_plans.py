@@ -129,6 +129,23 @@ def test_plans_and_the_list_that_they_share_are_read_again_and_dropped(tmp_path:
     plan_store.close()
 
 
+async def test_a_list_that_was_replaced_goes_with_its_last_plan(tmp_path: Path) -> None:
+    plan_store = PlanStore(tmp_path / "plans")
+    told = Told(plan_store)
+
+    async def put(name: str, *paths: str) -> int:
+        await told.hints.files(name, list(paths), 0, len(paths))
+        await told.hints.order(name, 0, numbers(0), 0, 1)
+        return plan_store._database().count("lists")
+
+    assert [await put("p", "a"), await put("q", "a"), await put("p", "b")] == [1, 1, 2]
+    assert [await put("p", "c"), await put("q", "c")] == [2, 1]
+    plan_store.close()
+    plan_store = PlanStore(tmp_path / "plans")
+    assert [plan.files.text for plan in plan_store.load()] == [b"c\0", b"c\0"]
+    plan_store.close()
+
+
 @pytest.mark.parametrize(
     "row", [b"no json", b"{}", b"[]", b"7", b"\xff", b'["p", "00", 1.0, []]', b'["p", 7, 1.0, []]']
 )
