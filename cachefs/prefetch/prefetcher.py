@@ -321,11 +321,11 @@ class Prefetcher:
         return self._wanted(obj) and not self._fetcher.course.had(obj)
 
     def _start(self, nursery: trio.Nursery, group: list[Candidate], budget: int) -> None:
-        """Begin the transfers of the first candidate, and of as many others as the bounds allow. The rest are put back."""
+        """Begin the transfers of as many candidates as the bounds allow. The rest are put back."""
         now = trio.current_time()
         small: dict[Origin, list[_Prefetched]] = {}
         for number, candidate in enumerate(group):
-            if number and (self._in_flight >= self._slots or self._enough(budget)):
+            if self._in_flight >= self._slots or self._enough(budget):
                 for other in reversed(group[number:]):
                     other.give_back()
                 break

@@ -482,6 +482,22 @@ async def test_a_group_ends_where_enough_lies_unused_and_goes_on_from_there() ->
         assert Counter(shop.got) == Counter(names) and w.metrics.prefetch_used_files == 300
 
 
+async def test_files_that_no_listing_has_keep_both_bounds() -> None:
+    names = [f"s{i}/a" for i in range(12)]
+    shop = Shop(names, size=16 * MIB)
+    in_flight: list[int] = []
+    async with world(shop, budget=64 * MIB, slots=6) as w:
+        shop.refuse = lambda _: in_flight.append(w.prefetcher.status()["in_flight"])
+        await announce(w.prefetcher, names, range(12))
+        await w.quiet()
+        assert max(in_flight) == 6
+        assert len(set(shop.got)) == 4 and w.prefetcher.awaited.bytes == 64 * MIB
+        await w.look(shop.got[0], 0, 1)
+        await w.quiet()
+        assert len(set(shop.got)) == 5
+        assert sum(stop - start for _, start, stop in shop.gets) == 5 * 16 * MIB
+
+
 async def test_the_index_is_read_once_for_a_group_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     names = paths(320)
     shop = Shop(names)
