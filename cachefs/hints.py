@@ -101,7 +101,6 @@ class HintedSampler:
         self._files = _Files(plan, [os.fsdecode(path) for path in paths], partial(_rank, sampler))
         self._rounds = 0
         self._set: int | None = None
-        self._predicted: tuple[int, array[int]] | None = None
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -172,10 +171,8 @@ class HintedSampler:
         except (TypeError, ValueError, OverflowError) as exc:
             _warn_once(f"these samples are not indices of files ({exc})")
             return
-        known, self._predicted = self._predicted, (epoch, order) if ahead else None
-        if known != (epoch, order):
-            files = self._files
-            _sender.put(lambda: files.send(epoch, order))
+        files = self._files
+        _sender.put(lambda: files.send(epoch, order, ahead=ahead))
 
 
 def hinted(loader: Any, paths: Iterable[str | os.PathLike[str]], *, plan: str | None = None) -> Any:
@@ -295,9 +292,14 @@ class _Files:
         self._rank = rank
         self._replaces = replaces
         self._shares: list[_Share] | None = None
+        self._ahead: tuple[int, array[int]] | None = None  # what was sent before its epoch
 
-    def send(self, epoch: int, order: array[int]) -> None:
-        """Send the order of an epoch, and before the first one the files. Raises `CachefsError`."""
+    def send(self, epoch: int, order: array[int], *, ahead: bool = False) -> None:
+        """Send the order of an epoch, and before the first one the files. An order that was last sent `ahead` is not sent
+        again. Raises `CachefsError`."""
+        sent, self._ahead = self._ahead, None
+        if sent == (epoch, order):
+            return
         if self._shares is None:
             self._shares = list(_by_mount(self._paths))
             self._paths = []
@@ -314,6 +316,8 @@ class _Files:
                 failure = exc
         if failure is not None:
             raise failure
+        if ahead:
+            self._ahead = epoch, order
 
 
 class _Share:

@@ -25,7 +25,7 @@ from cachefs import hints
 from cachefs.base import client, ownership
 from cachefs.base import linux as mountinfo
 from cachefs.base.client import control_path
-from cachefs.base.errors import NotFound
+from cachefs.base.errors import MountError, NotFound
 from cachefs.base.linux import Finder, Mount
 from cachefs.daemon import control
 from cachefs.hints import HintedSampler, announce, hinted
@@ -349,6 +349,25 @@ def test_a_daemon_that_has_lost_its_plans_is_told_them_again(daemon: FakeDaemon)
     daemon.files.clear()
     list(sampler)
     assert daemon.told("node-3", 1) == [f"train/{n:05}.jpg" for n in range(PATHS)]
+
+
+def test_an_epoch_that_could_not_be_told_ahead_is_told_at_its_beginning(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*_: object, **__: object) -> None:
+        raise MountError("it starts again")
+
+    sampler = HintedSampler(Shuffled(), paths_in(daemon.mountpoint))
+    reading = iter(sampler)
+    next(reading)
+    assert hints.wait(10)
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="it starts again"):
+        patch.setattr(client, "ask", ask)
+        list(reading)
+        assert hints.wait(10)
+    sampler.set_epoch(1)
+    order = list(sampler)
+    assert daemon.told("node-3", 1) == [f"train/{n:05}.jpg" for n in order]
 
 
 def test_files_of_two_mounts_and_of_none(daemon: FakeDaemon, mounted: list[Path], tmp_path: Path) -> None:
