@@ -291,7 +291,7 @@ class _Files:
         self._paths = paths
         self._rank = rank
         self._replaces = replaces
-        self._shares: list[_Share] | None = None
+        self._shares: list[_Share] = []
         self._ahead: tuple[int, array[int]] | None = None  # what was sent before its epoch
 
     def send(self, epoch: int, order: array[int], *, ahead: bool = False) -> None:
@@ -300,14 +300,13 @@ class _Files:
         sent, self._ahead = self._ahead, None
         if sent == (epoch, order):
             return
-        if self._shares is None:
-            self._shares = list(_by_mount(self._paths))
-            self._paths = []
-            rank = self._rank()
-            for share in self._shares:
-                share.name(self._plan, rank, replaces=self._replaces)
-            if not self._shares:
+        if not self._shares:
+            shares, rank = list(_by_mount(self._paths)), self._rank()
+            if not shares:
                 raise MountError("none of these paths lies below a cachefs mount")
+            for share in shares:
+                share.name(self._plan, rank, replaces=self._replaces)
+            self._shares, self._paths = shares, []
         failure = None
         for share in self._shares:
             try:

@@ -370,6 +370,18 @@ def test_an_epoch_that_could_not_be_told_ahead_is_told_at_its_beginning(
     assert daemon.told("node-3", 1) == [f"train/{n:05}.jpg" for n in order]
 
 
+def test_files_whose_mount_comes_later_are_told_with_the_next_epoch(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = HintedSampler(range(PATHS), paths_in(daemon.mountpoint))
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="none of these paths lies below"):
+        patch.setattr(mountinfo, "mounts", list)
+        list(sampler)
+        assert hints.wait(10)
+    list(sampler)
+    assert daemon.told("node-3", 1) == [f"train/{n:05}.jpg" for n in range(PATHS)]
+
+
 def test_files_of_two_mounts_and_of_none(daemon: FakeDaemon, mounted: list[Path], tmp_path: Path) -> None:
     other = FakeDaemon(mounted[1])
     try:
