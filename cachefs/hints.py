@@ -487,9 +487,11 @@ _sender = _Sender()
 
 
 def _after_fork() -> None:
-    """Begin without tasks in a forked child, which has the lock and the tasks of its parent, but not the thread."""
+    """Begin without tasks in a forked child, which has the lock and the tasks of its parent, but not the thread. Its first
+    announcement replaces none of the parent's."""
     global _sender
     _sender = _Sender()
+    _last_plans.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)

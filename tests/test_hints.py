@@ -315,6 +315,19 @@ def test_what_is_announced_anew_replaces_what_was(daemon: FakeDaemon) -> None:
     assert [len(paths) for paths in daemon.files.values()] == [7]
 
 
+def test_a_forked_process_replaces_what_it_announced_itself(daemon: FakeDaemon) -> None:
+    announce(paths_in(daemon.mountpoint, 5), wait_s=10)
+    child = os.fork()
+    if not child:
+        try:
+            for count in (6, 7):
+                announce(paths_in(daemon.mountpoint, count), wait_s=10)
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert [len(paths) for paths in daemon.files.values()] == [5, 7]
+
+
 class OfRank:
     def __init__(self, rank: int) -> None:
         self.rank = rank
