@@ -375,22 +375,23 @@ class Space:
             tier.open_for_writing, obj.id.digest, obj.id.size, known=known, is_its_file=is_its_file
         )
 
-    def not_opened(self, obj: CachedObject, tier: Tier, exc: OSError) -> None:
-        """Handle a version's file that could not be opened for writing: it has vanished, is immutable, or the tier fails."""
+    def not_opened(self, obj: CachedObject, tier: Tier, exc: OSError, unwritten: int = 0) -> None:
+        """Handle a version's file that could not be opened for writing: it has vanished, is immutable, or the tier fails.
+        For `unwritten` see `Tier.full`."""
         if exc.errno == errno.ENOENT:
             self._vanished(obj, tier)
         elif exc.errno == errno.EROFS and tier.immutable(obj.id.digest):
             # A crash lost some of its rows. An immutable file cannot be completed, so it is dropped and fetched again.
             self.drop_file(obj, tier)
         elif exc.errno != errno.ETIMEDOUT:
-            self.failed(tier, exc)
+            self.failed(tier, exc, unwritten)
 
     # -- damage ------------------------------------------------------------------------------------
 
-    def failed(self, tier: Tier, exc: OSError) -> None:
-        """Count an I/O error, and have the tier note it."""
+    def failed(self, tier: Tier, exc: OSError, unwritten: int = 0) -> None:
+        """Count an I/O error, and have the tier note it. For `unwritten` see `Tier.full`."""
         self.metrics.tier_errors += 1
-        tier.failed(exc)
+        tier.failed(exc, unwritten)
 
     def _vanished(self, obj: CachedObject, tier: Tier) -> None:
         for copy in self.catalog.copies(obj, tier.number):
@@ -670,10 +671,10 @@ class Moves:
         except _SourceFailed as exc:
             self._space.lost(obj, copy, exc)
         except _NotOpened as exc:
-            self._space.not_opened(obj, to, exc.failure)
+            self._space.not_opened(obj, to, exc.failure, self._space.bytes(target, wanted))
         except OSError as exc:
             if exc.errno != errno.EAGAIN:  # no thread can be started, which is not the tier's fault
-                self._space.failed(to, exc)
+                self._space.failed(to, exc, self._space.bytes(target, wanted))
         finally:
             self._space.abandon(target, wanted & ~moved)
             self._space.unpin(obj, target)
@@ -1069,9 +1070,9 @@ class CacheWrites:
         missing = _bits(cache_write.start_block + cache_write.settled, cache_write.stop_block)
         self._space.abandon(copy, missing)
         if cache_write.not_opened is not None:
-            self._space.not_opened(obj, tier, cache_write.not_opened)
+            self._space.not_opened(obj, tier, cache_write.not_opened, self._space.bytes(copy, missing))
         elif cache_write.failure is not None:
-            self._space.failed(tier, cache_write.failure)
+            self._space.failed(tier, cache_write.failure, self._space.bytes(copy, missing))
         elif not missing:
             tier.worked()
         self._space.unpin(obj, copy)

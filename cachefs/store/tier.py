@@ -505,11 +505,12 @@ class Tier:
             self.failed(exc)  # and go on with the last reading
         self._used_at_reading = self.used_bytes + self.disposal.going_bytes
 
-    def full(self) -> None:
-        """The disk returned ENOSPC: the limit is what is used now, until the next reading of its free space."""
+    def full(self, unwritten: int = 0) -> None:
+        """The disk returned ENOSPC: the limit is what is used now, without the `unwritten` bytes that the failed write had
+        reserved, until the next reading of its free space."""
         self._free_read_again_at = self._clock() + FREE_SPACE_EVERY_S
         self._free_bytes = self._keep_free_bytes
-        self._used_at_reading = self.used_bytes + self.disposal.going_bytes
+        self._used_at_reading = self.used_bytes + self.disposal.going_bytes - unwritten
 
     def writable(self) -> bool:
         """True if the tier takes cache writes now."""
@@ -525,10 +526,10 @@ class Tier:
             return "normal"
         return "unstable" if self.errors_in_a_row < 3 else "down"
 
-    def failed(self, exc: OSError) -> None:
-        """Record an I/O error of this tier. It takes no writes for `RETRY_S`."""
+    def failed(self, exc: OSError, unwritten: int = 0) -> None:
+        """Record an I/O error of this tier. It takes no writes for `RETRY_S`. For `unwritten` see `full`."""
         if exc.errno in (errno.ENOSPC, errno.EDQUOT):
-            self.full()
+            self.full(unwritten)
             return
         if exc.errno == errno.ENOENT:
             return  # another program removed a file: its blocks are a miss, and the tier is well

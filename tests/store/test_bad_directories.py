@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -359,6 +360,30 @@ async def test_write_errors_on_a_tier_cost_a_refetch_and_never_reach_a_reader(
         lab.check_accounts()
         trouble.left = 0
         await read_everything(lab, ids, data)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("name", ["open", "pwrite"])
+@in_trio
+async def test_a_full_disk_is_tried_once_and_not_again_with_the_same_bytes(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
+) -> None:
+    """A quota is not to be seen in the file system's free space: what failed would seem to fit again."""
+    monkeypatch.setattr("cachefs.store.tier.FREE_SPACE_EVERY_S", 1000.0)
+    async with running(cache_dir, ssd=8 * MIB) as lab:
+        ids, data = objects(lab.origin, count=2, size=4 * BLOCK)
+        real = getattr(os, name)
+
+        def fails(place: Any, *how: Any, **more: Any) -> Any:
+            if name == "pwrite" or how[0] & os.O_CREAT:
+                raise OSError(code, os.strerror(code))
+            return real(place, *how, **more)
+
+        monkeypatch.setattr(os, name, fails)
+        await read_everything(lab, ids, data)
+        parts = [(get.key, get.start // BLOCK, get.stop // BLOCK) for get in lab.origin.gets]
+        blocks = [(object_id.key, block, block + 1) for object_id in ids for block in range(4)]
+        assert sorted(parts) == sorted([(ids[0].key, 0, 4), *blocks])
 
 
 @pytest.mark.parametrize("tier", ["ram", "ssd"])

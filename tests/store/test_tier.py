@@ -123,6 +123,8 @@ def test_a_full_disk_gives_no_more_until_it_is_asked_again(make: Callable[..., T
     one.reserve(30 * 4096)
     one.failed(OSError(errno.ENOSPC, "full"))
     assert one.limit_bytes() == 30 * 4096 and one.state == "normal" and there.asked == 0
+    one.failed(OSError(errno.ENOSPC, "full"), 10 * 4096)  # so many of them were reserved for what failed
+    assert one.limit_bytes() == 20 * 4096
     there.now = FREE_SPACE_EVERY_S
     assert one.limit_bytes() == CAP
 
