@@ -843,6 +843,7 @@ class Fetcher:
         """Fetch blocks [start, stop) of one extent, joining what is in flight. Returns the bytes fetched."""
         fetched = 0
         wanted = range(start, stop)
+        refused: NoRoom | None = None
         for _ in range(ATTEMPTS * len(wanted)):
             missing = [b for b in wanted if not self._store.has(obj, b)]
             if not missing:
@@ -854,7 +855,7 @@ class Fetcher:
                 cache_write = self._begin(obj, first, last, prefetched=prefetched, keep=keep)
                 fetch = self._start(origin, obj, cache_write, prefetched=True)
                 if fetch is None:
-                    raise NoRoom(f"no tier takes {obj.id.key} now")
+                    raise refused or NoRoom(f"no tier takes {obj.id.key} now")
             try:
                 await fetch.ended()
             except trio.Cancelled:
@@ -862,9 +863,12 @@ class Fetcher:
                     fetch.give_up()
                 raise
             if joined is None:
+                fetched += fetch.cache_write.written - fetch.cache_write.start
+                if isinstance(fetch.error, NoRoom) and refused is None:
+                    refused = fetch.error
+                    continue  # its file had to go, and comes anew; or another tier takes it
                 if fetch.error is not None:
                     raise (fetch.error if isinstance(fetch.error, CachefsError) else _unexpected(fetch))
-                fetched += fetch.cache_write.written - fetch.cache_write.start
                 wanted = range(fetch.cache_write.stop_block, stop)  # it began with the first missing block
         raise OriginFailed(f"{obj.id.key}: its blocks vanish as fast as they come")
 

@@ -3,6 +3,8 @@ called off."""
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Generator
 from pathlib import Path
@@ -16,7 +18,7 @@ from cachefs.base.names import ObjectId
 from cachefs.origin import Origin
 from cachefs.origin.attempts import Attempts
 from tests.fetch.scripted import content, in_trio
-from tests.store.lab import BLOCK, EXTENT, KIB, MIB, Lab, running, until
+from tests.store.lab import BLOCK, EXTENT, KIB, MIB, Lab, cache_files, running, until
 
 
 @pytest.mark.parametrize("size", [0, 1, BLOCK, 3 * MIB + 5, 40 * MIB + 7])
@@ -287,3 +289,42 @@ async def test_a_readers_request_goes_out_before_queued_ones_that_nobody_waits_f
         assert client.asked == ["first", "demand", "b3", "b1", "b2"]
         assert lab.metrics.origin_get == 5
         assert lab.metrics.prefetched_late == 1
+
+
+@in_trio
+async def test_a_file_that_vanished_from_the_cache_comes_anew(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        object_id = lab.origin.put("k", content(1, 5 * EXTENT))
+        await lab.read(object_id, 0, BLOCK)
+        await lab.quiet()
+        lab.store.object(object_id).close_file(lab.store.tiers[0].number)
+        for path in cache_files(cache_dir):
+            path.unlink()
+        await lab.fetcher.prefetch(lab.origin, object_id, BLOCK, 3 * BLOCK)  # type: ignore[arg-type]
+        assert lab.fetcher.cached_bytes(object_id) == 2 * BLOCK
+        lab.check_accounts()
+
+
+@in_trio
+async def test_another_tier_takes_what_a_full_one_does_not(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(cache_dir, ram=8 * MIB) as lab:
+        real, full = os.pwrite, set[int]()
+
+        def pwrite(fd: int, data: memoryview, offset: int) -> int:
+            device = os.fstat(fd).st_dev
+            if not full or device in full:
+                full.add(device)
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(fd, data, offset)
+
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        object_id = lab.origin.put("k", content(1, 2 * BLOCK))
+        await lab.fetcher.prefetch(lab.origin, object_id)  # type: ignore[arg-type]
+        assert lab.fetcher.whole(object_id)
+        full.update(tier.path.stat().st_dev for tier in lab.store.tiers)
+        object_id = lab.origin.put("l", content(1, 2 * BLOCK))
+        with pytest.raises(errors.NoRoom, match="tier: No space left on device"):
+            await lab.fetcher.prefetch(lab.origin, object_id)  # type: ignore[arg-type]
+        assert len([get for get in lab.origin.gets if get.key == "l"]) <= 2
