@@ -18,7 +18,7 @@ import xxhash
 
 from cachefs.base.linux import HANGS_AFTER_S, LOOK_EVERY_S
 from cachefs.base.metrics import Metrics
-from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_length
+from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_length, blocks_covering
 from cachefs.base.tasks import in_thread
 from cachefs.store.adopting import Adopting
 from cachefs.store.backing import Passthrough
@@ -278,7 +278,7 @@ class Store:
             return None
         if count:
             for step in steps:
-                self._hit(obj, step.copy, -(-step.length // self.block_size))
+                self._hit(obj, step.copy, len(blocks_covering(step.at, step.length, self.block_size)))
         return b"".join(good)
 
     async def _take(self, obj: CachedObject, steps: list[Step]) -> list[bytes | OSError | None] | None:
@@ -327,12 +327,13 @@ class Store:
             part: Buffer | None
             if kept is not None:
                 part = kept[start : start + length]
-                self._metrics.heap_hits += count
             else:
-                part = await self.read(obj, at, length, count=count)
+                part = await self.read(obj, at, length, count=False)
             if part is None:
                 return None
             parts.append(part)
+        if count:
+            self.hit(obj, blocks_covering(offset, size, self.block_size))
         return b"".join(parts)
 
     def _judge(self, obj: CachedObject, step: Step, result: bytes | OSError | None) -> bool:
