@@ -12,7 +12,7 @@ import pytest
 import trio
 import trio.testing
 
-from cachefs.base.errors import ConfigError, NoRoom, NotFound, OriginFailed
+from cachefs.base.errors import ConfigError, NoRoom, NotFound, ObjectChanged, OriginFailed
 from cachefs.base.names import ObjectId
 from cachefs.cli import show
 from cachefs.cli import status as statusview
@@ -49,6 +49,7 @@ class World:
         self.pins = Pins()
         self.calls: list[tuple[str, int, int]] = []
         self.failing: dict[str, Exception] = {}
+        self.replaced: dict[str, int] = {}  # by path: the size at the origin, another one than was listed
         self.renewed: list[str] = []
         self.under_way = self.most_under_way = 0
         self.walked = 0
@@ -63,6 +64,10 @@ class World:
             await trio.lowlevel.checkpoint()
             self.walked += 1
             yield one, None, ObjectId("s", one, "e", self.sizes[one])
+
+    async def look_again(self, path: str, version: ObjectId) -> tuple[Any, ObjectId] | None:
+        await trio.lowlevel.checkpoint()
+        return (None, ObjectId("s", path, "new", self.replaced[path])) if path in self.replaced else None
 
     def cached_bytes(self, obj: ObjectId) -> int:
         return self.held.get(obj.key, 0)
@@ -105,6 +110,8 @@ class World:
             await self.gate.wait()
         finally:
             self.under_way -= 1
+        if obj.key in self.replaced and obj.etag != "new":
+            raise ObjectChanged(f"{obj.key}: the object changed at the origin")
         if obj.key in self.failing:
             raise self.failing[obj.key]
         self.calls.append((obj.key, start, stop))
@@ -322,6 +329,23 @@ async def test_single_failures_are_counted_and_named() -> None:
     assert all(failure.split(": ")[1].startswith("no ") for failure in job["failures"])
     replay = await run(world, ["gone", "d/0001"], vanish=True)
     assert (replay["failed"], replay["vanished"]) == (0, 1)
+
+
+@pytest.mark.parametrize("action", ["warm", "pin"])
+def test_what_was_replaced_since_it_was_listed_is_fetched_as_it_is_now(action: str) -> None:
+    @in_trio
+    async def runs() -> None:
+        world = World(tree(5), limit=8 * MIB)
+        world.replaced = {"d/0002": 3 * MIB}
+        job = await run(world, ["d", ["d/0002", MIB // 2, MIB // 4]], action)
+        assert (job["state"], job["failed"], job["done_files"], job["files"]) == ("done", 0, 6, 6)
+        assert job["bytes"] == job["done_bytes"] == 7 * MIB + MIB // 4
+        assert sorted(world.calls)[2:4] == [("d/0002", 0, 3 * MIB), ("d/0002", MIB // 2, 3 * MIB // 4)]
+        world.replaced["d/0002"] = 9 * MIB
+        world.held.clear()
+        assert "do not fit" in (await run(world, ["d"], action))["error"]
+
+    runs()
 
 
 @in_trio

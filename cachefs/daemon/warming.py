@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import trio
 
-from cachefs.base.errors import CachefsError, ConfigError, NoRoom, NotFound
+from cachefs.base.errors import CachefsError, ConfigError, NoRoom, NotFound, ObjectChanged
 from cachefs.base.names import ObjectId
 from cachefs.base.tasks import contained
 from cachefs.base.units import about_bytes
@@ -282,19 +282,24 @@ class Jobs:
                     async for found, origin, obj in files:
                         stop = obj.size if length is None else min(obj.size, offset + length)
                         wanted = Wanted(found, origin, obj, min(offset, stop), stop)
-                        job.files += 1
-                        job.bytes += wanted.stop - wanted.start
-                        job.own_bytes += self._own_bytes(job, wanted)
-                        cached = self._store.look(obj)
-                        if self._store.whole(cached) and cached.pinned:
-                            job.pinned += allocated(obj.size)
-                        if job.action in ("warm", "pin"):
-                            self._check_capacity(job)
-                        if job.action == "pin":
-                            self._check_pin_budget(job)
+                        self._count(job, wanted)
                         await send.send(wanted)
             except CachefsError as exc:
                 job.fail(path, exc)
+
+    def _count(self, job: Job, wanted: Wanted) -> None:
+        """Count what the job has to do, and end the job if it is too much."""
+        obj = wanted.object
+        job.files += 1
+        job.bytes += wanted.stop - wanted.start
+        job.own_bytes += self._own_bytes(job, wanted)
+        cached = self._store.look(obj)
+        if self._store.whole(cached) and cached.pinned:
+            job.pinned += allocated(obj.size)
+        if job.action in ("warm", "pin"):
+            self._check_capacity(job)
+        if job.action == "pin":
+            self._check_pin_budget(job)
 
     async def _next_item(self, job: Job) -> Any:
         while not job.items:
@@ -344,10 +349,9 @@ class Jobs:
         return int(sum(limits[:-1]) * SPILL_TO) + sum(limits[-1:])
 
     async def _work(self, job: Job, receive: trio.MemoryReceiveChannel[Wanted]) -> None:
-        act = self._actions[job.action]
         async for wanted in receive:
             try:
-                await act(job, wanted)
+                await self._act(job, wanted)
             except NoRoom as exc:
                 job.give_up(f"{exc}" if job.action == "pin" else f"{exc} ({job.done_files:,} files are done)")
             except CachefsError as exc:
@@ -356,6 +360,24 @@ class Jobs:
                 job.failures_in_a_row = 0
                 job.done_files += 1
             await trio.lowlevel.checkpoint()
+
+    async def _act(self, job: Job, wanted: Wanted) -> None:
+        """Do the job's action for a file, or for its present version if the origin has not the listed one any more."""
+        act = self._actions[job.action]
+        try:
+            await act(job, wanted)
+        except (NotFound, ObjectChanged):
+            old, found = wanted.object, await self._tree_queries.look_again(wanted.path, wanted.object)
+            if found is None or found[1] == old:
+                raise
+            origin, obj = found
+            stop = obj.size if wanted.stop == old.size else min(wanted.stop, obj.size)
+            job.files -= 1
+            job.bytes -= wanted.stop - wanted.start
+            job.own_bytes -= self._own_bytes(job, wanted)
+            wanted = Wanted(wanted.path, origin, obj, min(wanted.start, stop), stop)
+            self._count(job, wanted)
+            await act(job, wanted)
 
     # -- actions -----------------------------------------------------------------------------------
 

@@ -150,6 +150,15 @@ class TreeQueries:
         assert directory.origin is not None
         return directory.origin, object_of(directory, components(path)[-1], found.row)
 
+    async def look_again(self, path: str, version: ObjectId) -> tuple[Origin, ObjectId] | None:
+        """As `resolve`, for a file of which the origin has not `version` any more."""
+        directory, found = await self._find(path)
+        if found is None or found.is_dir:
+            return None
+        if object_of(directory, components(path)[-1], found.row) == version:
+            self._freshness.doubt(found.ino)
+        return await self.resolve(path)
+
     async def walk(self, path: str) -> AsyncGenerator[WalkedFile, None]:
         """Yield the file at `path`, or all files below it in the order of the listings. Holds one slice of each directory on
         the way down. Raises `NotFound`, and what reading a directory raises."""

@@ -102,6 +102,23 @@ async def test_resolve_asks_once_and_a_listing_primes_the_siblings() -> None:
             await mount.fs.tree_queries.resolve("d/007")
 
 
+async def test_a_file_that_was_replaced_is_looked_up_again_once() -> None:
+    bucket = Bucket(["d/a", "d/b", "d/c"])
+    async with mounted(bucket) as mount:
+        queries = mount.fs.tree_queries
+        old = {name: obj async for name, _, obj in queries.walk("d")}
+        bucket.put("d/a", 20)
+        del bucket.objects["d/b"]
+        bucket.reset()
+        for _ in range(2):
+            found = await queries.look_again("d/a", old["d/a"])
+            assert found is not None and found[1].size == 20
+        assert await queries.look_again("d/b", old["d/b"]) is None
+        assert len(bucket.heads) == 2
+        assert await walked(mount, "d") == ["d/a", "d/c"]
+        assert queries.known("d/a") == found
+
+
 async def neighbours(mount: Mount, ino: int, limit: int = 10) -> tuple[list[bytes], bytes | None]:
     names: list[bytes] = []
     after: bytes | None = b""
