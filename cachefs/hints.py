@@ -205,12 +205,34 @@ def _holder(sampler: Any) -> Any:
     return next((one for one in _chain(sampler) if callable(getattr(one, "set_epoch", None))), None)
 
 
-def _clone(sampler: Any) -> Any:
+def _inside(sampler: Any) -> list[tuple[str, Any]]:
+    """(name, value) of the attributes that a sampler may draw from."""
+    return [
+        (name, one)
+        for name, one in (vars(sampler) if hasattr(sampler, "__dict__") else {}).items()
+        if hasattr(one, "__dict__") and hasattr(type(one), "__iter__")
+    ]
+
+
+def _reached(sampler: Any) -> list[Any]:
+    """The sampler and all that it draws from, each once."""
+    reached: dict[int, Any] = {}
+    waiting = list(_chain(sampler))
+    while waiting:
+        one = waiting.pop()
+        if id(one) not in reached:
+            reached[id(one)] = one
+            waiting += [inner for _, inner in _inside(one)]
+    return list(reached.values())
+
+
+def _clone(sampler: Any, depth: int = 8) -> Any:
     """A copy of a sampler and of those that it wraps: changes to one, and draws from it, do not affect the other."""
     clone = copy.copy(sampler)
-    for name in ("sampler", "batch_sampler"):
-        if hasattr(clone, "__dict__") and vars(clone).get(name) is not None:
-            setattr(clone, name, _clone(vars(clone)[name]))
+    for name, inner in _inside(clone) if depth else ():
+        named = name in ("sampler", "batch_sampler")
+        if named or hasattr(inner, "set_epoch") or hasattr(inner, "state_dict"):
+            setattr(clone, name, _clone(inner, depth - 1))
     return clone
 
 
@@ -244,7 +266,7 @@ def _generators_restored(sampler: Any) -> Iterator[None]:
         states.append((numpy.random.set_state, numpy.random.get_state()))
     if (torch := sys.modules.get("torch")) is not None:
         states.append((torch.set_rng_state, torch.get_rng_state()))
-    for one in _chain(sampler):
+    for one in _reached(sampler):
         for own in vars(one).values() if hasattr(one, "__dict__") else ():
             if isinstance(own, random.Random):
                 states.append((own.setstate, own.getstate()))

@@ -13,7 +13,7 @@ import threading
 import warnings
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -197,6 +197,23 @@ class Saved(Drawing):
         return {"yielded": self.yielded}
 
 
+class Wrapped:
+    """Has its sampler under a name of its own, and hands the epoch on."""
+
+    def __init__(self, base: Any) -> None:
+        self.base = base
+        self.around = self
+
+    def __len__(self) -> int:
+        return PATHS
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.base)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.base.set_epoch(epoch)
+
+
 # -- what is told ----------------------------------------------------------------------------------
 
 
@@ -251,8 +268,8 @@ def test_batches_are_told_flat_and_their_sampler_has_the_epoch(daemon: FakeDaemo
     assert daemon.told("mine", 5) == [f"train/{n:05}.jpg" for n in inner]
 
 
-@pytest.mark.parametrize("kind", [Drawing, Saved])
-def test_drawing_ahead_disturbs_no_generator(daemon: FakeDaemon, kind: type[Drawing]) -> None:
+@pytest.mark.parametrize("kind", [Drawing, Saved, lambda: Wrapped(Drawing()), lambda: Wrapped(Saved())])
+def test_drawing_ahead_disturbs_no_generator(daemon: FakeDaemon, kind: Callable[[], Any]) -> None:
     plain, sampler = kind(), HintedSampler(kind(), paths_in(daemon.mountpoint))
     random.seed(1)
     for epoch in range(3):
@@ -260,6 +277,15 @@ def test_drawing_ahead_disturbs_no_generator(daemon: FakeDaemon, kind: type[Draw
         assert list(sampler) == list(plain)
     assert random.random() == random.Random(1).random()
     assert daemon.told("node-3", 0) != daemon.told("node-3", 2)
+
+
+def test_drawing_ahead_sets_no_epoch_of_the_sampler(daemon: FakeDaemon) -> None:
+    sampler = HintedSampler(Wrapped(Shuffled()), paths_in(daemon.mountpoint))
+    for _ in range(2):
+        assert list(sampler) == list(Shuffled())
+    later = Shuffled()
+    later.set_epoch(2)
+    assert daemon.told("node-3", 2) == [f"train/{n:05}.jpg" for n in later]
 
 
 def test_a_sampler_that_is_saved_knows_where_its_reader_is(daemon: FakeDaemon) -> None:
