@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from cachefs.base.errors import CachefsError, IsADirectory, NoRoom, NotFound, ObjectChanged
+from cachefs.base.errors import CachefsError, IsADirectory, NoRoom, NotFound, ObjectChanged, Unreachable
 from cachefs.base.metrics import Metrics
 from cachefs.base.tasks import contained
 from cachefs.fetch import Fetcher
@@ -402,9 +402,10 @@ class Prefetcher:
         self._wake()
 
     def _failed(self, exc: CachefsError, candidate: Candidate) -> None:
+        if isinstance(exc, NoRoom | Unreachable):
+            candidate.put_back()  # the reason is not this file, and will pass
         if isinstance(exc, NoRoom):
             self._pause_for("no room")
-            candidate.put_back()
             return
         self._metrics.prefetch_errors += 1
         log.debug("prefetch: %s", exc)

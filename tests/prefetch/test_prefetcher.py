@@ -14,7 +14,7 @@ import pytest
 import trio
 
 from cachefs import hints
-from cachefs.base.errors import ConfigError, OriginFailed
+from cachefs.base.errors import ConfigError, OriginFailed, Unreachable
 from cachefs.prefetch import Prefetcher, prefetcher
 from cachefs.prefetch.plans import FOLLOWED_S, QUIET_S
 from cachefs.prefetch.prefetcher import SWEEP_EVERY_S, UNREAD_S
@@ -254,6 +254,23 @@ async def test_an_object_that_changed_or_fails_costs_its_prefetch_alone() -> Non
         assert set(shop.got) == set(names)
         shop.refuse = lambda key: None
         await w.read(names[9])
+
+
+@pytest.mark.parametrize("listed", [True, False])
+async def test_what_an_outage_kept_from_being_fetched_is_fetched_afterwards(listed: bool) -> None:
+    names = paths(600)
+    shop = Shop(names)
+    async with world(shop, slots=16) as w:
+        if listed:
+            await w.read(names[0])
+        shop.refuse = lambda key: Unreachable("no answer")
+        await announce(w.prefetcher, names, range(600))
+        await trio.sleep(20)
+        assert w.prefetcher.status()["paused"] == "no answer" and w.metrics.prefetch_errors >= 20
+        shop.refuse = lambda key: None
+        shop.gets.clear()
+        await w.quiet()
+        assert Counter(shop.got) == Counter(names[listed:])
 
 
 async def test_the_next_epoch_is_fetched_and_entered() -> None:
