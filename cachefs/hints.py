@@ -56,6 +56,9 @@ EXIT_DEADLINE_S = 5.0
 """How long a process waits at its end for the last hints to be sent. They take milliseconds; a daemon that hangs must not
 hold up the end of a job."""
 
+MOST_WAITING = 256
+"""Announcements and orders that wait to be sent; beyond, the oldest is dropped. Derived: a daemon keeps so many plans."""
+
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "LOCAL_RANK")
 """Variables in which launchers (torchrun, srun, Open MPI, MPICH, Intel MPI) tell a process its rank."""
 
@@ -454,7 +457,7 @@ class _Sender:
     """One thread that sends everything, in the order of the announcements."""
 
     def __init__(self) -> None:
-        self._tasks: deque[Callable[[], None]] = deque()
+        self._tasks: deque[Callable[[], None]] = deque(maxlen=MOST_WAITING)
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 

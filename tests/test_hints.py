@@ -553,6 +553,24 @@ def test_a_request_that_is_not_answered_in_time_is_given_up(
             place.unlink()
 
 
+def test_what_waits_for_a_daemon_that_hangs_is_bounded(
+    mounted: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, sent = threading.Event(), list[int]()
+
+    def ask(_mountpoint: Path, verb: str, *_: object, **how: Any) -> None:
+        assert answers.wait(10)
+        sent.extend([how["epoch"]] if verb == "hint_order" else [])
+
+    monkeypatch.setattr(client, "ask", ask)
+    for epoch in range(1000):
+        announce(paths_in(mounted[0], 1), epoch=epoch)
+    answers.set()
+    assert hints.wait(10)
+    assert sent[-hints.MOST_WAITING :] == list(range(1000 - hints.MOST_WAITING, 1000))
+    assert len(sent) <= hints.MOST_WAITING + 1
+
+
 # -- which mount -----------------------------------------------------------------------------------
 
 
