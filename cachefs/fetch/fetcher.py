@@ -469,21 +469,15 @@ class Fetcher:
         self._nursery = nursery
         self._metrics = metrics
         self._block_size = store.block_size
-        # A window as large as the cache would evict the blocks that were just fetched for it.
-        room = sum(tier.limit_bytes() for tier in store.tiers) // 8
-        self._window_blocks = min(max_readahead, room) // store.block_size
+        self._max_readahead = max_readahead
         self._part_blocks = max(1, min(part_bytes // store.block_size, BLOCKS_PER_EXTENT))
-        # A peer sends an extent in one reply, because each request costs both nodes processor time. Measured: large files
-        # were read 1.3 times as fast as with parts.
-        self._peer_part_blocks = max(self._part_blocks, min(room // store.block_size, BLOCKS_PER_EXTENT))
         self._token = trio.lowlevel.current_trio_token()
-        # The bound of all streams together: blocks in flight cannot be evicted, and demand needs space, too.
-        self._ahead_limit = 2 * room
         self._open_waits = OpenWaits(store, self.transfers, metrics)
-        self._budget = Budget(self._ahead_limit // store.block_size)
+        self._budget = Budget(0)
         self._ahead_bytes = 0
-        parts = min(PARTS_OF_ALL_CALLS, self._ahead_limit // (self._part_blocks * store.block_size))
-        self._prefetching = trio.CapacityLimiter(max(PARTS_AT_ONCE, parts))
+        self._prefetching = trio.CapacityLimiter(PARTS_AT_ONCE)
+        self._room = -1
+        self._raise_bounds()
         # Most blocks that are fetched into memory at a time, for readers whose blocks no tier takes; the others wait.
         self._heap_slots = trio.CapacityLimiter(max(4, HEAP_BYTES // store.block_size))
         self._in_flight: set[InFlightFetch] = set()
@@ -496,6 +490,24 @@ class Fetcher:
         self.reopen_backing, self.cached_bytes = store.reopen_backing, store.cached_bytes
         self._on_read: ReadHook | None = None
         self._not_passed: Container[bytes] = frozenset()
+
+    def _raise_bounds(self) -> None:
+        """Derive the bounds of what is fetched ahead from what the tiers may hold, which grows when a disk that was full at
+        the start has space again. They never sink."""
+        room = sum(tier.limit_bytes() for tier in self._store.tiers) // 8
+        if room <= self._room:
+            return
+        self._room = room
+        # A window as large as the cache would evict the blocks that were just fetched for it.
+        self._window_blocks = min(self._max_readahead, room) // self._block_size
+        # A peer sends an extent in one reply, because each request costs both nodes processor time. Measured: large files
+        # were read 1.3 times as fast as with parts.
+        self._peer_part_blocks = max(self._part_blocks, min(room // self._block_size, BLOCKS_PER_EXTENT))
+        # The bound of all streams together: blocks in flight cannot be evicted, and demand needs space, too.
+        self._ahead_limit = 2 * room
+        self._budget.blocks = self._ahead_limit // self._block_size
+        parts = min(PARTS_OF_ALL_CALLS, self._ahead_limit // (self._part_blocks * self._block_size))
+        self._prefetching.total_tokens = max(PARTS_AT_ONCE, parts)
 
     def watch_reads(self, hook: ReadHook, not_passed: Container[bytes]) -> None:
         """Call `hook` for reads of files larger than `WHOLE_BYTES` from now on. Those whose digest is in `not_passed` are
@@ -628,6 +640,7 @@ class Fetcher:
         With `prefetched` the store evicts only the lowest priority classes for it; without, as for a reader. `keep`: extents
         that other nodes own are kept here, too. Raises `NoRoom` when the store takes no more, and what a read raises.
         Cancelled, it ends the fetches that it began and no reader waits for; what is written stays."""
+        self._raise_bounds()
         obj = self._store.object(object_id)
         stop = object_id.size if stop is None else min(stop, object_id.size)
         blocks = blocks_covering(start, max(0, stop - start), self._block_size)
@@ -798,6 +811,7 @@ class Fetcher:
         if policy is None:
             policy = self._readahead.get(obj.id.digest)
             if policy is None:
+                self._raise_bounds()
                 policy = self._readahead[obj.id.digest] = Readahead(
                     obj.id.size, self._block_size, self._window_blocks, self._part_blocks, self._budget
                 )

@@ -11,6 +11,7 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cachefs.fetch.fetcher import PARTS_AT_ONCE, Fetcher
 from cachefs.fetch.readahead import STREAMS, Budget, Readahead, footer_at
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
 from tests.store.lab import BLOCK, KIB, MIB, running
@@ -51,6 +52,26 @@ async def test_reading_stays_behind_what_is_on_its_way_and_the_window_is_bounded
             if 12 * MIB < offset < 20 * MIB:
                 assert furthest >= offset + 128 * KIB
         lab.fetcher.close(handle)
+
+
+@in_trio
+async def test_a_disk_that_was_full_at_the_start_is_read_ahead_to_when_it_has_space(cache_dir: Path) -> None:
+    async with running(cache_dir, ssd=256 * MIB) as lab, trio.open_nursery() as nursery:
+        [tier] = lab.store.tiers
+        tier.full()
+        lab.fetcher = Fetcher(lab.store, nursery, lab.metrics, max_readahead=4 * MIB)
+        tier._free_read_again_at = -1e9
+        data = content(1, 24 * MIB)
+        object_id = lab.origin.put("k", data)
+        assert await lab.read(object_id, 0, MIB) == data[:MIB]
+        handle = lab.fetcher.open(lab.origin, object_id)  # type: ignore[arg-type]
+        for offset in range(0, len(data), 128 * KIB):
+            await lab.read_open(handle, offset, 128 * KIB)
+        lab.fetcher.close(handle)
+        await lab.quiet()
+        assert len(lab.origin.gets) < 24 * MIB / BLOCK / 3
+        brought = await lab.fetcher.prefetch(lab.origin, lab.origin.put("l", data))  # type: ignore[arg-type]
+        assert brought == 24 * MIB and lab.fetcher._prefetching.total_tokens > PARTS_AT_ONCE
 
 
 @pytest.mark.parametrize("size", [64 * MIB, 256 * MIB, 4096 * MIB])
