@@ -196,7 +196,7 @@ class Prefetcher:
         now = trio.current_time()
         file = self.awaited.opened(obj.digest)
         if file is not None:
-            self._metrics.prefetch_used_files += 1
+            self._metrics.prefetch_used_files += file.done
             file.since = now
             if file.candidate.stream is None or passthrough:
                 self._use(obj.digest)
@@ -394,6 +394,7 @@ class Prefetcher:
             self._fetched_bytes += fetched
             self._used_bytes += fetched if file.used else 0
             self._metrics.prefetch_files += 1
+            self._metrics.prefetch_used_files += self.awaited.files.get(file.object.digest) is not file
         else:
             if isinstance(failure, CachefsError):
                 self._failed(failure, file.candidate)

@@ -256,6 +256,27 @@ async def test_an_object_that_changed_or_fails_costs_its_prefetch_alone() -> Non
         await w.read(names[9])
 
 
+async def test_a_file_that_is_opened_while_its_prefetch_fails_is_no_prefetched_file() -> None:
+    names = paths(8)
+    shop = Shop(names, latency=1.0)
+    async with world(shop) as w:
+        shop.refuse = lambda key: OriginFailed("once") if shop.got.count(key) == 1 else None
+        await announce(w.prefetcher, names, range(4))
+        await trio.sleep(0.5)
+        assert shop.most_in_flight == 4
+        await w.read_all(names[:4])
+        assert (w.metrics.prefetch_errors, w.metrics.prefetch_files, w.metrics.prefetch_used_files) == (
+            4,
+            0,
+            0,
+        )
+        shop.refuse = lambda key: None
+        await announce(w.prefetcher, names, range(4, 8), epoch=1)
+        await trio.sleep(1.5)
+        await w.read_all(names[4:])
+        assert w.metrics.prefetch_files == w.metrics.prefetch_used_files == 4
+
+
 @pytest.mark.parametrize("listed", [True, False])
 async def test_what_an_outage_kept_from_being_fetched_is_fetched_afterwards(listed: bool) -> None:
     names = paths(600)
