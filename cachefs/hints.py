@@ -10,8 +10,9 @@ daemon, a path outside of the mount) cause one warning at most. Paths are sent o
 sample.
 
 A *plan* is a list of files and the orders that were sent for it. Each rank, each list and each sampler of a process has its
-own. Its name consists of host, rank and the list's digest: jobs that share a node have different plans, and a job that is
-started again finds its own. An order is sent with the digest of its list, and the daemon refuses it for any other list.
+own. Its name consists of host, rank and the list's digest, and of a number where another job has that name now: jobs that
+share a node have different plans, and a job that is started again finds its own. An order is sent with the digest of its
+list, and the daemon refuses it for any other list.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import atexit
 import base64
 import copy
+import errno
 import hashlib
 import logging
 import os
@@ -365,6 +367,8 @@ class _Share:
             self._former = _last_plans.get(self.mountpoint, "")
             _last_plans[self.mountpoint] = self.plan
             return
+        names = (self.plan, *(f"{self.plan}.{number}" for number in range(2, MOST_WAITING)))
+        self.plan = next((name for name in names if _claim(self.mountpoint, name)), self.plan)
         _samplers[self.mountpoint, self.plan] += 1
         if (number := _samplers[self.mountpoint, self.plan]) > 1:
             self.plan += f"-{number}"
@@ -391,6 +395,25 @@ _last_plans: dict[Path, str] = {}
 
 _samplers: Counter[tuple[Path, str]] = Counter()
 """(mount, name of the plan) → number of samplers of this process that have the same list."""
+
+
+_claims: dict[tuple[Path, str], socket.socket] = {}
+"""(mount, name of the plan) → the socket that keeps other processes from the name."""
+
+
+def _claim(mountpoint: Path, plan: str) -> bool:
+    """Take the name of a plan until this process ends. False if another process has it: a job with the same files."""
+    if (mountpoint, plan) in _claims:
+        return True
+    name = hashlib.blake2b(os.fsencode(f"{mountpoint}\0{plan}"), digest_size=16).hexdigest()
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0cachefs-plan-{os.getuid()}-{name}")
+    except OSError as exc:
+        claim.close()
+        return exc.errno != errno.EADDRINUSE
+    _claims[mountpoint, plan] = claim
+    return True
 
 
 def _by_mount(paths: list[str]) -> Iterable[_Share]:
@@ -513,10 +536,12 @@ _sender = _Sender()
 
 def _after_fork() -> None:
     """Begin without tasks in a forked child, which has the lock and the tasks of its parent, but not the thread. Its first
-    announcement replaces none of the parent's."""
+    announcement replaces none of the parent's, and the names of plans stay with the parent."""
     global _sender
     _sender = _Sender()
     _last_plans.clear()
+    while _claims:
+        _claims.popitem()[1].close()
 
 
 os.register_at_fork(after_in_child=_after_fork)

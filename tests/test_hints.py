@@ -6,6 +6,7 @@ import base64
 import os
 import random
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -111,6 +112,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(hints, "_warned", False)
     monkeypatch.setattr(hints, "_samplers", Counter())
     monkeypatch.setattr(hints, "_last_plans", {})
+    monkeypatch.setattr(hints, "_claims", {})
     for name in hints.RANKS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "3")
@@ -309,6 +311,7 @@ def test_each_sampler_of_a_process_has_a_plan(daemon: FakeDaemon) -> None:
     assert hints.wait(10)
     plan = f"node-3-{listed(next(iter(daemon.files.values())))[:8]}"
     assert list(daemon.files) == [plan, f"{plan}-2"]
+    assert len(hints._claims) == 1, "one descriptor for all samplers of a list"
 
 
 def test_two_jobs_on_a_node_have_a_plan_each(daemon: FakeDaemon) -> None:
@@ -324,6 +327,36 @@ def test_two_jobs_on_a_node_have_a_plan_each(daemon: FakeDaemon) -> None:
     assert len(daemon.files) == 2
     for plan, _, order in daemon.orders:
         assert len(order) == len(daemon.files[plan])
+
+
+def test_two_jobs_with_the_same_files_have_a_plan_each(daemon: FakeDaemon) -> None:
+    """A job that ends, and is started again, has its plan again."""
+    paths = paths_in(daemon.mountpoint)
+    for _ in range(2):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                list(HintedSampler(range(PATHS - 1, -1, -1), paths))
+                hints.wait(10)
+                os.write(writing, b"sent")
+                signal.pause()
+            finally:
+                os._exit(0)
+        assert os.read(reading, 4) == b"sent"
+        list(HintedSampler(range(PATHS), paths))
+        assert hints.wait(10)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)
+        hints._samplers.clear()
+        while hints._claims:
+            hints._claims.popitem()[1].close()
+    orders = {plan: order for plan, _, order in daemon.orders}
+    plan = min(daemon.files)
+    assert orders == {plan: list(range(PATHS))[::-1], f"{plan}.2": list(range(PATHS))}
+    assert len(daemon.orders) == 4
 
 
 def test_an_order_is_for_its_own_list(daemon: FakeDaemon) -> None:
