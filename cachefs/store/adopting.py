@@ -322,7 +322,7 @@ class Adopting:
         copies = sorted(self._catalog.copies(obj, tier.number), key=lambda copy: copy.extent)
         verified = sum((copy.verified & copy.bitmap).bit_count() for copy in copies)
         whole = verified == block_count(obj.id.size, self._block_size)
-        return copies if whole and tier.immutable(obj.id.digest) else None
+        return copies if whole and tier.immutable(obj.id.digest) is not False else None
 
     async def _fill_holes(self, fd: int, size: int) -> None:
         """Write zeros into a file's holes: a hole takes no disk space, and the scrub would take it for a lost block."""

@@ -347,10 +347,14 @@ class CachedObject:
         return False
 
     def is_immutable(self, tier: Tier) -> bool:
-        """True if its file on the tier is immutable. The mode of the file says so; a positive answer is remembered."""
-        if tier.number not in self.immutable and tier.immutable(self.id.digest):
+        """True if its file on the tier is immutable, or may be, because the disk does not answer. The mode of the file says
+        so; a positive answer is remembered."""
+        if tier.number in self.immutable:
+            return True
+        immutable = tier.immutable(self.id.digest)
+        if immutable:
             self.immutable.add(tier.number)
-        return tier.number in self.immutable
+        return immutable is not False
 
     def on(self, tier: Tier) -> list[Copy]:
         """Its loaded copies on the tier."""

@@ -380,7 +380,7 @@ class Space:
         For `unwritten` see `Tier.full`."""
         if exc.errno == errno.ENOENT:
             self._vanished(obj, tier)
-        elif exc.errno == errno.EROFS and tier.immutable(obj.id.digest):
+        elif exc.errno == errno.EROFS and tier.immutable(obj.id.digest) is not False:
             # A crash lost some of its rows. An immutable file cannot be completed, so it is dropped and fetched again.
             self.drop_file(obj, tier)
         elif exc.errno != errno.ETIMEDOUT:

@@ -744,16 +744,16 @@ class Tier:
         os.close(fd)
         raise OSError(errno.EINVAL, "its file has another size, or its file system keeps no modes")
 
-    def immutable(self, digest: bytes) -> bool:
-        """True if the version's file is immutable (opened in passthrough once, or adopted). Also True if the disk does not
-        answer, because the file must not be written then, either."""
+    def immutable(self, digest: bytes) -> bool | None:
+        """True if the version's file is immutable (opened in passthrough once, or adopted). None if the disk does not answer
+        at once."""
         if self.disposal.pending(digest):
             return False  # it is being removed, or punched, and an immutable file is never punched
         path = self._file(digest)
         try:
             found = cached_lstat(path) if self.blocking else os.lstat(path)
             found = found or self.disk.at_once(partial(os.lstat, path))
-            return found is None or is_immutable(found)
+            return None if found is None else is_immutable(found)
         except OSError:
             return False
 

@@ -313,3 +313,22 @@ async def test_a_move_and_a_read_for_which_no_thread_can_be_started_are_made_lat
         assert ssd.state == "normal" and not lab.metrics.tier_errors
         assert await moves.move(obj, copy, ssd, LOWEST)
         assert await lab.store.read(obj, 0, BLOCK) == content(1, BLOCK)
+
+
+@in_trio
+async def test_a_disk_that_is_slow_for_a_moment_makes_no_file_immutable(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(cache_dir) as lab:
+        [tier] = lab.store.tiers
+        object_id = lab.origin.put("k", content(1, 3 * EXTENT))
+        await lab.read(object_id)
+        await lab.quiet()
+        obj = lab.store.object(object_id)
+        with monkeypatch.context() as patch:
+            patch.setattr("cachefs.store.tier.cached_lstat", lambda path: None)
+            patch.setattr(tier.disk, "at_once", lambda call: None)
+            assert obj.is_immutable(tier), "it may be"
+        first = lab.store.catalog.copies(obj, tier.number)[0]
+        assert lab.store.space.drop(obj, first, first.bitmap) == 16
+        assert lab.store.cached_bytes(object_id) == 2 * EXTENT
