@@ -23,6 +23,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -496,8 +497,9 @@ class PlanStore:
             log.warning("the plans of an earlier daemon cannot be read: %s", exc)
         except (ValueError, TypeError) as exc:
             log.warning("the plans of an earlier daemon cannot be read, and are dropped: %s", exc)
-            database.write([], [(table, b"", b"\xff" * 18) for table in TABLES])
             plans.clear()
+            with suppress(CachefsError):  # then the next start drops them
+                database.write([], [(table, b"", b"\xff" * 18) for table in TABLES])
         return plans
 
     def close(self) -> None:

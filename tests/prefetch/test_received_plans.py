@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cachefs.base.errors import ConfigError
+from cachefs.base.errors import ConfigError, NoRoom
 from cachefs.prefetch import plans
 from cachefs.prefetch.plans import MOST_FILES, UNFINISHED_S, Files, Hints, Plans, PlanStore, Snapshot
 from tests.prefetch.test_plans import plan_of
@@ -160,6 +160,19 @@ def test_rubbish_in_the_database_is_a_line_in_the_log(
     plan_store.drop(plan.name)
     plan_store.close()
     assert any("cannot be read" in record.message for record in caplog.records)
+
+
+def test_rubbish_on_a_full_disk_raises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*_: object) -> None:
+        raise NoRoom("full")
+
+    plan_store = PlanStore(tmp_path)
+    plan_store._database().write([("plans", b"x" * 16, b"no json")])
+    with monkeypatch.context() as patch:
+        patch.setattr(plan_store._database(), "write", write)
+        assert plan_store.load() == []
+    assert plan_store.load() == [] and plan_store._database().count("plans") == 0
+    plan_store.close()
 
 
 def test_a_place_that_cannot_be_used_costs_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
