@@ -423,8 +423,9 @@ class Pins:
     """`cachefs pin` and `cachefs evict`: versions that users keep or drop, on all tiers. `budget` is how much may be pinned,
     a share of the tiers' limits or a number of bytes.
 
-    A pin is a flag in the row of each copy: it outlives restarts and follows the copy between tiers. Copies made later get
-    it as long as the version is in memory. Pinning reserves no space: the caller fetches first."""
+    A pin is a flag in the row of a copy: it outlives restarts and follows the copy to SSD. Of a block that lies on both
+    tiers, the copy on SSD has it. Copies made later get it as long as the version is in memory. Pinning reserves no space:
+    the caller fetches first."""
 
     def __init__(self, space: Space) -> None:
         self._catalog = space.catalog
@@ -454,8 +455,14 @@ class Pins:
     def pin(self, obj: CachedObject) -> None:
         """Keep the version's copies, and those made later while it is in memory, until `unpin`, over restarts. Raises
         `NoRoom` beyond the budget, with nothing changed."""
-        copies = self._catalog.all_copies(obj)
-        loose = [copy for copy in copies if not copy.pinned]
+        slower: dict[int, int] = {}
+        loose = []
+        # A block on both tiers is pinned, and counted, once: in the slower one, so that RAM may drop it.
+        for copy in reversed(self._catalog.all_copies(obj)):
+            there = slower.get(copy.extent, 0)
+            if not copy.pinned and (not there or (copy.bitmap | copy.in_progress) & ~there):
+                loose.append(copy)
+            slower[copy.extent] = there | copy.bitmap
         if obj.pinned and not loose:
             return
         self.check(obj)
@@ -653,6 +660,8 @@ class Moves:
         if sink is None:
             return False
         target = self._catalog.create(obj, to.number, copy.extent, copy.object_size, copy.dataset)
+        if to is self._ram and not (target.bitmap or target.in_progress):
+            self._space.set_pinned(target, False)  # the copy on SSD stays, and has the pin
         self._space.pin(target)
         self._space.reserve(target, wanted)
         moved = 0

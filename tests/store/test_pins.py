@@ -11,6 +11,7 @@ import pytest
 from cachefs.base.errors import NoRoom
 from cachefs.base.names import ObjectId
 from cachefs.base.units import Size
+from cachefs.store.eviction import ANY
 from cachefs.store.tier import RAM, SSD
 from tests.fetch.scripted import content, in_trio
 from tests.store.lab import BLOCK, EXTENT, PAGE, Lab, running
@@ -102,6 +103,32 @@ async def test_what_is_whole_may_lie_on_two_tiers(cache_dir: Path) -> None:
         assert lab.store.whole(obj), "RAM has it still"
         lab.store.space.drop(obj, there, 0b0010)
         assert not lab.store.whole(obj)
+
+
+@in_trio
+async def test_what_lies_on_two_tiers_is_pinned_once(cache_dir: Path) -> None:
+    async with running(cache_dir, ram=64 * BLOCK) as lab:
+        store, (ram, ssd) = lab.store, lab.store.tiers
+        store.pins.budget = Size(bytes=3 * EXTENT)
+        assert store._moves is not None
+        for number in range(3):
+            object_id = lab.origin.put(f"k{number}", content(number, EXTENT))
+            await lab.read(object_id)
+            await lab.quiet()
+            obj = store.object(object_id)
+            [copy] = store.catalog.copies(obj, RAM)
+            assert await store._moves.move(obj, copy, ssd, ())
+            if number == 2:  # this one is promoted after it was pinned
+                store.space.drop(obj, copy, copy.bitmap)
+            store.pin(obj)
+            assert store.pinned_bytes == ssd.pinned_bytes == (number + 1) * EXTENT
+        [there] = store.catalog.copies(obj, SSD)
+        assert await store._moves.move(obj, there, ram, ())
+        assert store.pinned_bytes == 3 * EXTENT and len(store.catalog.all_copies(obj)) == 2
+        assert store.space.evict_for(ram, 64 * BLOCK, ANY), "RAM may drop what SSD has"
+        assert store.whole(obj) and store.evict(obj) == 0
+        store.unpin(obj)
+        assert store.pinned_bytes == 2 * EXTENT
 
 
 @in_trio
