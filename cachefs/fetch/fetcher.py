@@ -25,7 +25,7 @@ from cachefs.fetch.upstream import Comparing, FetchHere, Piece, Upstream
 from cachefs.origin import Origin, Ticket
 from cachefs.peers.wire import Busy
 from cachefs.store import Backing, CachedObject, CacheWrite, Run, Settled, Store, Tier, TierWrite, WriteClosed
-from cachefs.store.space import HEAP_BYTES
+from cachefs.store.space import IN_FLIGHT_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -479,7 +479,7 @@ class Fetcher:
         self._room = -1
         self._raise_bounds()
         # Most blocks that are fetched into memory at a time, for readers whose blocks no tier takes; the others wait.
-        self._heap_slots = trio.CapacityLimiter(max(4, HEAP_BYTES // store.block_size))
+        self._heap_slots = trio.CapacityLimiter(max(4, IN_FLIGHT_BYTES // store.block_size))
         self._in_flight: set[InFlightFetch] = set()
         self._without_task: set[InFlightFetch] = set()
         self._none_without = trio.Event()
