@@ -34,7 +34,7 @@ from cachefs.peers.cluster import Cluster
 from cachefs.peers.etcd import Gateway, Registry
 from cachefs.peers.health import PeerTable
 from cachefs.peers.listed import LOOK_DEADLINE_S, Dns, Identify, Listed, is_local
-from cachefs.peers.membership import COPIED, Membership, Source, fingerprint, sources_for_people
+from cachefs.peers.membership import COPIED, POLL_S, Membership, Source, fingerprint, sources_for_people
 from cachefs.peers.server import Server
 from cachefs.peers.settings import DnsPeers, EtcdPeers, Peers, Settings, StaticPeers, settings
 from cachefs.peers.wire import VERSION, Address, Handshake, PeerFailed, Shares
@@ -189,6 +189,7 @@ class PeerNode:
                 try:
                     theirs = await self._client.handshake(address)
                 except PeerFailed:
+                    self._id_contested.set()  # the members may stay as they are, and nothing else would ask again
                     continue
                 if theirs.node != self._handshake.node or theirs.life == self._handshake.life:
                     continue
@@ -200,6 +201,8 @@ class PeerNode:
                 )
                 if not keeps:
                     return
+            if self._id_contested.is_set():
+                await trio.sleep(POLL_S)
 
     def _changed(self) -> None:
         self.cluster.changed()

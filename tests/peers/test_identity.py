@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import trio
+import trio.testing
 
 from cachefs.base import durable
-from cachefs.peers.node import ID_FILE, fresh_id, node_id
+from cachefs.base.metrics import Metrics
+from cachefs.peers.membership import COPIED
+from cachefs.peers.node import ID_FILE, PeerNode, fresh_id, node_id
+from cachefs.peers.settings import settings
+from cachefs.peers.wire import Address, Handshake, PeerFailed
+from tests.peers.test_settings import ALONE
 
 
 def test_an_id_is_made_once_and_kept(tmp_path: Path) -> None:
@@ -53,3 +61,30 @@ def test_where_nothing_can_be_written_it_is_for_this_life(
     nowhere = tmp_path / "not there"
     assert node_id(nowhere) != node_id(nowhere)
     assert "cannot be kept" in caplog.text
+
+
+def test_a_copy_that_does_not_answer_at_first_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        config = replace(ALONE, peers="static:127.0.0.1:7070,127.0.0.1:7071", peer_listen="127.0.0.1:7070")
+        chosen = settings(config)
+        assert chosen is not None
+        node = PeerNode(config, chosen, chosen.listen, ["s3://b"], Metrics(), tmp_path)
+        asked = 0
+
+        async def handshake(address: Address) -> Handshake:
+            nonlocal asked
+            asked += 1
+            if asked < 3:
+                raise PeerFailed("timeout", f"{address} was silent for too long")
+            return replace(node._handshake, life="")  # the lowest, which keeps the id
+
+        monkeypatch.setattr(node._client, "handshake", handshake)
+        node._membership.incompatible = {Address("127.0.0.1", 7071): COPIED}
+        node._changed()
+        with trio.fail_after(60):
+            await node._id_lost()
+        assert asked == 3
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
