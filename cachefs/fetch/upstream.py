@@ -82,8 +82,8 @@ class Upstream:
                 more = await self._read_once(asked, object_id, cache_write, ticket, origin.transfer_rate)
                 if self.comparing is not None:
                     await self.comparing.received(asked, origin, object_id, cache_write, before)
-                if more and cache_write.written == cache_write.stop:
-                    return
+                if cache_write.written == cache_write.stop:
+                    return  # also if the request has failed: its deadline may pass while the last block is written
         self._note_asked(object_id, cache_write, "origin")
         if asked_any:
             self._metrics.peer_misses += (

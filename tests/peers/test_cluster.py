@@ -17,7 +17,7 @@ from cachefs.base import errors
 from cachefs.base.names import ObjectId
 from cachefs.peers.client import CONNECTIONS_PER_PEER, Client
 from cachefs.peers.membership import Sighting
-from cachefs.peers.wire import BlockRequest, Busy, Kind, NotShared, PeerFailed
+from cachefs.peers.wire import Address, BlockRequest, Busy, Kind, NotShared, PeerFailed
 from tests.fetch.scripted import SOURCE, ScriptedOrigin, content, in_trio
 from tests.peers.nodes import Node, Nodes, in_time, nodes
 from tests.store.lab import BLOCK, EXTENT, KIB, MIB, cache_files, until
@@ -192,6 +192,25 @@ async def test_a_peer_that_lies_costs_a_request_and_is_left_alone(cache_dir: Pat
         (status,) = [row for row in reader.cluster.status() if not row["here"]]
         assert status["state"] in ("suspect", "dead") and status["failures"]["corrupt"] >= 1
         assert reader.metrics.peer_hits == status["failures"]["corrupt"]  # the first block of each was good
+
+
+@in_trio
+async def test_a_failure_after_the_last_byte_sends_no_further_request(cache_dir: Path) -> None:
+    async with nodes(cache_dir) as cluster:
+        data = content(1, 2 * BLOCK + 5)
+        object_id = cluster.put_owned_by(cluster[0], "k", data)
+        reader, read, asked = cluster[1], cluster[1].client.read, []
+
+        async def read_late(address: Address, *args: Any, **more: Any) -> float:
+            asked.append(address)
+            await read(address, *args, **more)
+            raise PeerFailed("timeout", "it did not deliver in time")
+
+        reader.client.read = read_late  # type: ignore[method-assign]
+        await read_all(reader, object_id, data)
+        await cluster.quiet()
+        assert asked == [cluster[0].address] and len(cluster.origin.gets) == 1
+        assert reader.metrics.peer_failures == 0 and reader.metrics.peer_misses == 0
 
 
 @in_time(rate=4)
