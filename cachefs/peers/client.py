@@ -880,8 +880,9 @@ class Client:
 
     async def _reach(self, address: Address, peer: _Peer) -> trio.socket.SocketType:
         """Connect to the first of the peer's IP addresses that accepts. Later requests use that address alone."""
-        failure = OSError("it has no address")
-        for ip in peer.ips:
+        failure: Exception = OSError("it has no address")
+        ips = peer.ips  # other requests may replace it meanwhile
+        for ip in ips:
             if self._signer is None and self._tls is None and not is_loopback(ip):
                 raise PeerFailed(
                     "refused", f"{address}: without a key or certificates, only this machine is trusted"
@@ -889,8 +890,9 @@ class Client:
             family = trio.socket.AF_INET6 if ":" in ip else trio.socket.AF_INET
             sock = trio.socket.socket(family, trio.socket.SOCK_STREAM)
             try:
-                await sock.connect((ip, address.port))
-            except OSError as exc:
+                with trio.fail_after(CONNECT_S / len(ips)):  # one may be silent
+                    await sock.connect((ip, address.port))
+            except (OSError, trio.TooSlowError) as exc:
                 sock.close()
                 failure = exc
             except BaseException:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import pytest
 import trio
@@ -13,7 +15,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.peers.auth import Key, Signer, Verifier
 from cachefs.peers.client import LITTLE, Client
-from cachefs.peers.server import Limits
+from cachefs.peers.server import Limits, Server
 from cachefs.peers.wire import Address, Busy, Kind, NotShared, PeerFailed
 from tests.peers.exchange import (
     HANDSHAKE,
@@ -373,6 +375,28 @@ async def test_nobody_there() -> None:
     assert metrics.peer_failures == metrics.peer_requests == 6
     assert not client._peers, "of addresses without a node nothing is kept"
     client.close()
+
+
+@in_trio
+async def test_an_address_that_is_silent_leaves_time_for_the_next_one() -> None:
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.3")
+    port = listener.socket.getsockname()[1]
+    with socket.create_server(("127.0.0.2", port), backlog=0) as silent, ExitStack() as queued:
+        for _ in range(2):  # more than it queues: it drops the next SYN
+            waiting = queued.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(silent.getsockname())
+
+        def resolved(*_: object, **__: object) -> list[Any]:
+            return [(0, 0, 0, "", (f"127.0.0.{number}", port)) for number in (2, 3)]
+
+        client = Client(getaddrinfo=resolved)
+        server = Server(PlanStore(), lambda host: HANDSHAKE, block_size=MIB)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(server.serve, [listener])
+            assert await client.handshake(Address("peer", port)) == HANDSHAKE
+            nursery.cancel_scope.cancel()
+        client.close()
 
 
 @in_trio
