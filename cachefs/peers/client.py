@@ -616,6 +616,8 @@ class _Peer:
     def __init__(self) -> None:
         self.room = trio.Semaphore(CONNECTIONS_PER_PEER)
         self.ips: list[str] = []  # its IP addresses; empty before the lookup, and after a failure
+        # False also once a connection was lost: the name may have another address then, and another node the known one.
+        self.looked_up = False
         self.idle: deque[tuple[float, Connection]] = deque()  # (time of last use, connection), oldest first
 
     async def enter(self) -> None:
@@ -635,9 +637,11 @@ class _Peer:
             if now - since < IDLE_S and connection.quiet():
                 return connection
             connection.close()
+            self.looked_up = False
         return None
 
     def drop_idle(self) -> None:
+        self.looked_up = False
         while self.idle:
             self.idle.pop()[1].close()
 
@@ -854,10 +858,12 @@ class Client:
     async def _connect(self, address: Address, peer: _Peer, deadline_s: float) -> Connection:
         try:
             with trio.fail_after(CONNECT_S):
-                peer.ips = peer.ips or await self._addresses_of(address)
+                if not peer.looked_up:
+                    peer.ips = await self._addresses_of(address, peer.ips)
+                    peer.looked_up = True
                 sock = await self._reach(address, peer)
         except (OSError, trio.TooSlowError) as exc:
-            peer.ips = []  # the name may have another address now
+            peer.ips, peer.looked_up = [], False
             reason = (
                 "no answer" if isinstance(exc, trio.TooSlowError) else getattr(exc, "strerror", None) or exc
             )
@@ -872,11 +878,19 @@ class Client:
             raise
         return connection
 
-    async def _addresses_of(self, address: Address) -> list[str]:
+    async def _addresses_of(self, address: Address, known: list[str]) -> list[str]:
+        """The IP addresses of a peer; those `known` if its name cannot be looked up now."""
         try:
             return [str(ipaddress.ip_address(address.host))]
         except ValueError:
-            return await self._resolve(*address)
+            pass
+        with trio.move_on_after(CONNECT_S / 2 if known else CONNECT_S):
+            try:
+                return await self._resolve(*address)
+            except OSError:
+                if not known:
+                    raise
+        return known
 
     async def _reach(self, address: Address, peer: _Peer) -> trio.socket.SocketType:
         """Connect to the first of the peer's IP addresses that accepts. Later requests use that address alone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -374,6 +375,46 @@ async def test_nobody_there() -> None:
             assert caught.value.kind == "connect"
     assert metrics.peer_failures == metrics.peer_requests == 6
     assert not client._peers, "of addresses without a node nothing is kept"
+    client.close()
+
+
+@in_trio
+async def test_a_peer_whose_address_another_node_has_now_is_found_at_its_new_one() -> None:
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.2")
+    port = listener.socket.getsockname()[1]
+    (other,) = await trio.open_tcp_listeners(port, host="127.0.0.3")
+    at: str | OSError = "127.0.0.2"
+
+    def resolved(*_: object, **__: object) -> list[Any]:
+        if isinstance(at, OSError):
+            raise at
+        return [(0, 0, 0, "", (at, port))]
+
+    client, peer = Client(getaddrinfo=resolved), Address("peer", port)
+    first, second = (
+        Server(PlanStore(), lambda host, node=node: replace(HANDSHAKE, node=node), block_size=MIB)
+        for node in ("peer", "another")
+    )
+    async with trio.open_nursery() as nursery:
+        scope = trio.CancelScope()
+
+        async def serve() -> None:
+            with scope:
+                await first.serve([listener])
+
+        nursery.start_soon(serve)
+        assert (await client.handshake(peer)).node == "peer"
+        scope.cancel()  # both start anew, and each has the other's address
+        await until(lambda: listener.socket.fileno() < 0)
+        (listener,) = await trio.open_tcp_listeners(port, host="127.0.0.2")
+        nursery.start_soon(second.serve, [listener])
+        nursery.start_soon(first.serve, [other])
+        at = "127.0.0.3"
+        assert (await client.handshake(peer)).node == "peer"
+        at = OSError("the name server is down")
+        client._peers[peer].drop_idle()
+        assert (await client.handshake(peer)).node == "peer"
+        nursery.cancel_scope.cancel()
     client.close()
 
 
