@@ -440,7 +440,7 @@ class Daemon:
             # A failed start over a dead mount leaves a dead mount, not a bare directory.
             start_failed = self._replaces_dead and not self._watch.ready
             self._watch.ready = False
-            if peers is not None and not handed_over:
+            if peers is not None:
                 with trio.move_on_after(3, shield=True):
                     await peers.leave()
             with trio.move_on_after(1, shield=True):

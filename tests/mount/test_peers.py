@@ -93,6 +93,22 @@ def test_a_node_is_the_same_one_after_its_daemon_was_killed(mounted: Mounted, bu
     assert first.settled()["peer_bytes_out"] > 0
 
 
+@pytest.mark.backends("native")
+def test_an_upgrade_ends_the_server_of_a_node_and_its_next_daemon_serves(
+    mounted: Mounted, bucket: Bucket
+) -> None:
+    files = put_files(bucket)
+    first, second = together(mounted, bucket, 2, restart=True)
+    read_all([first], files)
+    done = first.cli("upgrade", first.path)
+    assert done.returncode == 0, done.stderr
+    first.pids.append(first.ask("status")["pid"])
+    assert "stopped without closing cleanly" not in first.log()
+    read_all([second], files)
+    assert first.settled()["peer_bytes_out"] > 0
+    assert sum(mount.settled()["origin_bytes"] for mount in (first, second)) < sum(map(len, files.values()))
+
+
 @pytest.mark.long
 @ONE_BACKEND
 def test_readers_outlive_the_nodes_they_share_with(mounted: Mounted, bucket: Bucket) -> None:
