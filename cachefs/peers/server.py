@@ -558,7 +558,10 @@ class _Conversation:
             raise _Refusal(401, str(exc)) from None
         self._authenticated = True
         if names and host not in names and request.target != HANDSHAKE:
-            raise _Refusal(421, "meant for another node")
+            here = ", ".join(sorted(names))
+            raise _Refusal(
+                421, f"meant for another node: this one is {here} (do all nodes have the same --peers?)"
+            )
 
     async def _have(self, wanted: BlockRequest) -> None:
         if wanted.stop_block - wanted.start_block > MAX_HAVE_BLOCKS:

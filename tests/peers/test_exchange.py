@@ -348,7 +348,7 @@ async def test_a_request_for_another_node_is_refused_by_one_that_knows_its_name(
     names = frozenset({"node-1:7000"})
     async with serving(plan_store, verifier=Verifier(KEY), names=names) as (address, _):
         assert await client.handshake(address) == HANDSHAKE  # that is how names are learnt
-        with pytest.raises(PeerFailed, match="another node") as caught:
+        with pytest.raises(PeerFailed, match="another node: this one is node-1:7000") as caught:
             await client.read(address, asking(version), Kept(), deadline_s=5)
         assert caught.value.kind == "refused"
     client.close()
