@@ -631,10 +631,11 @@ class _Peer:
         return bool(self.idle) or self.room.value < CONNECTIONS_PER_PEER
 
     def take(self, now: float) -> Connection | None:
-        """The most recently used connection that is still usable; None if there is none."""
+        """The most recently used connection that is still usable; None if there is none. Closes those that are not."""
         while self.idle:
-            since, connection = self.idle.pop()
-            if now - since < IDLE_S and connection.quiet():
+            too_old = now - self.idle[0][0] >= IDLE_S  # the oldest first: later requests may not need as many
+            _, connection = self.idle.popleft() if too_old else self.idle.pop()
+            if not too_old and connection.quiet():
                 return connection
             connection.close()
             self.looked_up = False

@@ -15,7 +15,7 @@ from cachefs.base.errors import CachefsError, ObjectChanged
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.peers.auth import Key, Signer, Verifier
-from cachefs.peers.client import LITTLE, Client
+from cachefs.peers.client import IDLE_S, LITTLE, Client
 from cachefs.peers.server import Limits, Server
 from cachefs.peers.wire import Address, Busy, Kind, NotShared, PeerFailed
 from tests.peers.exchange import (
@@ -27,6 +27,7 @@ from tests.peers.exchange import (
     PlanStore,
     asking,
     content,
+    in_jumping_time,
     in_trio,
     serving,
     until,
@@ -280,6 +281,23 @@ async def test_a_connection_that_died_while_idle_is_replaced_unseen() -> None:
         await client.read(address, asking(version), sink, deadline_s=5)
         assert sink.data == data
     client.close()
+
+
+@in_jumping_time
+async def test_connections_that_are_not_needed_any_more_are_closed() -> None:
+    async with serving(PlanStore()) as (address, _):
+        client = Client()
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(client.handshake, address)
+        idle = client._peers[address].idle
+        before = [connection for _, connection in idle]
+        for _ in range(2):
+            await trio.sleep(0.6 * IDLE_S)
+            await client.handshake(address)
+        assert [connection for _, connection in idle] == before[-1:]
+        assert [connection.fileno() for connection in before[:-1]] == [-1, -1]
+        client.close()
 
 
 @in_trio
