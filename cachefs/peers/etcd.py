@@ -223,6 +223,8 @@ class Gateway:
     ) -> None:
         self._endpoints = list(endpoints)
         rng.shuffle(self._endpoints)  # so that nodes spread over them
+        if tls is None and any(endpoint.tls for endpoint in endpoints):
+            tls = ssl.create_default_context()  # once: it reads all authorities, which takes 60 ms
         self._tls = tls
         self._user = user
         self._password = password
@@ -273,9 +275,9 @@ class Gateway:
         stream = await self._connect(*endpoint.address)
         try:
             if endpoint.tls:
-                context = self._tls or ssl.create_default_context()
+                assert self._tls is not None
                 stream = trio.SSLStream(
-                    stream, context, server_hostname=endpoint.address.host, https_compatible=True
+                    stream, self._tls, server_hostname=endpoint.address.host, https_compatible=True
                 )
             return await self._exchange(stream, endpoint, path, json.dumps(body).encode())
         finally:

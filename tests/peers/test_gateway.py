@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -257,3 +258,25 @@ def test_broken_are_all_that_connections_raise() -> None:
         h11.LocalProtocolError,
     ):
         assert issubclass(kind, BROKEN)
+
+
+@in_virtual_time
+async def test_the_system_s_authorities_are_read_once() -> None:
+    contexts: list[ssl.SSLContext] = []
+
+    def read() -> ssl.SSLContext:
+        contexts.append(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+        return contexts[-1]
+
+    async def connect(host: str, port: int) -> trio.abc.Stream:
+        ours, theirs = trio.testing.memory_stream_pair()
+        await theirs.aclose()
+        return ours
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", read)
+        gateway = Gateway([Endpoint(Address("a", 2379), True)], random.Random(1), connect=connect)
+        for _ in range(3):
+            with pytest.raises(EtcdUnavailable):
+                await gateway.call("/v3/kv/range", {})
+    assert len(contexts) == 1
