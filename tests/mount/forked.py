@@ -111,7 +111,8 @@ class Popen(subprocess.Popen[Any]):
     ) -> None:
         words = [os.fsdecode(word) for word in args] if isinstance(args, (list, tuple)) else []
         ours = next((len(way) for way in (COMMAND, IN_BACKGROUND) if words[: len(way)] == way), 0)
-        if not ours or preexec_fn or EXEC:
+        # What an interpreter loads at its start, such as a test's sitecustomize, needs an interpreter that starts.
+        if not ours or preexec_fn or EXEC or "PYTHONPATH" in (os.environ if env is None else env):
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others)  # type: ignore[misc]
             return
         pipes = others[3:9]  # both ends of stdin, stdout, stderr; -1 where it is inherited
