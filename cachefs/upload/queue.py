@@ -227,7 +227,7 @@ class Queue:
                 self._metrics.ledger.upload_seconds.add(trio.current_time() - began)
                 with trio.CancelScope(shield=True):
                     stored = Stored(attempt.generation, info, overtaken)
-                    await self._stored(dirty_file, stored, patient=not attempt.waiters)
+                    await self.stored(dirty_file, stored, patient=not attempt.waiters)
         except Exception as exc:
             attempt.error = error = expected(exc)
             dirty_file.trying.unsure |= isinstance(error, RETRYABLE)
@@ -279,7 +279,7 @@ class Queue:
             await self._records.keep(dirty_file)
         return Preconditions(dirty_file.base, dirty_file.base is None, token)
 
-    async def _stored(self, dirty_file: DirtyFile, stored: Stored, *, patient: bool) -> None:
+    async def stored(self, dirty_file: DirtyFile, stored: Stored, *, patient: bool) -> None:
         """Handle a successful upload: note the version, and remove the row if nothing has changed meanwhile."""
         info, trying = stored.info, dirty_file.trying
         if not info.mtime_ns:  # a HEAD for the origin's mtime would double the time of a small upload

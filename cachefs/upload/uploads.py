@@ -759,12 +759,30 @@ class Uploads:
         base: str | None,
         tokens: list[str],
     ) -> None:
-        """Restore the old key of a file, unless the content of the generation `wanted` was uploaded meanwhile."""
+        """Restore the old key of a file, unless the content of the generation `wanted` was uploaded meanwhile, also by an
+        upload whose reply was lost."""
         async with dirty_file.trying.turn:
             await self._queue.halt(dirty_file)
-            if not dirty_file.has(wanted) and not dirty_file.discarded:
+            if dirty_file.has(wanted) or dirty_file.discarded:
+                return
+            if (info := await self._sent(dirty_file)) is None:
                 await self._move(dirty_file, origin, key, base, None)
                 dirty_file.record.tokens, dirty_file.trying.unsure = tokens, True
+                return
+            await dirty_file.sender.abandon()
+            await self._queue.stored(dirty_file, Stored(wanted, info), patient=False)
+        if not dirty_file.dirty and not dirty_file.handles:
+            self._settle_soon(dirty_file)
+
+    async def _sent(self, dirty_file: DirtyFile) -> ObjectInfo | None:
+        """The object at a file's key, if an upload since its last rename has made it. None also if the origin does not
+        answer."""
+        over = dirty_file.record.over
+        with suppress(CachefsError):
+            info, token = await dirty_file.origin.look(dirty_file.key)
+            if token in dirty_file.record.tokens and (over is None or not over.is_own("", token)):
+                return info
+        return None
 
     def _retry_soon(self, dirty_file: DirtyFile) -> None:
         """Retry a failed upload at once, because the file has another key now."""

@@ -288,6 +288,50 @@ async def test_the_old_name_does_not_go_before_the_new_one_is_there(
         assert store.objects.keys() == {"b"} and d.uploads.journal.rows("drafts") == {} and d.settled == ["b"]
 
 
+@pytest.mark.parametrize("conflict", ["overwrite", "fail"])
+@pytest.mark.parametrize("kind", ["put", "complete"])
+@in_trio
+async def test_a_rename_whose_upload_has_lost_its_reply_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, conflict: str
+) -> None:
+    """Otherwise the object would stay under the new name, where the rename has failed."""
+    if kind == "complete":
+        monkeypatch.setattr(sending, "PUT_BYTES", PART)
+    store, data = ScriptedStore(), bytes(PART + 1)
+    store.show("a", b"v1")
+    store.show("b", b"other")
+    async with desk(tmp_path, store, on_conflict=conflict, writeback=True, upload_delay_s=10) as d:
+        dirty_file = await d.create("a", data, base=store.version("a"), upto=0)
+        await d.uploads.commit(dirty_file)
+        store.fail(kind, lambda: OriginFailed("silence"), lost=True)
+        await d.rename(dirty_file, "b", base=store.version("b").etag)
+        assert not store.rules and store.counts[kind] == 1, "the reply was lost"
+        assert store.objects.keys() == {"b"} and store.content("b") == data and not dirty_file.dirty
+        assert [(key, info.etag) for key, info in d.told] == [("b", store.version("b").etag)]
+        d.uploads.release(dirty_file)
+        await trio.sleep(100)
+        assert store.counts[kind] == 1 and store.uploads == {}
+        assert d.uploads.journal.rows("drafts") == {} and d.settled == ["b"]
+
+
+@in_trio
+async def test_a_rename_whose_upload_may_have_failed_is_undone_where_the_origin_does_not_answer(
+    tmp_path: Path,
+) -> None:
+    store = ScriptedStore()
+    store.show("a", b"v1")
+    async with desk(tmp_path, store, writeback=True, upload_delay_s=10) as d:
+        dirty_file = await d.create("a", b"v2!", base=store.version("a"), upto=0)
+        await d.close(dirty_file)
+        store.fail("put", lambda: OriginFailed("silence"), lost=True)
+        store.fail("head", lambda: OriginFailed("silence"), key="b")
+        with pytest.raises(OriginFailed):
+            await d.rename(dirty_file, "b")
+        assert dirty_file.key == "a" and dirty_file.dirty and store.content("a") == b"v1"
+        await d.rename(dirty_file, "b")
+        assert store.objects.keys() == {"b"} and store.content("b") == b"v2!"
+
+
 @in_trio
 async def test_with_writeback_neither(tmp_path: Path) -> None:
     store = ScriptedStore()
