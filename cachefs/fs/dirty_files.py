@@ -28,6 +28,7 @@ from cachefs.base.errors import (
     Unsupported,
 )
 from cachefs.base.ledger import about
+from cachefs.base.tasks import taken
 from cachefs.fs.files import Node
 from cachefs.fs.keys import MAX_NAME, nameable, text_of
 from cachefs.fs.local_changes import DIRTY_FILE_ETAG, LocalChanges
@@ -80,7 +81,8 @@ class DirtyFiles:
         """Create an empty file under a free name, and open it for writing. It is uploaded when it is closed."""
         node = Node(directory, name, 0, stored=False)
         node.attrs = attrs
-        await self._hold(node, None)
+        async with taken(node.lock):
+            await self._hold(node, None)
         try:
             return node, await self._to_write(self.open_reader(node, pid), node)
         except BaseException:

@@ -169,6 +169,48 @@ async def test_a_file_that_another_client_replaces_while_an_open_empties_it() ->
         assert bucket.content("f") == b"seven b" == await mount.read("f")
 
 
+async def test_a_file_whose_other_writer_closes_it_while_an_open_empties_it(tmp_path: Path) -> None:
+    """That close uploads the empty file, whose name does not show it yet."""
+    async with world(tmp_path) as w, trio.open_nursery() as nursery:
+        mount, opened = w.mount, list[int]()
+        other = await mount.open("old", os.O_RDWR)
+
+        async def empty() -> None:
+            opened.append(await mount.open("old", os.O_WRONLY | os.O_TRUNC))
+
+        async with mount.fs._tree.writing:
+            nursery.start_soon(empty)
+            await trio.testing.wait_all_tasks_blocked()
+            assert w.uploads._dirty_files and not opened
+            await mount.close_file(other)
+            await trio.sleep(1)
+            assert w.bucket.content("old") == b""
+        await trio.sleep(1)
+        await mount.pwrite(opened[0], 0, b"new")
+        await mount.close_file(opened[0])
+        assert w.bucket.content("old") == await mount.read("old") == b"new"
+
+
+async def test_a_file_that_is_flushed_while_it_is_made(tmp_path: Path) -> None:
+    async with world(tmp_path) as w, trio.open_nursery() as nursery:
+        mount, opened = w.mount, list[int]()
+
+        async def create() -> None:
+            opened.append(await mount.open("new", os.O_WRONLY | os.O_CREAT))
+
+        await mount.names()
+        async with mount.fs._tree.writing:
+            nursery.start_soon(create)
+            await trio.testing.wait_all_tasks_blocked()
+            assert w.uploads._dirty_files and not opened
+            assert await w.uploads.flush() == []
+            await trio.sleep(1)
+        await trio.sleep(1)
+        await mount.pwrite(opened[0], 0, b"new")
+        await mount.close_file(opened[0])
+        assert w.bucket.content("new") == await mount.read("new") == b"new"
+
+
 async def test_a_directory_that_another_client_removes_while_a_file_is_made_in_it(tmp_path: Path) -> None:
     """The file is there, or the process was told that it is not; then nothing of it comes to the origin."""
     async with world(tmp_path) as w:
