@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -79,6 +80,8 @@ class Changing:
     _overrides: Overrides
     _writer: Uploads
     _shape: Callable[[int, bool, Row], Attributes]
+    # Keys of files that the previous daemon was renaming to free names, by (inode of the directory, name) of these.
+    _begun: dict[tuple[int, bytes], str] = field(default_factory=dict)
 
     # -- directories -------------------------------------------------------------------------------
 
@@ -181,10 +184,12 @@ class Changing:
     # -- renaming ----------------------------------------------------------------------------------
 
     async def rename(
-        self, directory: Directory, name: bytes, to: Directory, newname: bytes, flags: int
+        self, directory: Directory, name: bytes, to: Directory, newname: bytes, flags: int, *, again: bool
     ) -> None:
         if flags & ~NOREPLACE:
             raise Invalid(f"renaming with flags {flags:#x}: names cannot be exchanged at an origin")
+        if again and self._begun.pop((to.ino, newname), None) == directory.prefix + os.fsdecode(name):
+            flags = 0  # a file that is there is the copy of the previous daemon
         origin, target_origin = writable(directory), writable(to)
         check_name(to, newname)
         if origin is not target_origin:
@@ -212,8 +217,23 @@ class Changing:
                 await self._must_be_empty(origin, self._tree.directory(target.ino))
         if to is not directory:
             await self._mark_last(origin, directory, name)
-        move = self._move_directory if found.is_dir else self._move_file
-        await move((directory, name), found, (to, newname), target)
+        place, new_place = (directory, name), (to, newname)
+        if found.is_dir:
+            await self._move_directory(place, found, new_place, target)
+            return
+        with self._noted(place, new_place) if flags & NOREPLACE else nullcontext():
+            await self._move_file(place, found, new_place, target)
+
+    @contextmanager
+    def _noted(self, place: Place, to: Place) -> Iterator[None]:
+        """Tell the next daemon that `to` was free before the block, which renames a file to it (`Tree.left`)."""
+        key, row = to[0].key + to[1], json.dumps({"copy_of": _key(place)[1]}).encode()
+        self._tree.database.write([("local", key, row)])
+        try:
+            yield
+        finally:
+            if self._tree.database.get("local", key) == row:
+                self._tree.database.write([("local", key, None)])
 
     # -- renaming a file -----------------------------------------------------------------------------
 
@@ -545,10 +565,14 @@ class Changing:
             except CachefsError as exc:
                 log.warning("renaming %s to %s is still unfinished: %s", row["from"], row["to"], exc)
         for ino, old_name, left in self._tree.left:
+            row = json.loads(left)
+            if "copy_of" in row:  # the kernel repeats the request, or no program waits for it
+                self._begun[ino, old_name] = row["copy_of"]
+                continue
             try:
                 directory = self._tree.directory(ino)
                 origin, key = _key((directory, old_name))
-                await self._remove_older(origin, {**json.loads(left), "from": key}, find)
+                await self._remove_older(origin, {**row, "from": key}, find)
                 self._tree.database.write([("local", directory.key + old_name, None)])
             except CachefsError as exc:
                 log.warning("a file that was renamed may still have its old name, too: %s", exc)

@@ -730,10 +730,13 @@ class FileSystem:
         """Remove a directory. Raises `NotFound`, `NotADirectory`, and `NotEmpty` by a fresh listing."""
         await self._claimed((parent, name), self._write.names.rmdir, trees=True)
 
-    async def rename(self, parent: int, name: bytes, newparent: int, newname: bytes, flags: int) -> None:
+    async def rename(
+        self, parent: int, name: bytes, newparent: int, newname: bytes, flags: int, *, again: bool = False
+    ) -> None:
         """Rename a file or directory. It replaces a file, or an empty directory by a directory. Of the `flags` of renameat2,
-        only RENAME_NOREPLACE is supported. Raises `CrossDevice` between two sources."""
-        rename = partial(self._write.names.rename, flags=flags)
+        only RENAME_NOREPLACE is supported; `again`: it may replace the copy that the previous daemon has made for the same
+        request. Raises `CrossDevice` between two sources."""
+        rename = partial(self._write.names.rename, flags=flags, again=again)
         await self._claimed((parent, name), (newparent, newname), rename, trees=True)
 
     async def _claimed(self, *arguments: Any, trees: bool = False) -> Any:

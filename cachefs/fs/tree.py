@@ -278,7 +278,8 @@ class Tree:
         same_volumes = self._check_fingerprint(volumes)
         self.numbers = Numbers(database)
         # (inode of the directory, name, JSON) of files that the last daemon renamed: the objects under their old names,
-        # which it has not deleted. The JSON has the new key (`to`) and the etags of what may be deleted (`versions`).
+        # which it has not deleted. The JSON has the new key (`to`) and the etags of what may be deleted (`versions`). Or of
+        # names that were free, to which it was renaming a file: the JSON has the key of that file (`copy_of`).
         self.left: list[tuple[int, bytes, bytes]] = []
         self._forget_dirty_files()
         self.epoch = int.from_bytes(database.get("state", _EPOCH) or b"", "big")

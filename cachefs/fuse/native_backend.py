@@ -1099,8 +1099,9 @@ class NativeBackend:
     ) -> None:
         to, *flags = arguments.unpack_from(body)
         old, new = protocol.names_of(body[arguments.size :])
-        pending = self.operations.rename(thread, inode, old, to, new, flags[0] if flags else 0)
-        if unique & RESENT:
+        again = bool(unique & RESENT)
+        pending = self.operations.rename(thread, inode, old, to, new, flags[0] if flags else 0, again=again)
+        if again:
             pending = self.operations.gone_again(pending, (to, new))
         self._begin(unique, pending, self._done)
 

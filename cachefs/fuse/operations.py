@@ -418,11 +418,20 @@ class Operations:
         return self._in_turn(RMDIR, thread, partial(self._fs.rmdir, parent, name), parent)
 
     def rename(
-        self, thread: int, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int
+        self,
+        thread: int,
+        parent: int,
+        name: bytes,
+        new_parent: int,
+        new_name: bytes,
+        flags: int,
+        *,
+        again: bool = False,
     ) -> Pending[None]:
+        """For `again` see `mknod`."""
         self._changing()
         self.metrics.fuse_change += 1
-        work = partial(self._fs.rename, parent, name, new_parent, new_name, flags)
+        work = partial(self._fs.rename, parent, name, new_parent, new_name, flags, again=again)
         return self._in_turn(RENAME, thread, work, parent, new_parent)
 
     def gone_again(self, pending: Pending[None], left: tuple[int, bytes] | None = None) -> Pending[None]:

@@ -156,8 +156,8 @@ class Mount:
     async def rmdir(self, path: str) -> None:
         await self.fs.rmdir(*await self.parent(path))
 
-    async def rename(self, path: str, to: str, flags: int = 0) -> None:
-        await self.fs.rename(*await self.parent(path), *await self.parent(to), flags)
+    async def rename(self, path: str, to: str, flags: int = 0, *, again: bool = False) -> None:
+        await self.fs.rename(*await self.parent(path), *await self.parent(to), flags, again=again)
 
     async def walk(self, ino: int = ROOT, above: bytes = b"") -> dict[bytes, int | None]:
         """path → size, or None for a directory; every entry is looked up too."""

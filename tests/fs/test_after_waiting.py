@@ -15,8 +15,9 @@ import pytest
 import trio
 import trio.testing
 
-from cachefs.base.errors import CachefsError, NotFound, ObjectChanged, OriginFailed
+from cachefs.base.errors import AlreadyExists, CachefsError, NotFound, ObjectChanged, OriginFailed
 from cachefs.base.names import ObjectId
+from cachefs.fs.changing import NOREPLACE
 from cachefs.origin.protocol import ObjectInfo
 from tests.fs.bucket import Bytes, WritableBucket
 from tests.fs.mount import mounted
@@ -463,6 +464,48 @@ async def test_a_kill_between_the_upload_of_a_renamed_file_and_its_copy(tmp_path
             assert await later.mount.read("f") == b"was acknowledged"
             assert await later.mount.read("new") == b"is replaced"
         copy.released.set()
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+async def test_a_kill_behind_the_copy_of_a_rename_that_may_replace_nothing(
+    is_open: bool, tmp_path: Path
+) -> None:
+    """The copy is no other file, if the kernel repeats the request."""
+    bucket = Tokens(delay=0.001)
+    async with world(tmp_path / "killed", bucket=bucket) as w, trio.open_nursery() as nursery:
+        mount = w.mount
+        await mount.write("f", b"content")
+        await mount.write("there", b"before")
+        if is_open:
+            fh = await mount.open("f", os.O_RDWR)
+            await mount.pwrite(fh, 0, b"C")
+        copy = Held(w.bucket, "copy")
+        nursery.start_soon(mount.rename, "f", "new", NOREPLACE)
+        await copy.reached.wait()
+        mount.database.flush()
+        shutil.copytree(tmp_path / "killed", tmp_path / "again")
+        at_kill = dict(bucket.objects)
+        copy.released.set()
+        await trio.sleep(1)
+        if is_open:
+            await mount.close_file(fh)
+    bucket.objects = at_kill
+    async with world(tmp_path / "again", bucket=bucket) as w:
+        mount, ino = w.mount, await w.mount.ino("f")
+        for name, again in [("new", False), ("there", True)]:
+            with pytest.raises(AlreadyExists):
+                await mount.rename("f", name, NOREPLACE, again=again)
+        await mount.rename("f", "new", NOREPLACE, again=True)
+        assert await mount.ino("new") == ino and await mount.read("new") == b"content"
+        assert bucket.objects.keys() == {"new", "there"} and await mount.read("there") == b"before"
+
+
+async def test_a_rename_that_may_replace_nothing_and_fails_leaves_no_note(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        w.bucket.before = lambda kind, key: OriginFailed("500") if kind == "copy" else None
+        with pytest.raises(OriginFailed):
+            await w.mount.rename("old", "new", NOREPLACE)
+        assert w.mount.database.scan("local") == []
 
 
 @pytest.mark.parametrize("done", [False, True])
