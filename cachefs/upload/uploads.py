@@ -996,11 +996,10 @@ class Uploads:
                 for dirty_file, done in zip(dirty_files, adopted, strict=True):
                     dirty_file.content.settled(done)
             for dirty_file, done in zip(dirty_files, adopted, strict=True):
-                # While a removal is running (`turn` is locked), the staging file stays. If the removal succeeds, `_drop`
-                # removes the staging file.
-                if dirty_file.discarded and not done and not dirty_file.trying.turn.locked():
+                # While a removal may fail, the staging file stays. Once it cannot, `_drop` may have come before this.
+                removing = dirty_file.discarded and not dirty_file.record.says_removed
+                if dirty_file.discarded and not done and not removing:
                     dirty_file.file.remove()
-                removing = dirty_file.discarded and dirty_file.trying.turn.locked()
                 if not done or dirty_file.handles or (dirty_file.discarded and not removing):
                     continue
                 # The cache has the staging file, which cannot be opened any more once the block of `used` has ended. So

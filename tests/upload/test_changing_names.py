@@ -44,8 +44,8 @@ async def test_renaming_while_parts_are_sent(tmp_path: Path) -> None:
 class SlowRoom(Room):
     """A cache that takes files once it is told to."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, adopts: bool = True) -> None:
+        super().__init__(adopts)
         self.reached, self.goes_on = trio.Event(), trio.Event()
 
     async def adopt(self, object_id: ObjectId, path: Path) -> bool:
@@ -87,6 +87,32 @@ async def test_a_file_that_the_cache_takes_amid_its_removal_can_be_opened_if_tha
         await trio.sleep(1)
         assert d.settled == ["k"] * refused and d.uploads._dirty_files == {}
         assert await d.files() == []
+
+
+@pytest.mark.parametrize("size", [100, HELD + 1000])
+@pytest.mark.parametrize("adopts", [True, False])
+@in_trio
+async def test_a_file_that_the_cache_refuses_at_the_end_of_its_removal_leaves_nothing(
+    tmp_path: Path, adopts: bool, size: int
+) -> None:
+    """Its name is gone, and what its last upload has made is being deleted."""
+    cache = SlowRoom(adopts)
+    async with desk(tmp_path, cache=cache, writeback=True) as d, trio.open_nursery() as nursery:
+        memory = d.uploads._disk.memory_left
+        put, delete = d.store.hold("put"), d.store.hold("delete")
+        dirty_file = await d.save("k", content(1, size))
+        await put.reached.wait()
+        nursery.start_soon(d.uploads.discard, dirty_file)
+        await trio.sleep(1)
+        put.release.set()
+        await cache.reached.wait()
+        await delete.reached.wait()
+        cache.goes_on.set()
+        await trio.sleep(1)
+        delete.release.set()
+        await trio.sleep(1)
+        assert await d.files() == [] and d.uploads._dirty_files == {} and d.store.objects == {}
+        assert d.uploads._disk.memory_left == memory
 
 
 @in_trio
