@@ -381,7 +381,7 @@ def test_an_opening_that_fails_leaves_nothing_open_and_nothing_half_made(
     module, name = failing.split(".")
 
     def fail(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
         patch.setattr({"durable": durable, "os": os, "fcntl": fcntl, "lmdb": lmdb}[module], name, fail)
@@ -477,28 +477,46 @@ def test_a_full_disk_is_no_room_and_loses_nothing(small_disk: Path) -> None:
     again.close()
 
 
-def test_after_a_kill_a_full_disk_is_a_drop_and_a_working_database(small_disk: Path) -> None:
-    child(KILLED, str(small_disk / "db"), "fsync")
-    fill_up(small_disk)
-    db = opened(small_disk / "db")
-    assert db.dropped and "no room" in db.dropped
-    db.write([("a", b"k", b"v")])
-    assert (db.count("a"), db.get("a", b"k")) == (1, b"v")
-    db.close()
-
-
-def test_after_a_kill_a_full_disk_refuses_a_precious_database_and_says_what_to_do(small_disk: Path) -> None:
-    """Moved away, it would be lost, and nothing is wrong with it."""
+@pytest.mark.parametrize("precious", [False, True])
+def test_after_a_kill_a_full_disk_leaves_the_database_as_it_is(
+    small_disk: Path, caplog: pytest.LogCaptureFixture, precious: bool
+) -> None:
+    """There is no room for a copy."""
     child(KILLED, str(small_disk / "db"), "fsync")
     fill_up(small_disk)
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(NoRoom, match="make room"):
-        Database(small_disk / "db", TABLES, version="v1", fsync=True, precious=True)
-    assert len(os.listdir("/proc/self/fd")) == before
+    db = Database(small_disk / "db", TABLES, version="v1", fsync=True, precious=precious)
+    assert "no room" in caplog.text and db.dropped is None and not db.was_clean
+    assert db.count("a") == 50 and db.get("b", b"049") == b"x" * 3000
     os.unlink(small_disk / "other")
-    db = Database(small_disk / "db", TABLES, version="v1", fsync=True, precious=True)
-    assert db.count("a")
+    db.write([("a", b"k", b"v")])
     db.close()
+    db = Database(small_disk / "db", TABLES, version="v1", fsync=True, precious=precious)
+    assert db.was_clean and db.get("a", b"k") == b"v"
+    db.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_full_disk_takes_the_marks_of_a_database(small_disk: Path) -> None:
+    opened(small_disk / "db").close()
+    fill_up(small_disk)
+    for _ in range(2):
+        db = opened(small_disk / "db")
+        assert db.was_clean and read_mark(small_disk / "db")[1].startswith("open ")
+        db.close()
+        assert read_mark(small_disk / "db")[1].startswith("closed ")
+
+
+def test_a_damaged_database_on_a_full_disk_is_not_used(small_disk: Path) -> None:
+    child(KILLED, str(small_disk / "db"), "fsync")
+    fill_up(small_disk)
+    data = small_disk / "db" / "data.mdb"
+    with data.open("r+b") as file:
+        for page in range(2, data.stat().st_size // 4096):
+            file.seek(4096 * page)
+            file.write(b"\xff" * 4096)
+    with pytest.raises(CacheUnusable, match="cannot be read"):
+        Database(small_disk / "db", TABLES, version="v1", fsync=True, precious=True)
 
 
 def test_a_small_address_space_costs_map_size_not_the_database(tmp_path: Path) -> None:

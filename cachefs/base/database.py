@@ -12,7 +12,8 @@ a power cut at any time.
 
 A database that was not closed is rewritten: another process copies all rows to a fresh file, which replaces the old one. So
 the effects of a damaged page on LMDB (an exception, SIGBUS, SIGSEGV, an endless loop) stay in that process, and no such page
-is written to. A million rows take half a second. With `killed`, the caller knows that SIGKILL ended the previous process,
+is written to. A million rows take half a second. If the disk has no room for a copy, that process only reads all rows, and
+the database is used as it is. With `killed`, the caller knows that SIGKILL ended the previous process,
 and nothing is rewritten. With `fsync=False` a power cut may leave writes out of order, so such a database is dropped if it
 was not closed and the machine has been rebooted since.
 
@@ -85,8 +86,7 @@ LOCK = "lock.pid"
 MARK = "version"
 _MARK = re.compile(r"([ -~]+)\n((?:open|closed) [!-~]+)\n")
 
-_NO_ROOM = 2  # the exit status of a rewrite
-_NO_ROOM_TO_REWRITE = "it was not closed, and there is no room to write it again"
+_NO_ROOM = 2  # the exit status of a rewrite that has read all rows, and could not write them
 
 T = TypeVar("T")
 Put = tuple[str, bytes, bytes | None]
@@ -117,7 +117,7 @@ class Database:
         `version` names the format of the rows; a database of another version is dropped, unless that is one of the
         `earlier` ones, whose rows are right as they are. When a write fails and there is a `refuge` (a directory
         that must not exist yet), the database continues there until it is closed. A `precious` one is never dropped:
-        this raises `CacheUnusable`, or `NoRoom` if only room is missing, and changes nothing. `killed`: the previous
+        this raises `CacheUnusable`, and changes nothing. `killed`: the previous
         process ended by SIGKILL, so not by a damaged page; the database is not rewritten, unless the machine has
         been rebooted since. `unsure`: after a reboot the mark has no boot id until the caller calls `sure`, because
         the caller still has to repair the effects of a power cut."""
@@ -160,9 +160,9 @@ class Database:
                 self._drop(str(exc))
                 self._create()
                 self._opened = self._open()
-        except (lmdb.Error, OSError, CacheUnusable, NoRoom) as exc:
+        except (lmdb.Error, OSError, CacheUnusable) as exc:
             self._unlock()
-            if isinstance(exc, CacheUnusable | NoRoom):
+            if isinstance(exc, CacheUnusable):
                 raise
             raise CacheUnusable(f"cannot use the database in {path}: {exc}") from exc
 
@@ -183,11 +183,18 @@ class Database:
         return _Environment(self._place, self.tables, fsync=self._fsync and self._left is None)
 
     def _mark(self, state: str) -> None:
-        """Have the mark on the disk. Takes no space if it is there already, as after a kill."""
+        """Have the mark on the disk."""
+        text = f"{self._version}\n{state}\n"
         if read_mark(self.path) == (self._version, state):
             durable.sync_directory(self.path)  # a process may have been killed before it did that
-        else:
-            durable.write(self.path / MARK, f"{self._version}\n{state}\n")
+            return
+        try:
+            durable.write(self.path / MARK, text)
+        except OSError as exc:
+            if exc.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            # A power cut amid this leaves a malformed mark, which says no more than that the database is open.
+            durable.overwrite(self.path / MARK, text)
 
     def _create(self) -> None:
         """Create an empty database atomically: a kill or a power cut must not leave what looks like damage."""
@@ -220,8 +227,6 @@ class Database:
         return _rewrite(self.path, self.tables)
 
     def _drop(self, reason: str) -> None:
-        if self._precious and reason == _NO_ROOM_TO_REWRITE:
-            raise NoRoom(f"the database in {self.path} cannot be used ({reason}): make room on its disk")
         if self._precious:
             raise CacheUnusable(
                 f"the database in {self.path} cannot be read ({reason}), and nothing else knows what is in it: "
@@ -659,11 +664,12 @@ def _chunks(file: Any) -> Iterator[memoryview]:
 
 
 def _rewrite(path: Path, tables: Sequence[str]) -> str | None:
-    """Replace a database that was not closed by a copy of its rows. Returns why that failed, or None. Another process reads
-    the rows (`_main`). Blocking, for `REWRITE_S` at most."""
+    """Replace a database that was not closed by a copy of its rows, if there is room for one. Returns why it cannot be used,
+    or None. Another process reads the rows (`_main`). Blocking, for `REWRITE_S` at most."""
     fresh = path / "fresh"
     shutil.rmtree(fresh, ignore_errors=True)
-    durable.make_directory(fresh)
+    with suppress(OSError):  # the other process meets the error again
+        durable.make_directory(fresh)
     command = [sys.executable, "-P", "-m", "cachefs.base.database", str(os.getpid()), str(path)]
     nothing = subprocess.DEVNULL
     reader = subprocess.Popen([*command, *tables], stdin=nothing, stdout=nothing, stderr=nothing)
@@ -677,8 +683,9 @@ def _rewrite(path: Path, tables: Sequence[str]) -> str | None:
     shutil.rmtree(fresh, ignore_errors=True)
     if status < 0:
         return f"reading it ends in {signal.Signals(-status).name}"
-    reasons = {0: None, _NO_ROOM: _NO_ROOM_TO_REWRITE}
-    return reasons.get(status, "it is truncated or damaged")
+    if status == _NO_ROOM:
+        log.warning("no room to write the database in %s again: it is used as it is", path)
+    return None if status in (0, _NO_ROOM) else "it is truncated or damaged"
 
 
 def _main(parent: str, path: str, *tables: str) -> None:
@@ -689,26 +696,44 @@ def _main(parent: str, path: str, *tables: str) -> None:
     try:
         _copy_rows(Path(path), Path(path, "fresh"), tables)
     except Exception as exc:
-        sys.exit(_NO_ROOM if _is_disk_trouble(exc) else 1)
+        if not _is_disk_trouble(exc):
+            sys.exit(1)
+        _read_rows(Path(path), tables)
+        sys.exit(_NO_ROOM)
 
 
-def _copy_rows(path: Path, fresh: Path, tables: Sequence[str]) -> None:
-    """Copy all rows, without syncing. Raises `lmdb.Error` for a damaged database, a missing table or keys out of order."""
+@contextmanager
+def _rows_of(path: Path, tables: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """A cursor of each table, by its name. Raises `lmdb.Error` for a damaged database or a missing table."""
     old = _open_lmdb(path, len(tables), readonly=True, lock=False)
     size, page = (path / "data.mdb").stat().st_size, old.stat()["psize"]
     if size % page and size // page <= old.info()["last_pgno"]:
         # Truncated within a page. Reading a row of a missing page is a SIGBUS.
         raise lmdb.CorruptedError("cut short")
     sources = {name: old.open_db(name.encode(), create=False) for name in tables}
-    new = _open_lmdb(fresh, len(tables), lock=False, sync=False)
     with old.begin() as reading:
-        for name, table in sources.items():
-            into = new.open_db(name.encode())
-            rows = iter(reading.cursor(db=table))
+        yield {name: reading.cursor(db=table) for name, table in sources.items()}
+    old.close()
+
+
+def _copy_rows(path: Path, fresh: Path, tables: Sequence[str]) -> None:
+    """Copy all rows, without syncing. Raises `lmdb.Error` for a damaged database, a missing table or keys out of order."""
+    with _rows_of(path, tables) as sources:
+        new = _open_lmdb(fresh, len(tables), lock=False, sync=False)
+        for name, source in sources.items():
+            into, rows = new.open_db(name.encode()), iter(source)
             while batch := list(itertools.islice(rows, BATCH_ROWS)):
                 with new.begin(write=True) as writing, writing.cursor(db=into) as cursor:
                     if cursor.putmulti(batch, append=True)[1] != len(batch):
                         raise lmdb.CorruptedError("keys out of order")
+
+
+def _read_rows(path: Path, tables: Sequence[str]) -> None:
+    """Read all rows. Raises as `_copy_rows`."""
+    with _rows_of(path, tables) as sources:
+        for rows in sources.values():
+            if any(key >= after for (key, _), (after, _) in itertools.pairwise(rows)):
+                raise lmdb.CorruptedError("keys out of order")
 
 
 def remove(path: Path) -> None:

@@ -35,6 +35,17 @@ def write(path: Path, data: str | bytes) -> None:
     sync_directory(path.parent)
 
 
+def overwrite(path: Path, data: str) -> None:
+    """Write the content of an existing file in its place, which takes no space. A power cut may leave a part of it."""
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        os.pwrite(fd, data.encode(), 0)
+        os.ftruncate(fd, len(data.encode()))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def put(fresh: Path, path: Path) -> None:
     """Move a complete file to `path`, and replace what is there."""
     sync_file(fresh)

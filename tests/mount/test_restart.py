@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ import pytest
 
 import cachefs
 from bench.lab.client import LabStore
+from cachefs.base.linux import boot_id
 from cachefs.base.logs import MAX_FILE_BYTES
 from cachefs.config.config import LOG_NAME
 from cachefs.daemon.background import held_by_holder
@@ -1128,6 +1130,43 @@ def test_small_files_that_the_journal_alone_has_go_on_while_the_disk_is_full(
     assert stored(bucket, "f1") == b"again"
     kill(mount)
     assert mount.status()["uploads"]["pending"] == 0
+
+
+@pytest.mark.parametrize(
+    ("small_disk", "end"),
+    [("tmpfs", "killed"), ("ext4", "stopped"), ("ext4", "rebooted")],
+    indirect=["small_disk"],
+)
+def test_a_new_mount_begins_on_a_full_disk(
+    small_disk: Path, mounted: Mounted, bucket: Bucket, end: str
+) -> None:
+    """Also with small files that the journal alone has."""
+    cache = small_disk / "cache"
+    options = {"read_only": None, "cache_dir": cache, "cache_size": "16M", "keep_free": "1M"}
+    options |= {"writeback": True, "upload_delay": "1h", "flush_deadline": "0s", "no_restart": True}
+    mount = mounted(bucket, **options)
+    mount.allowed += [
+        "full|No space|no room|do not tell who writes|trying again|not at the origin|dropping the"
+    ]
+    data = {f"f{number}": os.urandom(100_000 if number else 0) for number in range(40)}
+    for name, content in data.items():
+        (mount.path / name).write_bytes(content)
+    fill_up(small_disk)
+    if end == "stopped":
+        os.kill(mount.pid, signal.SIGTERM)
+        eventually(lambda: not alive(mount.pid), "it has stopped")
+    else:
+        mount.kill()
+    if end == "rebooted":
+        for mark in cache.glob("*/version"):
+            with mark.open("r+") as file:
+                text = file.read().replace(boot_id(), str(uuid.uuid4()))
+                file.seek(0)
+                file.write(text)
+    mount.start()
+    assert {name: (mount.path / name).read_bytes() for name in data} == data
+    assert mount.cli("flush", mount.path).returncode == 0
+    assert {name: stored(bucket, name) for name in data} == data
 
 
 def test_an_upgrade_does_not_change_what_is_mounted(mounted: Mounted, bucket: Bucket, tmp_path: Path) -> None:
