@@ -146,6 +146,8 @@ class Journal:
         # that the row of a replaced file never outlives the row of the file that replaced it.
         self._left: set[RowKey] = set()
         self._room = CONTENTS_BYTES  # bytes that further contents may have
+        # Called with the id of a dirty file whose row was left by a failed transaction, once it is removed.
+        self.on_removed_late: Callable[[str], None] = lambda key: None
         # Returns True if any disk of the cache is known to hang.
         self.hangs_elsewhere: Callable[[], bool] = lambda: False
         self._since = math.inf  # when the running transaction began; infinite if none is running
@@ -176,6 +178,10 @@ class Journal:
         """The id of a dirty file, or the name of a note, whose row a failed transaction has not removed; None if there is
         none."""
         return next((key.decode() for table, key in self._left if table != CONTENTS), None)
+
+    def leaves(self, key: str) -> bool:
+        """True if a failed transaction has not removed the row of this dirty file."""
+        return (DIRTY_FILES, key.encode()) in self._left
 
     def remove_later(self, key: str) -> None:
         """Have the next transaction remove the row of this dirty file."""
@@ -366,7 +372,11 @@ class Journal:
         except Exception as exc:
             batch.error = exc
         if batch.error is None:
-            self._left -= rows.keys()
+            done = self._left & rows.keys()
+            self._left -= done
+            for table, name in done:
+                if table == DIRTY_FILES and rows[table, name] is None:
+                    self.on_removed_late(name.decode())
         else:
             self._failed(batch)
         batch.ended.set()

@@ -111,7 +111,7 @@ class _Resumable(NamedTuple):
 
 
 class _Resumed(NamedTuple):
-    """What goes on from the memory of the previous daemon: dirty files by id, the ids of files that they have replaced, and
+    """What goes on from the memory of the previous daemon: dirty files by id, the ids of files that must not come back, and
     the ids of records that no dirty file needs."""
 
     files: dict[str, DirtyFile]
@@ -186,7 +186,7 @@ class Uploads:
         self._disk = StagingDisk(staging_dir, shared=memory)
         orphans.without_journal(staging_dir, state_dir / "journal")
         journal = Journal(state_dir / "journal", staging_dir, killed=killed)
-        journal.hangs_elsewhere = self._hangs
+        journal.hangs_elsewhere, journal.on_removed_late = self._hangs, self._removed_late
         self._records = Records(journal, list(origins))
         self.room = StagingRoom(staging_dir, keep_free_bytes, store, self._hopeful)
         self._queue = Queue(
@@ -535,6 +535,7 @@ class Uploads:
         file stays in memory."""
         assert self._disk.shared is not None
         records, found, unused = self._disk.shared.records, dict[str, DirtyFile](), list[str]()
+        done = set[str]()  # files that are removed or uploaded, of which the journal may still have rows
         rows = records.found()
         resumable = dict[str, _Resumable]()
         for name, (mtime_ns, row) in rows.items():
@@ -544,6 +545,8 @@ class Uploads:
             if origin is not None and (has_changes or row["ino"] in open_inos):
                 resumable[name] = _Resumable(mtime_ns, row, origin)
                 continue
+            if not has_changes:
+                done.add(name)
             if origin is not None and not row["removed"] and row["base"] is not None:
                 info = ObjectInfo(row["key"], row.get("size", 0), mtime_ns, row["base"])
                 self._records.stored_before.append(StoredFile(name, origin, info, row["ino"], row["attrs"]))
@@ -551,6 +554,7 @@ class Uploads:
         kept, lost = await self._take_tails(resumable)
         # A file that is lost has replaced none: the older one comes back.
         over = {row["over"] for _, row in rows.values() if row["file"] not in lost} - {None}
+        over |= done
         # A closed file that waits for its upload has no record. Its row in the journal tells which file it has replaced.
         journaled = self.journal.rows(DIRTY_FILES).items()
         over |= replaced_files({name: row for name, row in journaled if name not in rows})
@@ -623,9 +627,19 @@ class Uploads:
         return dirty_file
 
     def _forget(self, dirty_file: DirtyFile) -> None:
-        """Remove the record of a dirty file for the next daemon."""
-        if self._disk.shared is not None:
+        """Remove the record of a dirty file for the next daemon. If a failed transaction has left its row, the record stays:
+        it says that the row is out of date."""
+        if self._disk.shared is None:
+            return
+        if self.journal.leaves(dirty_file.id) and dirty_file.ino:
+            self._put_record(dirty_file)
+        else:
             self._disk.shared.records.drop(dirty_file.id)
+
+    def _removed_late(self, name: str) -> None:
+        """Handle the end of a removal that a failed transaction had left: the next daemon need not know of the file."""
+        if self._disk.shared is not None and name not in self._dirty_files:
+            self._disk.shared.records.drop(name)
 
     def _drop(self, dirty_file: DirtyFile) -> None:
         """Remove the staging file of a dirty file whose name is removed. Open handles can still use it."""
@@ -1116,7 +1130,8 @@ class Uploads:
         if self._disk.shared is not None:
             # Only now, because one may be the last to say which acknowledged file another has replaced.
             for name in unused:
-                self._disk.shared.records.drop(name)
+                if not self.journal.leaves(name):
+                    self._disk.shared.records.drop(name)
         for dirty_file in resumed.values():
             self._dirty_files[dirty_file.id] = dirty_file
             if dirty_file.discarded:

@@ -1126,6 +1126,68 @@ async def test_a_replaced_file_whose_row_a_full_disk_keeps_does_not_come_back_af
         await d.close(*found)
 
 
+@pytest.mark.parametrize("size", [100, 300 * KIB])
+@pytest.mark.parametrize("users", [0, 1], ids=["closed", "open"])
+@in_trio
+async def test_a_removed_file_whose_row_a_full_disk_keeps_does_not_come_back_after_two_kills(
+    daemon: Daemon,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    users: int,
+    size: int,
+) -> None:
+    """For example because a file that the origin has was renamed over it."""
+    writeback: dict[str, Any] = {"writeback": True, "upload_delay_s": 3600}
+    async with daemon.alive(**writeback) as (d, _):
+        old = await create(d, "k", 1)
+        await add(old, bytes(size))
+        await d.uploads.commit(old)
+        if not users:
+            d.uploads.release(old)
+        with monkeypatch.context() as patched:
+            patched.setattr(Database, "write", no_room)
+            await d.uploads.discard(old, replaced=True)
+            if users:
+                d.uploads.release(old)
+            await d.files()
+            second = daemon.killed(tmp_path / "second")
+            async with second.alive(**writeback) as (e, found):
+                assert found == [] and e.uploads.pending() == []
+                third = second.killed(tmp_path / "third")
+                patched.undo()
+                await e.save("other", b"")
+                await e.quiet()
+                assert e.uploads.journal.left is None and second.memory().records.found().keys() <= {"other"}
+    async with third.alive(**writeback) as (d, found):
+        await d.quiet()
+        assert found == [] and d.uploads.pending() == [] and await d.files() == []
+        assert not d.uploads.journal.rows("drafts") and not third.memory().records.found()
+    assert "ERROR" not in caplog.text
+
+
+@in_trio
+async def test_an_uploaded_file_whose_row_a_full_disk_keeps_is_not_uploaded_again_after_a_kill(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have been renamed or replaced meanwhile."""
+    async with daemon.alive(writeback=True, upload_delay_s=3600) as (d, _):
+        one = await create(d, "k", 1)
+        await add(one, b"data")
+        await d.close(one)
+        with monkeypatch.context() as patched:
+            patched.setattr(Database, "write", no_room)
+            assert await d.uploads.flush() == []
+            await d.quiet()
+            await trio.sleep(1)
+            after = daemon.killed(tmp_path / "second")
+        await d.save("other", b"")
+        await d.quiet()
+        assert d.uploads.journal.left is None and not daemon.memory().records.found()
+    async with after.alive(writeback=True) as (d, found):
+        assert found == d.uploads.pending() == [] and not d.uploads.journal.rows("drafts")
+
+
 @pytest.mark.parametrize("users", [0, 1], ids=["closed", "open"])
 @in_trio
 async def test_a_file_that_is_lost_has_replaced_none(
