@@ -698,7 +698,7 @@ class Uploads:
             if own is None or first:
                 await self._move(dirty_file, origin, key, base, over)
             else:
-                await self._copy(dirty_file, own, origin, key, over)
+                await self._copy(dirty_file, own, origin, key, base, over)
             if dirty_file.dirty and not first:
                 self._retry_soon(dirty_file)
         if first:
@@ -716,12 +716,25 @@ class Uploads:
         return info if dirty_file.is_own(info.etag, token) else None
 
     async def _copy(
-        self, dirty_file: DirtyFile, own: ObjectInfo, origin: Origin, key: str, over: DirtyFile | None
+        self,
+        dirty_file: DirtyFile,
+        own: ObjectInfo,
+        origin: Origin,
+        key: str,
+        base: str | None,
+        over: DirtyFile | None,
     ) -> None:
-        """Move a dirty file to another key, where the origin has copied its object `own` first."""
+        """Move a dirty file to another key, where the origin has copied its object `own` first. After an error no copy is
+        left where there was no object (`base`) before."""
         info = await origin.copy(dirty_file.key, key, size=own.size, etag=own.etag)
         source = dirty_file.origin.source
-        await self._move(dirty_file, origin, key, info.etag, over)
+        try:
+            await self._move(dirty_file, origin, key, info.etag, over)
+        except BaseException:
+            if base is None and (over is None or not over.trying.unsure):
+                with trio.CancelScope(shield=True), suppress(CachefsError):
+                    await origin.delete(key)
+            raise
         dirty_file.copied(own, info)
         # After `copied`: if the cache is adopting the file just now, `_adopted_as` sees the new version afterwards.
         await self.moved(own.version(source), info.version(origin.source))

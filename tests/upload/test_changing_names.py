@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import trio
 
-from cachefs.base.errors import Conflict, OriginFailed
+from cachefs.base.database import Database
+from cachefs.base.errors import Conflict, NoRoom, OriginFailed
 from cachefs.base.names import ObjectId
 from cachefs.upload import DirtyFile, sending
 from cachefs.upload.staging import HELD
 from tests.fetch.scripted import content
 from tests.upload.scripted import PART, Desk, Room, ScriptedStore, add, desk, in_trio
+from tests.upload.test_contents import no_room
 
 
 @in_trio
@@ -338,6 +340,29 @@ async def test_a_rename_whose_upload_has_lost_its_reply_is_done(
         await trio.sleep(100)
         assert store.counts[kind] == 1 and store.uploads == {}
         assert d.uploads.journal.rows("drafts") == {} and d.settled == ["b"]
+
+
+@pytest.mark.parametrize("there", [False, True])
+@in_trio
+async def test_a_rename_whose_row_the_disk_refuses_leaves_no_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    store = ScriptedStore()
+    store.show("a", b"v1")
+    if there:
+        store.show("b", b"replaced")
+    async with desk(tmp_path, store, writeback=True, upload_delay_s=100) as d:
+        dirty_file = await d.create("a", b"v2", base=store.version("a"), upto=0)
+        await d.uploads.commit(dirty_file)
+        await add(dirty_file, b" and half a change")
+        with monkeypatch.context() as patched:
+            patched.setattr(Database, "write", no_room)
+            with pytest.raises(NoRoom):
+                await d.rename(dirty_file, "b", base=store.version("b").etag if there else None)
+        assert dirty_file.key == "a" and store.content("a") == b"v1"
+        assert ("b" in store.objects) is there, "what it has replaced does not come back"
+        await d.close(dirty_file)
+        assert await d.uploads.flush() == [] and store.content("a") == b"v2 and half a change"
 
 
 @in_trio
