@@ -22,6 +22,7 @@ the staging files.
 | acknowledged | exists | the file is pending again, and its upload is resumed |
 | acknowledged | missing, and the journal has the content | the same; the file lies in memory |
 | of a file that an acknowledged one has replaced in a rename | either | the upload is aborted, the staging file is removed |
+| acknowledged, and a later file has its key | either | an error is logged, the bytes are moved aside, the row is removed |
 | acknowledged | missing, and no content | an error is logged: it was removed from outside; the row is removed |
 | acknowledged, of a source that is not mounted | exists, or a content | row and bytes stay for a mount that has the source |
 | not acknowledged | either | the upload is aborted, the staging file is treated as one without a row |
@@ -734,6 +735,7 @@ async def recover(
     replaced |= set(replaced_by_resumed)
     in_journal = journal.contents_by_file(rows)
     coming_back = restorable(rows, files | in_journal.keys()) - replaced
+    overtaken = _overtaken({name: rows[name] for name in coming_back}, resumed)
     # Replaced files come first: the row of the file that has replaced them loses its `over` when it is written again.
     for name, row in sorted(rows.items(), key=lambda item: item[0] not in replaced):
         if (continued := resumed.get(name)) is not None:
@@ -754,7 +756,13 @@ async def recover(
             continue
         url = f"{row['source']}/{row['key']}"
         origin = records.origin(row["source"], row["key"])
-        if name in coming_back:
+        if name in overtaken:
+            if row["file"] not in files:
+                rewrite(staging / row["file"], journal.content(name) or b"")
+                orphans.mark(staging / row["file"], row)
+                files.add(row["file"])
+            log.error("two files were to be uploaded as %s: the older one is kept aside", url)
+        elif name in coming_back:
             on_disk = row["file"] in files
             files.discard(row["file"])
             if origin is None:
@@ -793,6 +801,14 @@ async def recover(
         except OSError as exc:
             log.warning("cannot remove %s: %s", staging / leftover, exc.strerror)
     return revived
+
+
+def _overtaken(rows: Mapping[str, Mapping[str, Any]], resumed: Mapping[str, DirtyFile]) -> set[str]:
+    """The ids of these dirty files whose keys later ones have. A disk that failed amid a transaction may leave such rows."""
+    last = {(one.origin.source, one.key): one.id for one in resumed.values() if not one.discarded}
+    for name in sorted(rows.keys() - resumed.keys(), key=lambda name: rows[name]["mtime_ns"], reverse=True):
+        last.setdefault((rows[name]["source"], rows[name]["key"]), name)
+    return rows.keys() - resumed.keys() - set(last.values())
 
 
 def contents_of_unused(directory: Path, staging: Path) -> list[orphans.Orphan]:

@@ -18,7 +18,7 @@ from cachefs.base.errors import CacheUnusable
 from cachefs.cli.writing import recover
 from cachefs.daemon.uploading import left_behind
 from cachefs.upload import orphans, staging
-from cachefs.upload.journal import Journal
+from cachefs.upload.journal import DIRTY_FILES, Journal
 from tests.upload.scripted import SOURCE, Desk, ScriptedStore, desk, in_trio
 from tests.upload.test_passthrough import CacheFile
 
@@ -186,6 +186,31 @@ async def test_a_replaced_file_goes_also_without_extended_attributes(
         assert [dirty_file.key for dirty_file in d.uploads.pending()] == ["k"]
         assert len(await d.files()) == 1
     assert aside(tmp_path) == []
+
+
+@pytest.mark.parametrize("size", [100, 300_000])
+@in_trio
+async def test_of_two_files_with_one_key_the_older_one_is_kept_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, size: int
+) -> None:
+    """As when the disk of the journal fails amid the row of a rename, which has its new key all the same."""
+    async with desk(tmp_path, writeback=True, upload_delay_s=1000) as d:
+        older, newer = await d.save("old", b"1" * size), await d.save("k", b"2" * size)
+        newer.mtime_ns = older.mtime_ns + 1
+        for one in (newer, older):
+            one.key = "k"
+            await d.uploads.keep(one)
+        shutil.copytree(tmp_path / "state", tmp_path / "killed" / "state")
+        shutil.copytree(tmp_path / "staging", tmp_path / "killed" / "staging")
+    for _ in range(2):
+        async with desk(tmp_path / "killed", writeback=True, upload_delay_s=1000) as d:
+            assert [(one.id, one.key) for one in d.uploads.pending()] == [(newer.id, "k")]
+            assert d.uploads.journal.rows(DIRTY_FILES).keys() == {newer.id}
+        (found,) = orphans.found(tmp_path / "killed", waiting=False)
+        assert (found.source, found.key, found.path.read_bytes()) == (SOURCE, "k", b"1" * size)
+    assert [r.getMessage() for r in caplog.records if r.levelname == "ERROR"] == [
+        f"two files were to be uploaded as {SOURCE}/k: the older one is kept aside"
+    ]
 
 
 @in_trio
