@@ -270,19 +270,24 @@ class Changing:
             nonlocal info
             info = await origin.copy(key, _key(to)[1], size=found.row.size, etag=found.row.etag)
 
-        await self._replace(replaced, copy)
+        await self._replace(to, replaced, copy)
         assert info is not None
         await self._writer.moved(object_of(*place, found.row), info.version(origin.source))
         async with self._local_changes.applying():
             self._moved(place, found.row, to, info)
         await self._delete(origin, key, place, to)
 
-    async def _replace(self, replaced: Node | None, work: Callable[[], Awaitable[None]]) -> None:
-        """Await `work`, which puts another file in the place of `replaced`. If it fails, `replaced` is unchanged."""
-        if replaced is None:
-            await work()
-        else:
-            await self._local_changes.remove(replaced, replaced=True, instead=work)
+    async def _replace(self, to: Place, replaced: Node | None, work: Callable[[], Awaitable[None]]) -> None:
+        """Await `work`, which puts another file in the place `to`, where `replaced` is. If it fails, `replaced` is
+        unchanged, and the name is asked for again: the origin may have made the change all the same."""
+        try:
+            if replaced is None:
+                await work()
+            else:
+                await self._local_changes.remove(replaced, replaced=True, instead=work)
+        except BaseException:
+            self._local_changes.look_again(to)
+            raise
 
     async def _rename_node(
         self,
@@ -330,11 +335,7 @@ class Changing:
 
         async with AsyncExitStack() as stack:
             stack.enter_context(self._local_changes.moving(node))  # first, so that its dirty file is kept
-            try:
-                await self._replace(replaced, rename)
-            except BaseException:
-                self._local_changes.look_again(to)  # the origin may have made the change all the same
-                raise
+            await self._replace(to, replaced, rename)
             clean = dirty_file.committed is not None
             node.stored = base is not None or clean or left
             if node.pending:

@@ -708,6 +708,29 @@ async def test_a_name_that_is_looked_up_in_a_directory_which_has_just_been_remov
             await mount.fs.mkdir(ino, b"x", 0o755, 1000, 1000)
 
 
+@pytest.mark.parametrize("there", [False, True])
+async def test_a_copy_whose_answer_is_lost_is_asked_about(there: bool, tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        mount, plain = w.mount, w.bucket.copy
+        if there:
+            await mount.write("new", b"is replaced")
+        content = await mount.read("old")
+        assert {b"old"} <= set(await mount.names())
+        assert (await mount.stat("new") is not None) is there
+
+        async def copy(*what: Any, **how: Any) -> Any:
+            await plain(*what, **how)
+            raise OriginFailed("silence")
+
+        w.bucket.copy = copy  # type: ignore[method-assign]
+        mount.invalidated.clear()
+        with pytest.raises(OriginFailed):
+            await mount.rename("old", "new")
+        assert b"new" in {told[2] for told in mount.invalidated}
+        assert (await mount.stat("new")).size == len(content) and await mount.read("new") == content
+        assert await mount.read("old") == content
+
+
 @pytest.mark.parametrize("name", ["old", "d"])
 async def test_a_removal_whose_answer_is_lost_is_asked_about(name: str, tmp_path: Path) -> None:
     async with world(tmp_path) as w:
