@@ -92,7 +92,11 @@ class Changing:
             raise AlreadyExists(f"{directory.prefix}{name.decode()} is there")
         marker = directory.prefix + name.decode() + "/"
         check_key(origin, len(marker.encode()))
-        await origin.put(marker, InMemory(b""), 0)
+        try:
+            await origin.put(marker, InMemory(b""), 0)
+        except BaseException:
+            self._local_changes.look_again((directory, name))  # the origin may have made it all the same
+            raise
         ino = await self._local_changes.write(directory, name, True)
         made = self._tree.directory(ino)
         await self._lister.is_empty(made)

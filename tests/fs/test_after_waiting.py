@@ -731,6 +731,23 @@ async def test_a_copy_whose_answer_is_lost_is_asked_about(there: bool, tmp_path:
         assert await mount.read("old") == content
 
 
+async def test_a_directory_whose_marker_may_have_been_made_is_asked_about(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        mount, plain = w.mount, w.bucket.put
+        assert b"d" not in await mount.names() and await mount.stat("d") is None
+
+        async def put(*what: Any, **how: Any) -> Any:
+            await plain(*what, **how)
+            raise OriginFailed("silence")
+
+        w.bucket.put = put  # type: ignore[method-assign]
+        mount.invalidated.clear()
+        with pytest.raises(OriginFailed):
+            await mount.mkdir("d")
+        assert b"d" in {told[2] for told in mount.invalidated}
+        assert (await mount.stat("d")).is_dir and b"d" in await mount.names()
+
+
 @pytest.mark.parametrize("name", ["old", "d"])
 async def test_a_removal_whose_answer_is_lost_is_asked_about(name: str, tmp_path: Path) -> None:
     async with world(tmp_path) as w:
