@@ -468,9 +468,10 @@ class DirtyFiles:
         return node, number
 
     def _resume_nameless(self, former: Former) -> tuple[Node, int]:
-        number, _ = self._files.open(
-            former.ino, former.origin, former.object, former.mtime_ns, 0, writes=True
-        )
+        # A reader that has the file open since before a rename has another version in its record.
+        others = self._files.under(former.ino)
+        obj = others[0].object if others else former.object
+        number, _ = self._files.open(former.ino, former.origin, obj, former.mtime_ns, 0, writes=True)
         self._files.lose_name(former.ino, removed=True)
         return self._local_changes.nameless(self._files.handles[number], {}), number
 

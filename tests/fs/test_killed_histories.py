@@ -60,8 +60,12 @@ def test_a_file_in_a_renamed_directory_that_is_open_for_writing_can_be_opened_af
     check(place, [("open", "d/x", 1, True, False), ("movedir", "d", "e")], directories=True)
 
 
-def test_all_handles_of_a_removed_file_that_were_opened_around_its_rename_go_on(place: Path) -> None:
-    opens: Script = [("open", "a", 1, True, False), ("rename", "a", "b"), ("open", "b", 2, True, False)]
+@pytest.mark.parametrize("writes", [(True, True), (True, False), (False, True), (False, False)])
+def test_all_handles_of_a_removed_file_that_were_opened_around_its_rename_go_on(
+    place: Path, writes: tuple[bool, bool]
+) -> None:
+    first, second = writes
+    opens: Script = [("open", "a", 1, first, False), ("rename", "a", "b"), ("open", "b", 2, second, False)]
     check(place, [*opens, ("unlink", "b")])
 
 
