@@ -603,6 +603,8 @@ class Records:
             elif before is Row.ACKNOWLEDGED:
                 first = partial(orphans.forget, file.path)
             await self.remove(dirty_file.id, within_s, first=first, then=then, patient=patient)
+            if self.journal.leaves(dirty_file.id):
+                dirty_file.noted()  # the record for the next daemon says that the row is out of date
 
     async def forget_replaced(self, dirty_file: DirtyFile) -> None:
         """Record that the file which `dirty_file` replaced does not come back.

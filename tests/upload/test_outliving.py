@@ -1166,9 +1166,10 @@ async def test_a_removed_file_whose_row_a_full_disk_keeps_does_not_come_back_aft
     assert "ERROR" not in caplog.text
 
 
+@pytest.mark.parametrize("settled", [False, True])
 @in_trio
 async def test_an_uploaded_file_whose_row_a_full_disk_keeps_is_not_uploaded_again_after_a_kill(
-    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settled: bool
 ) -> None:
     """It may have been renamed or replaced meanwhile."""
     async with daemon.alive(writeback=True, upload_delay_s=3600) as (d, _):
@@ -1178,11 +1179,12 @@ async def test_an_uploaded_file_whose_row_a_full_disk_keeps_is_not_uploaded_agai
         with monkeypatch.context() as patched:
             patched.setattr(Database, "write", no_room)
             assert await d.uploads.flush() == []
-            await d.quiet()
-            await trio.sleep(1)
+            await trio.sleep(1 if settled else 0)
+            assert (one.id not in d.uploads._dirty_files) is settled
             after = daemon.killed(tmp_path / "second")
         await d.save("other", b"")
         await d.quiet()
+        await trio.sleep(1)
         assert d.uploads.journal.left is None and not daemon.memory().records.found()
     async with after.alive(writeback=True) as (d, found):
         assert found == d.uploads.pending() == [] and not d.uploads.journal.rows("drafts")
