@@ -571,13 +571,13 @@ class Changing:
                 log.warning("renaming %s to %s is still unfinished: %s", row["from"], row["to"], exc)
         for ino, old_name, left in self._tree.left:
             row = json.loads(left)
-            if "copy_of" in row:  # the kernel repeats the request, or no program waits for it
-                self._begun[ino, old_name] = row["copy_of"]
-                continue
             try:
                 directory = self._tree.directory(ino)
-                origin, key = _key((directory, old_name))
-                await self._remove_older(origin, {**row, "from": key}, find)
+                if "copy_of" in row:  # this daemon is asked again, or no program waits for it
+                    self._begun[ino, old_name] = row["copy_of"]
+                else:
+                    origin, key = _key((directory, old_name))
+                    await self._remove_older(origin, {**row, "from": key}, find)
                 self._tree.database.write([("local", directory.key + old_name, None)])
             except CachefsError as exc:
                 log.warning("a file that was renamed may still have its old name, too: %s", exc)

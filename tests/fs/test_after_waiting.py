@@ -492,6 +492,8 @@ async def test_a_kill_behind_the_copy_of_a_rename_that_may_replace_nothing(
     bucket.objects = at_kill
     async with world(tmp_path / "again", bucket=bucket) as w:
         mount, ino = w.mount, await w.mount.ino("f")
+        # The note was for this daemon alone.
+        assert not any(value for _, value in mount.database.scan("local"))
         for name, again in [("new", False), ("there", True)]:
             with pytest.raises(AlreadyExists):
                 await mount.rename("f", name, NOREPLACE, again=again)
