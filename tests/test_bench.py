@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -136,7 +136,11 @@ def test_a_training_loop_announces_its_orders(tmp_path: Path, monkeypatch: pytes
         paths.append(str(tmp_path / f"{number}"))
         Path(paths[-1]).write_bytes(b"x")
     told: list[tuple[int, list[int]]] = []
-    monkeypatch.setattr(hints._Files, "send", lambda self, epoch, order: told.append((epoch, list(order))))
+
+    def send(self: hints._Files, epoch: int, order: Sequence[int], *, ahead: bool = False) -> None:
+        told.append((epoch, list(order)))
+
+    monkeypatch.setattr(hints._Files, "send", send)
     loop = training.Loop(training.SHAPES["resnet50"], workers=2, batch=2, step_s=0, hints=True)
     epochs = list(loop.epochs(paths, 2))
     assert hints.wait(10)
