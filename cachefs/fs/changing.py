@@ -32,6 +32,7 @@ from cachefs.base.errors import (
     NotEmpty,
     NotFound,
     NotPermitted,
+    ObjectChanged,
 )
 from cachefs.base.tasks import taken
 from cachefs.fs.dirty_files import check_key, check_name, writable
@@ -289,6 +290,8 @@ class Changing:
                 await work()
             else:
                 await self._local_changes.remove(replaced, replaced=True, instead=work)
+        except ObjectChanged:
+            raise  # the origin has not made it: the source has another version
         except BaseException:
             self._local_changes.look_again(to)
             raise
