@@ -107,8 +107,8 @@ class Noted:
     async def rmdir(self, *arguments: Any) -> None:
         await self._note("rmdir", *arguments)
 
-    async def rename(self, *arguments: Any) -> None:
-        await self._note("rename", *arguments)
+    async def rename(self, *arguments: Any, again: bool) -> None:
+        await self._note("rename", *arguments, *(["again"] if again else []))
 
     def open_known(self, ino: int, pid: int) -> None:
         """No file is known."""
@@ -648,17 +648,18 @@ async def test_a_change_that_is_repeated_may_have_been_made(name: str, found: bo
 
 
 @pytest.mark.parametrize(
-    ("op", "body"),
+    ("op", "body", "length"),
     [
-        (Op.MKDIR, protocol.MKDIR_IN.pack(0o755, 0) + b"name\0"),
-        (Op.MKNOD, protocol.MKNOD_IN.pack(0o100644, 0, 0, 0) + b"name\0"),
+        (Op.MKDIR, protocol.MKDIR_IN.pack(0o755, 0) + b"name\0", ENTRY_BYTES),
+        (Op.MKNOD, protocol.MKNOD_IN.pack(0o100644, 0, 0, 0) + b"name\0", ENTRY_BYTES),
+        (Op.RENAME2, protocol.RENAME2_IN.pack(6, 1, 0) + b"o\0n\0", 0),
     ],
 )
-async def test_the_filesystem_is_told_that_a_mkdir_or_mknod_is_repeated(op: Op, body: bytes) -> None:
+async def test_the_filesystem_is_told_that_a_change_is_repeated(op: Op, body: bytes, length: int) -> None:
     async with writing(fs := Noted()) as asking:
         for unique in (777, 777 | protocol.RESENT):
             reply = await asking.reply(asking.send(op, DIRECTORY, body, unique=unique))
-            assert not reply.error and len(reply.body) == ENTRY_BYTES
+            assert not reply.error and len(reply.body) == length
         assert ["again" in arguments for _, *arguments in fs.calls] == [False, True]
 
 
