@@ -116,6 +116,7 @@ async def main():
         signal_again()
         await trio.sleep(0)
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 stopping = Stopping()
 with ExitStack() as cleanup:
     cleanup.callback(stopping.done)
