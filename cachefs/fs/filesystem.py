@@ -697,7 +697,9 @@ class FileSystem:
         new owner clears the set-uid and set-gid bits of a file, and so does `clear`."""
         writing = self._write
         if size is not None:
-            await writing.truncate(ino, size, fh)
+            nameless = await writing.truncate(ino, size, fh)
+            if nameless is not None and not self._files.is_open(ino):
+                return nameless  # it is gone, and an error would have the kernel change the file that has its name now
         if uid is not None or gid is not None or clear:
             shown, _ = await self.getattr(ino)
             wanted = shown.mode if mode is None else stat.S_IFMT(shown.mode) | mode

@@ -317,23 +317,25 @@ class Writing:
             node = self._local_changes.fresh(directory, mark, row)
         return None if node is None else self.dirty_files.open_reader(node, pid)
 
-    async def truncate(self, ino: int, size: int, fh: int | None) -> None:
+    async def truncate(self, ino: int, size: int, fh: int | None) -> tuple[Attributes, float] | None:
+        """Returns the attributes of an inode without a name afterwards: its last user may have closed it meanwhile."""
         if fh is not None and self._files.handles[fh].writes:
             await self.dirty_files.truncate_open(fh, size)
-            return
+            return None
         if self._files.removed(ino):
             fh, _ = await self.open_nameless(ino, os.O_WRONLY, 0)
             try:
                 await self.dirty_files.truncate_open(fh, size)
+                return self.orphan(ino)
             finally:
                 self.dirty_files.release(fh)
-            return
         try:
             await self.claimed(lambda: [self._place_of(ino)], partial(self._truncate, ino, size))
         except ObjectChanged:
             if not self._files.removed(ino):
                 raise
-            await self.truncate(ino, size, fh)  # it lost its name during the wait
+            return await self.truncate(ino, size, fh)  # it lost its name during the wait
+        return None
 
     def _place_of(self, ino: int) -> Place:
         directory, mark = self._tree.locate(ino)

@@ -19,6 +19,7 @@ from cachefs.base.errors import AlreadyExists, CachefsError, NotFound, ObjectCha
 from cachefs.base.names import ObjectId
 from cachefs.fs.changing import NOREPLACE
 from cachefs.origin.protocol import ObjectInfo
+from cachefs.upload.staging import StagingFile
 from tests.fs.bucket import Bytes, WritableBucket
 from tests.fs.mount import mounted
 from tests.fs.test_writing_model import World
@@ -767,3 +768,32 @@ async def test_a_removal_whose_answer_is_lost_is_asked_about(name: str, tmp_path
             await (mount.rmdir(name) if name == "d" else mount.unlink(name))
         assert await mount.stat(name) is None and (await mount.stat("dir/x")) is not None
         w.bucket.delete = plain  # type: ignore[method-assign]
+
+
+async def test_a_truncation_of_a_removed_file_that_is_closed_meanwhile_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After ESTALE the kernel would truncate the file that has the name now, too."""
+    reached, released, plain = trio.Event(), trio.Event(), StagingFile.truncate
+
+    async def waits(self: StagingFile, size: int) -> None:
+        reached.set()
+        await released.wait()
+        await plain(self, size)
+
+    async with world(tmp_path) as w, trio.open_nursery() as nursery:
+        mount, sizes = w.mount, list[int]()
+        fh = await mount.open("old", os.O_RDWR)
+        await mount.pwrite(fh, 0, b"12345")
+        ino = await mount.ino("old")
+        await mount.unlink("old")
+
+        async def truncate() -> None:
+            sizes.append((await mount.fs.setattr(ino, size=1))[0].size)
+
+        monkeypatch.setattr(StagingFile, "truncate", waits)
+        nursery.start_soon(truncate)
+        await reached.wait()
+        await mount.close_file(fh)
+        released.set()
+    assert sizes == [1]
