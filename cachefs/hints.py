@@ -367,8 +367,10 @@ class _Share:
             self._former = _last_plans.get(self.mountpoint, "")
             _last_plans[self.mountpoint] = self.plan
             return
-        names = (self.plan, *(f"{self.plan}.{number}" for number in range(2, MOST_WAITING)))
-        self.plan = next((name for name in names if _claim(self.mountpoint, name)), self.plan)
+        first, job = self.plan, 1
+        while not _claim(self.mountpoint, self.plan):
+            job += 1
+            self.plan = f"{first}.{job}"
         _samplers[self.mountpoint, self.plan] += 1
         if (number := _samplers[self.mountpoint, self.plan]) > 1:
             self.plan += f"-{number}"
