@@ -35,3 +35,17 @@ def none_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(trio.lowlevel, "start_thread_soon", fails)
     monkeypatch.setattr(trio._threads, "start_thread_soon", fails)
+
+
+def first_fails(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The next thread cannot be started, those after it can. Returns a list that has an entry once one was refused."""
+    begin, refused = trio.lowlevel.start_thread_soon, list[bool]()
+
+    def start(*arguments: Any) -> None:
+        if refused:
+            return begin(*arguments)
+        refused.append(True)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(trio.lowlevel, "start_thread_soon", start)
+    return refused

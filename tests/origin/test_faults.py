@@ -15,6 +15,7 @@ from botocore.exceptions import ClientError
 from bench.lab.dataset import content as bytes_of
 from cachefs.base.errors import NotFound, ObjectChanged, OriginFailed, PermissionDenied, Unsupported
 from cachefs.origin import Origin
+from tests import threads
 from tests.origin.reading import CLIENTS, Collect, content, pages, run, until
 from tests.origin.servers import Lab, aws_env
 
@@ -434,18 +435,10 @@ def test_credentials_that_take_long_hold_no_threads_of_others(
 def test_no_thread_to_look_for_credentials_in(
     store: Lab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    begin, failed = trio.lowlevel.start_thread_soon, list[bool]()
-
-    def fails(*arguments: Any) -> None:
-        if failed:
-            return begin(*arguments)
-        failed.append(True)
-        raise RuntimeError("can't start new thread")
-
     async def use(there: Origin) -> None:
         info = await there.head("faulty")
         monkeypatch.setattr(there._client._http.place, "signer", lambda: None)  # type: ignore[attr-defined]
-        monkeypatch.setattr(trio.lowlevel, "start_thread_soon", fails)
+        threads.first_fails(monkeypatch)
         assert await content(there, info, 0, 10) == BODY[:10]
         assert there._attempts.metrics.origin_retries == 1
 

@@ -254,20 +254,12 @@ def test_a_client_that_cannot_begin_is_tried_again(
 def test_a_thread_that_cannot_take_a_body_ends_one_attempt(
     store: Lab, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin, failed = trio.lowlevel.start_thread_soon, list[bool]()
-
-    def fails(*arguments: Any) -> None:
-        if failed:
-            return begin(*arguments)
-        failed.append(True)
-        raise RuntimeError("can't start new thread")
-
     async def play() -> None:
         async with reading(store, cache_dir, download_limit=1 << 30) as it:
             object_id = await it.object()
-            monkeypatch.setattr(trio.lowlevel, "start_thread_soon", fails)
+            refused = threads.first_fails(monkeypatch)
             assert await it.read(object_id) == BODY
-            assert failed and it.metrics.origin_retries == 1
+            assert refused and it.metrics.origin_retries == 1
             await until(lambda: not it.fetcher.in_flight_fetches, 5)
             it.over()
 
