@@ -25,7 +25,7 @@ import pytest
 from tests.fs.killed import Script, run_lives
 
 HISTORIES = int(os.environ.get("CACHEFS_KILLED_HISTORIES", "0"))
-"""None by default: each takes a second or two."""
+"""None by default: about one history in some hundreds still fails, and not each time."""
 IN_A_TEST = 10
 
 
