@@ -231,7 +231,7 @@ def test_a_socket_left_over_is_replaced_and_a_live_one_is_not(path: Path) -> Non
 
 
 def test_a_status_amid_a_start_takes_no_socket_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It removes sockets that nobody listens at: that of a dead daemon, and none that is not ready yet."""
+    """`status` removes the socket of a dead daemon, at which no process listens, and none of a daemon that starts."""
     monkeypatch.setattr(asking, "runtime_dir", lambda: path.parent)
     path.parent.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as dead:

@@ -880,7 +880,7 @@ class Fetcher:
                 fetched += fetch.cache_write.written - fetch.cache_write.start
                 if isinstance(fetch.error, NoRoom) and refused is None:
                     refused = fetch.error
-                    continue  # its file had to go, and comes anew; or another tier takes it
+                    continue  # the cache file was dropped, and is made again; or another tier takes the blocks
                 if fetch.error is not None:
                     raise (fetch.error if isinstance(fetch.error, CachefsError) else _unexpected(fetch))
                 wanted = range(fetch.cache_write.stop_block, stop)  # it began with the first missing block

@@ -422,7 +422,7 @@ async def test_a_peer_whose_address_another_node_has_now_is_found_at_its_new_one
 
         nursery.start_soon(serve)
         assert (await client.handshake(peer)).node == "peer"
-        scope.cancel()  # both start anew, and each has the other's address
+        scope.cancel()  # both are started again, each with the other's address
         await until(lambda: listener.socket.fileno() < 0)
         (listener,) = await trio.open_tcp_listeners(port, host="127.0.0.2")
         nursery.start_soon(second.serve, [listener])
