@@ -242,10 +242,10 @@ class InFlightFetch:
             self.cache_write.on_written()  # type: ignore[misc]
 
     def begin(self, over: Callable[[bool], None]) -> bool:
-        """Begin the transfer of a whole object without a task, if it needs no wait. Returns whether it has begun. When it
-        has ended, `over` is called, with True if `run` must repeat it."""
+        """Begin the transfer at once and without a task, if it needs no wait. Returns whether it has begun. When it has
+        ended, `over` is called, with True if `run` must repeat it."""
         cache_write, object_id = self.cache_write, self.object.id
-        if self.elsewhere or cache_write.kept or cache_write.written or cache_write.stop != object_id.size:
+        if self.elsewhere or cache_write.kept:
             return False
 
         since = time.monotonic()
@@ -262,8 +262,16 @@ class InFlightFetch:
             finally:
                 over(repeat)
 
-        key, etag = object_id.key, object_id.etag
-        self._end_early = self.origin.begin(key, etag, object_id.size, cache_write, self._ticket, ended)
+        self._end_early = self.origin.begin(
+            object_id.key,
+            object_id.etag,
+            cache_write.start,
+            cache_write.stop,
+            cache_write,
+            ended,
+            whole=cache_write.start == 0 and cache_write.stop == object_id.size,
+            ticket=self._ticket,
+        )
         return self._end_early is not None
 
     async def run(self, ask_peers: AskPeers | None, slots: trio.CapacityLimiter | None) -> None:
@@ -931,7 +939,8 @@ class Fetcher:
         if policy is not None:
             policy.under_way += cache_write.stop_block - cache_write.start_block
         self._in_flight.add(fetch)
-        if obj.id.size <= WHOLE_BYTES and fetch.begin(partial(self._ended_without_task, fetch)):
+        # Without a task, a reader's request is sent before those of its readahead, which begin later.
+        if fetch.begin(partial(self._ended_without_task, fetch)):
             if not self._without_task:
                 self._none_without = trio.Event()
                 contained(self._nursery, "transfers without a task", self._attend, self._none_without)
@@ -942,11 +951,11 @@ class Fetcher:
 
     def _ended_without_task(self, fetch: InFlightFetch, repeat: bool) -> None:
         """End a transfer without a task, or repeat it in a task."""
-        self._without_task.discard(fetch)
         if repeat:
             contained(self._nursery, f"a transfer of {fetch.object.id.key}", self._transfer, fetch)
         else:
-            self._committed(fetch)
+            self._committed(fetch)  # may begin others, so this one is discarded after it
+        self._without_task.discard(fetch)
         if not self._without_task:
             self._none_without.set()
 

@@ -588,13 +588,24 @@ class Attempts:
         self.client.close()
 
     def begin(
-        self, key: str, etag: str, size: int, sink: Sink, ticket: Ticket, ended: Ended
+        self,
+        key: str,
+        etag: str,
+        start: int,
+        stop: int,
+        sink: Sink,
+        ended: Ended,
+        *,
+        whole: bool,
+        ticket: Ticket,
     ) -> Callable[[], None] | None:
-        """Begin one attempt to read a whole object, without a task that waits for it. At the end `ended` is called on the
-        trio thread with the error or None; `sink` is not called after that. Returns a function that ends the attempt early,
-        with an error. Returns None, and begins nothing, if the attempt would have to wait: for a slot of the gate, a disk,
-        a limit on bytes a second, credentials, or an origin that is out."""
-        transfer = Receiving(0, size, sink, self.deadline_s, self._download_limit, ticket, self._progressed)
+        """Begin one attempt of `read`, without a task that waits for it. At the end `ended` is called on the trio thread
+        with the error or None; `sink` is not called after that. Returns a function that ends the attempt early, with an
+        error. Returns None, and begins nothing, if the attempt would have to wait: for a slot of the gate, a disk, a limit
+        on bytes a second, credentials, or an origin that is out."""
+        transfer = Receiving(
+            start, stop, sink, self.deadline_s, self._download_limit, ticket, self._progressed
+        )
         cancel: Callable[[], None] | None = None
         if self._begin is None or transfer.waits or self.breaker.is_out or not self.gate.enters(ticket):
             return None
@@ -614,7 +625,7 @@ class Attempts:
             ended(transfer.sink_error or error)
 
         try:
-            cancel = self._begin(key, etag, size, transfer, over)
+            cancel = self._begin(key, etag, start, stop, whole, transfer, over)
         except Exception:
             cancel = None  # `read` will meet the same error and raise it
         if cancel is None:

@@ -198,13 +198,20 @@ class SignedHttp:
             raise Transient(f"{self.place.label}: {exc.strerror}") from exc
 
     def begin(
-        self, key: str, etag: str, size: int, taker: Taker, ended: Callable[[Exception | None], None]
+        self,
+        key: str,
+        etag: str,
+        start: int,
+        stop: int,
+        whole: bool,
+        taker: Taker,
+        ended: Callable[[Exception | None], None],
     ) -> Callable[[], None] | None:
         """As `Fetching.begin`."""
         sign = self.place.signer()
         if sign is None:
             return None
-        reading = _Reading(self, sign, key, etag, 0, size, True, taker)
+        reading = _Reading(self, sign, key, etag, start, stop, whole, taker)
         return self.transport.begin(reading.exchange, lambda: ended(reading.error))
 
     def delete(self, key: str) -> None:

@@ -308,11 +308,17 @@ class Fetching(Protocol):
         at once; `taker` may be called once more after that."""
 
     def begin(
-        self, key: str, etag: str, size: int, taker: Taker, ended: Callable[[Exception | None], None]
+        self,
+        key: str,
+        etag: str,
+        start: int,
+        stop: int,
+        whole: bool,
+        taker: Taker,
+        ended: Callable[[Exception | None], None],
     ) -> Callable[[], None] | None:
-        """As `fetch`, for a whole object and without a task that waits. `ended` is called on the trio thread at the end,
-        and `taker` is not called after that. Returns a function that ends it early; None if it cannot begin at once, and
-        then nothing was begun."""
+        """As `fetch`, without a task that waits. `ended` is called on the trio thread at the end, and `taker` is not called
+        after that. Returns a function that ends it early; None if it cannot begin at once, and then nothing was begun."""
 
 
 class BlockingReader(Protocol):

@@ -11,7 +11,7 @@ from typing import Any
 
 import trio
 
-from cachefs.base.errors import ObjectChanged
+from cachefs.base.errors import ObjectChanged, Transient
 from cachefs.base.names import ObjectId
 from cachefs.origin import Ticket
 
@@ -90,8 +90,9 @@ class ScriptedOrigin:
     def name(self, key: str) -> str:
         return f"{SOURCE}{key}"
 
-    def begin(self, *_: object) -> None:
+    def begin(self, *_: Any, **__: Any) -> Callable[[], None] | None:
         """Every attempt has a task here."""
+        return None
 
     def put(self, key: str, data: bytes) -> ObjectId:
         self._versions += 1
@@ -176,3 +177,41 @@ class ScriptedOrigin:
                 failure.times -= 1
                 return failure
         return None
+
+
+class BeginningOrigin(ScriptedOrigin):
+    """Begins each attempt at once, as HTTP clients do, in a task of `nursery` in place of a client's thread."""
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        super().__init__()
+        self._nursery = nursery
+
+    def begin(
+        self,
+        key: str,
+        etag: str,
+        start: int,
+        stop: int,
+        sink: Any,
+        ended: Callable[[Exception | None], None],
+        *,
+        whole: bool,
+        ticket: Ticket,
+    ) -> Callable[[], None]:
+        get = Get(key, start, stop, whole, ticket.background, ticket)
+        self.gets.append(get)
+        scope = trio.CancelScope()
+
+        async def go_on() -> None:
+            error: Exception | None = Transient("ended early")
+            try:
+                with scope:
+                    await self._deliver(get, etag, sink)
+                    error = None
+            except Exception as exc:
+                error = exc
+            finally:
+                ended(error)
+
+        self._nursery.start_soon(go_on)
+        return scope.cancel

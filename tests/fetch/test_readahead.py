@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cachefs.fetch.fetcher import PARTS_AT_ONCE, Fetcher
 from cachefs.fetch.readahead import STREAMS, Budget, Readahead, footer_at
-from tests.fetch.scripted import ScriptedOrigin, content, in_trio
+from tests.fetch.scripted import BeginningOrigin, ScriptedOrigin, content, in_trio
 from tests.store.lab import BLOCK, KIB, MIB, running
 
 
@@ -52,6 +52,23 @@ async def test_reading_stays_behind_what_is_on_its_way_and_the_window_is_bounded
             if 12 * MIB < offset < 20 * MIB:
                 assert furthest >= offset + 128 * KIB
         lab.fetcher.close(handle)
+
+
+@in_trio
+async def test_what_a_reader_waits_for_is_asked_for_before_its_readahead(cache_dir: Path) -> None:
+    """The first request takes the connection that is open already. Tasks would begin in any order."""
+    async with (
+        trio.open_nursery() as nursery,
+        running(cache_dir, BeginningOrigin(nursery), readahead=2 * MIB) as lab,
+    ):
+        for number in range(12):
+            data = content(number, 5 * MIB)
+            object_id = lab.origin.put(f"k{number}", data)
+            lab.origin.gets.clear()
+            assert await lab.read(object_id, 0, 4 * KIB) == data[: 4 * KIB]
+            asked = [(get.start, get.background) for get in lab.origin.gets]
+            assert asked[0] == (0, False) and (BLOCK, True) in asked, asked
+            await lab.quiet()
 
 
 @in_trio

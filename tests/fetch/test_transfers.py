@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from cachefs.base import errors
-from tests.fetch.scripted import ScriptedOrigin, content, in_trio
+from tests.fetch.scripted import BeginningOrigin, ScriptedOrigin, content, in_trio
 from tests.store.lab import BLOCK, EXTENT, KIB, MIB, running
 
 
@@ -159,6 +159,21 @@ async def test_failing_readahead_does_not_fail_the_reader(
         lab.fetcher.close(handle)
         await lab.quiet()
         lab.check_accounts()
+
+
+@in_trio
+async def test_a_part_that_breaks_goes_on_where_it_broke(cache_dir: Path) -> None:
+    """Its first attempt has no task; the next one has."""
+    async with (
+        trio.open_nursery() as nursery,
+        running(cache_dir, BeginningOrigin(nursery), ssd=64 * MIB) as lab,
+    ):
+        data = content(1, 6 * MIB)
+        object_id = lab.origin.put("k", data)
+        lab.origin.fail(lambda: errors.Transient("reset"), after=16 * KIB)
+        assert await lab.read(object_id, 0, BLOCK) == data[:BLOCK]
+        await lab.quiet()
+        assert [(get.start, get.stop) for get in lab.origin.gets] == [(0, BLOCK), (16 * KIB, BLOCK)]
 
 
 @in_trio

@@ -45,7 +45,7 @@ class Shop(Bucket):
     def got(self) -> list[str]:
         return [key for key, _, _ in self.gets]
 
-    def begin(self, *_: object) -> None:
+    def begin(self, *_: object, **__: object) -> None:
         """Every attempt has a task here."""
 
     async def read(self, key: str, etag: str, start: int, stop: int, sink: Any, **how: Any) -> None:
