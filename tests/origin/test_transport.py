@@ -629,6 +629,30 @@ def test_a_download_limit_pauses_connections(serve: Callable[..., Server]) -> No
     assert len(server.heads) == 1
 
 
+def test_the_first_bytes_of_a_large_body_wait_for_few_others(serve: Callable[..., Server]) -> None:
+    body, taken = os.urandom(1_000_000), threading.Event()
+
+    def answer(wire: Wire, head: bytes) -> None:
+        wire.send(f"HTTP/1.1 200 OK\r\n{HEAD}Content-Length: {len(body)}\r\n\r\n")
+        wire.sock.sendall(body[:40_000])
+        if taken.wait(5):
+            wire.sock.sendall(body[40_000:])
+
+    class First(Collect):
+        def write(self, data: memoryview | bytes) -> None:
+            super().write(data)
+            taken.set()
+
+    async def use(there: Origin) -> None:
+        sink = First()
+        await there.read("k", '"e"', 0, len(body), sink, whole=True)
+        assert sink.data == body
+
+    server = serve(answer)
+    run(web(server), use)
+    assert len(server.heads) == 1
+
+
 def test_what_has_come_before_a_break_is_kept(serve: Callable[..., Server]) -> None:
     body = os.urandom(1_000_000)
 
