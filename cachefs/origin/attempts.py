@@ -1,19 +1,11 @@
 """Requests to one origin: everything around an attempt that is the same for all vendors.
 
-A client makes one blocking attempt. Here it runs in a worker thread, with a slot of the gate, repetition with growing
-waits, resumption of a body at the byte where it broke, the deadline, the limits on bytes a second, and counting. Only
-the trio task changes counters and the limiter; the thread owns nothing but its transfer.
+A client makes one attempt, in a worker thread if it blocks. Here it gets a slot of the gate, repetition with growing waits,
+resumption of a body at the byte where it broke, the deadline, the limits on bytes a second, and counting. Only the trio task
+changes counters and the limiter; the thread owns nothing but its transfer.
 
 A thread that hangs inside a vendor's library is abandoned at the deadline or on cancellation. It may wake up much later. By
 then its transfer is closed: the thread ends at its next chunk, and neither calls the sink nor reads the source.
-
-`Gate` decides which requests may be in flight: how many (`Concurrency`), and in which order (`WaitQueue`). `RateLimit`
-bounds their bytes a second. `Concurrency` is pure policy. It knows two signs of too many requests. The origin refuses (503,
-429): the limit is halved at once, and a window of successes raises it by one (AIMD, as in TCP). Or more requests bring
-fewer bytes, which no reply reports: while the gate is full, the policy measures one window at three quarters of the limit
-from time to time, and keeps that lower limit only if clearly more bytes arrive. From there it tries higher limits again, in
-steps of an eighth. A store at its full bandwidth delivers the same at every limit, so its limit is not cut. A window in
-which readers asked for less than the limit is not judged.
 """
 
 from __future__ import annotations
@@ -84,7 +76,12 @@ THROTTLED, FALLING = "throttled", "falling throughput"
 
 @dataclass(slots=True)
 class Concurrency:
-    """The limit, between 1 and `maximum`. Times are seconds of any steady clock."""
+    """How many requests may be in flight: `limit`, between 1 and `maximum`. Pure; times are seconds of any steady clock.
+
+    There are two signs of too many requests. The origin refuses (503, 429): the limit is halved at once, and a window of
+    successes raises it by one (AIMD, as in TCP). Or more requests bring fewer bytes: while the gate is full, one window is
+    measured at three quarters of the limit from time to time, and the lower limit is kept only if clearly more bytes arrive.
+    From there higher limits are tried again, in steps of an eighth."""
 
     maximum: int
     limit: int = field(init=False)
@@ -214,11 +211,8 @@ class Concurrency:
 
 # -- the order of requests -------------------------------------------------------------------------
 #
-# Demand (a reader waits) goes before background (prefetching).
-#
-# A request carries one priority ticket through two queues: the admission gate's, before it is sent, and the download
-# limit's, while its bytes arrive. A background transfer becomes demand when a reader joins it, and then overtakes in the
-# queue where it waits. Background is not starved: one background request goes after every `OVERTAKEN_AT_MOST` demands.
+# Demand (a reader waits) goes before background (prefetching). A request carries one ticket through two queues: the gate's,
+# before it is sent, and the download limit's, while its bytes arrive.
 
 OVERTAKEN_AT_MOST = 4
 """Demand requests that may go before a waiting background request. Guessed: readahead keeps a fifth of a busy store."""
@@ -331,20 +325,22 @@ class Gate:
                 return
 
 
-# -- bytes a second: limits (a token bucket and its queue) and measurements ------------------------
+# -- bytes a second: limits and measurements -------------------------------------------------------
 
 
-class TokenBucket:
-    """A limit on bytes a second. A caller takes all its bytes at once and then waits until the limit allows them. Later
-    callers wait behind it, so no chunk is split. Pure: the clock is passed in."""
+class RateLimit:
+    """A limit on bytes a second that transfers share. A transfer takes a chunk at once and then waits until the limit allows
+    it, so no chunk is split. The others wait in a queue meanwhile, demand before background, each with one chunk."""
 
     BURST_S = 0.1
-    """Seconds of unused rate that a later caller may use up. Guessed: long enough to hide late wake-ups, too short for a
+    """Seconds of unused rate that a later chunk may use up. Guessed: long enough to hide late wake-ups, too short for a
     user to see the limit exceeded."""
 
-    def __init__(self, bytes_per_s: float, now: float) -> None:
+    def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
-        self._free_at = now  # when the limit will have allowed all bytes taken so far
+        self._free_at = -math.inf  # when the limit will have allowed all bytes taken so far
+        self._queue = WaitQueue()
+        self._busy = False
 
     def take(self, count: int, now: float) -> float:
         """Take `count` bytes at time `now`. Returns the seconds to wait before using them."""
@@ -352,27 +348,13 @@ class TokenBucket:
         self._free_at = start + count / self.bytes_per_s
         return max(0.0, self._free_at - now)
 
-
-class RateLimit:
-    """A limit on bytes a second that transfers share. One chunk waits for the bucket at a time, the others wait in a queue,
-    demand before background. A transfer waits with one chunk, so the requests in flight bound the queue."""
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self.bytes_per_s = bytes_per_s
-        self._bucket: TokenBucket | None = None
-        self._queue = WaitQueue()
-        self._busy = False
-
     async def pay(self, count: int, ticket: Ticket) -> None:
         """Return when `count` bytes may be transferred."""
         if self._busy:
             await self._queue.wait(ticket)
         self._busy = True
-        now = trio.current_time()
-        if self._bucket is None:  # trio's clock exists only inside trio
-            self._bucket = TokenBucket(self.bytes_per_s, now)
         try:
-            await trio.sleep(self._bucket.take(count, now))
+            await trio.sleep(self.take(count, trio.current_time()))
         finally:
             queue = self._queue
             if len(queue):
@@ -451,12 +433,8 @@ to a worker thread."""
 @dataclass(frozen=True, slots=True)
 class Backoff:
     """Waits between attempts, doubling from `first_s` up to `longest_s`. Jitter shortens each to between half and all of
-    it, so that requests of a node that were refused together are not repeated together. Borrowed: the usual figures of S3
-    clients.
-
-    A retry library would not do: `retries` bounds failures *without progress* (a body that breaks at byte 900 of 1000 is
-    resumed there, and the count begins again), throttling does not count as a failure, and the origin's Retry-After
-    wins."""
+    it, so that requests of a node that were refused together are not repeated together. `retries` bounds failures without
+    progress; throttling is none. Borrowed: the usual figures of S3 clients."""
 
     retries: int = 5
     first_s: float = 0.2
@@ -490,10 +468,6 @@ class _Tries:
             self.refusals += 1
         else:
             self.failures += 1
-
-    @property
-    def used_up(self) -> bool:
-        return self.failures > self.retries
 
     def wait_s(self, exc: Transient, backoff: Backoff, rng: random.Random) -> float:
         """Seconds to wait before the next attempt."""
@@ -549,8 +523,8 @@ class Attempts:
 
     def limit(self, download: int, upload: int) -> None:
         """Bound the bytes a second of transfers that begin from now on; 0 is no limit."""
-        self._download_limit = RateLimit(download) if download else None
-        self._upload_limit = RateLimit(upload) if upload else None
+        self.download_limit = RateLimit(download) if download else None
+        self.upload_limit = RateLimit(upload) if upload else None
 
     @property
     def writer(self) -> Writer:
@@ -576,8 +550,8 @@ class Attempts:
             "demand_waiting": len(gate.queue.demand),
             "background_waiting": len(gate.queue.background),
             "limited_by": gate.concurrency.reason,
-            "download_limit": self._download_limit.bytes_per_s if self._download_limit else 0,
-            "upload_limit": self._upload_limit.bytes_per_s if self._upload_limit else 0,
+            "download_limit": self.download_limit.bytes_per_s if self.download_limit else 0,
+            "upload_limit": self.upload_limit.bytes_per_s if self.upload_limit else 0,
             "throughput": round(self._download.rate(now)),
             "upload_throughput": round(self._upload.rate(now)),
             "last_error": self._last_error,
@@ -603,9 +577,7 @@ class Attempts:
         with the error or None; `sink` is not called after that. Returns a function that ends the attempt early, with an
         error. Returns None, and begins nothing, if the attempt would have to wait: for a slot of the gate, a disk, a limit
         on bytes a second, credentials, or an origin that is out."""
-        transfer = Receiving(
-            start, stop, sink, self.deadline_s, self._download_limit, ticket, self._progressed
-        )
+        transfer = Receiving(self, ticket, start, stop, sink)
         cancel: Callable[[], None] | None = None
         if self._begin is None or transfer.waits or self.breaker.is_out or not self.gate.enters(ticket):
             return None
@@ -672,9 +644,7 @@ class Attempts:
         action = f"reading {self.name(key)}"
         at, done = start, start >= stop
         while not done:
-            transfer = Receiving(
-                at, stop, sink, self.deadline_s, self._download_limit, ticket, self._progressed
-            )
+            transfer = Receiving(self, ticket, at, stop, sink)
             try:
                 await self.repeat(
                     attempt, action, "origin_get", key, ticket=ticket, transfer=transfer, failed=failed
@@ -707,8 +677,8 @@ class Attempts:
         `source` is raised unchanged. `now` does the same on the trio thread, for a small `source` in memory; it returns
         None if it cannot."""
         ticket = ticket or Ticket()
-        body = Sending(source, size, self.deadline_s, self._upload_limit, ticket, self._progressed)
-        in_memory = self._upload_limit is None and size <= SENT_AT_ONCE
+        body = Sending(self, ticket, source, size)
+        in_memory = self.upload_limit is None and size <= SENT_AT_ONCE
         in_memory = in_memory and isinstance(source, InMemory) and size <= len(source.data)
 
         async def attempt() -> T | None:
@@ -805,7 +775,7 @@ class Attempts:
                         breaker.failed(exc)
                     if waits and breaker.is_out:
                         continue
-                    if tries.used_up:
+                    if tries.failures > tries.retries:
                         gave_up = f"{action}: gave up after {tries.failures} attempts: {tries.last}"
                         raise self._failed(OriginFailed(gave_up)) from exc
                     wait_s = tries.wait_s(exc, self.backoff, self._rng)
@@ -834,16 +804,13 @@ class Attempts:
             # A patient request expects a long silence, so its silence raises no suspicion.
             with self.breaker.asking() if patience == 1 else nullcontext():
                 return await attempt()
-        except CachefsError as exc:
+        except BaseException as exc:
             error = exc
-            raise
-        except Exception as exc:
+            if isinstance(exc, CachefsError) or not isinstance(exc, Exception):
+                raise
             log.exception("an origin client raised what it should have translated")
             error = self._failed(OriginFailed(f"{type(exc).__name__}: {exc}".splitlines()[0]))
             raise error from exc
-        except BaseException as exc:
-            error = exc
-            raise
         finally:
             self._attempt_ended(counter, ticket, transfer, sent_at, error)
 
@@ -912,7 +879,7 @@ class Attempts:
         received = transfer.counter == "origin_bytes"
         (self._download if received else self._upload).add(count, time.monotonic())
 
-    def _progressed(self, transfer: Transfer) -> None:
+    def progressed(self, transfer: Transfer) -> None:
         """Called about once a second while bytes of a transfer arrive or leave."""
         if transfer.heard:
             self.breaker.heard(trio.current_time())
@@ -945,24 +912,15 @@ chunks, and the one for fsspec makes one piece of so many bytes."""
 
 class Transfer:
     """The common part of both directions. `position` counts transferred bytes; `counted` (bytes that the metrics have
-    already) and `accounts` belong to `Attempts`. `on_progress` is called on the trio thread, about once a second, while
-    bytes move."""
+    already) and `accounts` belong to `Attempts`, which hears of progress about once a second, while bytes move."""
 
     counter = ""
     """The metric that counts the bytes."""
 
-    def __init__(
-        self,
-        deadline_s: float,
-        limit: RateLimit | None,
-        ticket: Ticket,
-        on_progress: Callable[[Transfer], None],
-    ) -> None:
+    def __init__(self, attempts: Attempts, ticket: Ticket, limit: RateLimit | None) -> None:
         self.position = self.counted = self._began_at = 0
         self.accounts: list[Account] = []
-        self._deadline_s = deadline_s
-        self._limit, self._ticket = limit, ticket
-        self._on_progress = on_progress
+        self._attempts, self._ticket, self._limit = attempts, ticket, limit
         self._scope: trio.CancelScope | None = None
         self._reported = time.monotonic()
         self._busy = False
@@ -1037,8 +995,8 @@ class Transfer:
         """On the trio thread: bytes have moved, so the deadline starts again."""
         if not self._closed:
             if self._scope is not None:
-                self._scope.deadline = trio.current_time() + self._deadline_s
-            self._on_progress(self)
+                self._scope.deadline = trio.current_time() + self._attempts.deadline_s
+            self._attempts.progressed(self)
         self._reported = time.monotonic()
 
 
@@ -1048,21 +1006,12 @@ class Receiving(Transfer):
 
     counter = "origin_bytes"
 
-    def __init__(
-        self,
-        start: int,
-        stop: int,
-        sink: Sink,
-        deadline_s: float,
-        limit: RateLimit | None,
-        ticket: Ticket,
-        on_progress: Callable[[Transfer], None],
-    ) -> None:
-        super().__init__(deadline_s, limit, ticket, on_progress)
+    def __init__(self, attempts: Attempts, ticket: Ticket, start: int, stop: int, sink: Sink) -> None:
+        super().__init__(attempts, ticket, attempts.download_limit)
         self.position = self.counted = self._began_at = start
         self.sink_error: Exception | None = None
         self._stop, self._sink = stop, sink
-        self.waits = limit is not None or bool(getattr(sink, "waits", False))
+        self.waits = self._limit is not None or bool(getattr(sink, "waits", False))
 
     @property
     def gained(self) -> bool:
@@ -1122,16 +1071,8 @@ class Sending(Transfer):
 
     counter = "origin_bytes_sent"
 
-    def __init__(
-        self,
-        source: Source,
-        size: int,
-        deadline_s: float,
-        limit: RateLimit | None,
-        ticket: Ticket,
-        on_progress: Callable[[Transfer], None],
-    ) -> None:
-        super().__init__(deadline_s, limit, ticket, on_progress)
+    def __init__(self, attempts: Attempts, ticket: Ticket, source: Source, size: int) -> None:
+        super().__init__(attempts, ticket, attempts.upload_limit)
         self.size = size
         self.source_error: Exception | None = None
         self._source = source
@@ -1195,8 +1136,6 @@ class Abandoned(Exception):
 
 
 # -- an origin that does not answer ----------------------------------------------------------------
-#
-# A circuit breaker for an origin that does not answer at all.
 #
 # A store that refuses (403, 404, 503) answers; one that is out hangs, or breaks every connection. Requests only raise a
 # suspicion: nothing was heard for some time while a request waited, or attempts failed in a row. A *probe* decides: one

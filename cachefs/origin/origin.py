@@ -26,7 +26,6 @@ from cachefs.origin.probes import Probes
 from cachefs.origin.protocol import (
     PATIENCE,
     CompletionInProgress,
-    FileRange,
     Limits,
     ListPage,
     ObjectInfo,
@@ -284,7 +283,11 @@ class Origin:
 
     def resume_upload(self, key: str, state: Mapping[str, Any]) -> Upload:
         """The upload that has this `Upload.state`. Sends no request; `Upload.parts` does."""
-        return Upload.of_state(self, key, state)
+        preconditions = Preconditions(token=state.get("stamp", ""))
+        known = {int(number): Part(etag, size) for number, (etag, size) in state.get("parts", {}).items()}
+        upload = Upload(self, key, state["id"], preconditions, known)
+        upload.perhaps_complete = True  # the process that took the state may have completed it
+        return upload
 
     async def copy(self, key: str, to: str, *, size: int, etag: str | None = None) -> ObjectInfo:
         """Copy an object of `size` bytes within the origin, replacing the object at `to`. With `etag`, copies only that
@@ -414,24 +417,11 @@ class Upload:
     replaces its part. The object is its parts in the order of their numbers."""
 
     def __init__(
-        self,
-        origin: Origin,
-        key: str,
-        name: str,
-        preconditions: Preconditions,
-        known: dict[int, Part],
+        self, origin: Origin, key: str, name: str, preconditions: Preconditions, known: dict[int, Part]
     ) -> None:
         self.key, self.id, self.known = key, name, known
         self._origin, self._attempts, self._preconditions = origin, origin._attempts, preconditions
-        self._perhaps_complete = False
-
-    @classmethod
-    def of_state(cls, origin: Origin, key: str, state: Mapping[str, Any]) -> Upload:
-        preconditions = Preconditions(token=state.get("stamp", ""))
-        known = {int(number): Part(etag, size) for number, (etag, size) in state.get("parts", {}).items()}
-        upload = cls(origin, key, state["id"], preconditions, known)
-        upload._perhaps_complete = True  # the process that took the state may have completed it
-        return upload
+        self.perhaps_complete = False
 
     def state(self) -> dict[str, Any]:
         """The upload in JSON's types, for `Origin.resume_upload`. `parts` finds the parts that were written after this."""
@@ -441,19 +431,9 @@ class Upload:
             "parts": {str(number): [part.etag, part.size] for number, part in self.known.items()},
         }
 
-    async def part(
-        self, number: int, fd: int, offset: int, length: int, *, ticket: Ticket | None = None
-    ) -> str:
-        """Send bytes [offset, offset + length) of an open file as part `number`; returns its etag. The caller keeps `fd`
-        open and the bytes unchanged until this has returned or raised: a repeated attempt reads them again.
-
-        All parts but the last have at least `limits.least_part` bytes. Raises `NoSuchUpload` if the upload is gone."""
-        return await self.part_from(number, FileRange(fd, offset), length, ticket=ticket)
-
-    async def part_from(
-        self, number: int, source: Source, length: int, *, ticket: Ticket | None = None
-    ) -> str:
-        """As `part`, from any source."""
+    async def part(self, number: int, source: Source, length: int, *, ticket: Ticket | None = None) -> str:
+        """Send the first `length` bytes of `source` as part `number`; returns its etag. All parts but the last have at least
+        `limits.least_part` bytes. Raises `NoSuchUpload` if the upload is gone."""
         writer = self._attempts.writer
         self._within_limits(number, length)
         etag = await self._attempts.send(
@@ -518,12 +498,12 @@ class Upload:
             size = sum(self.known[number].size for number in given)
 
         def attempt() -> Written:
-            if self._perhaps_complete and preconditions.token:
+            if self.perhaps_complete and preconditions.token:
                 with suppress(NotFound):
                     info, found_token = writer.look(self.key)
                     if found_token == preconditions.token:
                         return Written(info.etag, info.mtime_ns)
-            self._perhaps_complete = True
+            self.perhaps_complete = True
             try:
                 return writer.complete(self.key, self.id, given, sent)
             except CompletionInProgress:
@@ -533,11 +513,7 @@ class Upload:
         try:
             sent = await origin._to_send(self.key, preconditions, origin._probes.completes)
             written = await self._attempts.call(
-                attempt,
-                f"completing {self._label}",
-                "origin_upload",
-                self.key,
-                patience=PATIENCE,
+                attempt, f"completing {self._label}", "origin_upload", self.key, patience=PATIENCE
             )
         except (NoSuchUpload, Conflict) as exc:  # an abandoned attempt may have succeeded meanwhile
             return await origin.ours(self.key, preconditions.token, size, exc)

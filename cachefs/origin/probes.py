@@ -11,6 +11,8 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import TypeVar
 
 import trio
 
@@ -19,6 +21,7 @@ from cachefs.origin.attempts import Attempts
 from cachefs.origin.protocol import PATIENCE, Condition, InMemory, Preconditions
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 IMPOSSIBLE = f'"{"0" * 32}"'
 """An etag that no object has: no bytes are known whose MD5 is zero."""
@@ -67,30 +70,22 @@ class Probes:
                         self._saw(condition, False)
         return bool(conditions.honours(condition))
 
+    async def _call(self, call: Callable[[], T], counter: str, key: str, patience: int = 1) -> T:
+        return await self._attempts.call(call, ACTION, counter, key, patience=patience)
+
     async def _copy(self, key: str) -> None:
-        attempts, name = self._attempts, self._name()
+        writer, name = self._attempts.writer, self._name()
         refused = await _refused(
-            attempts.call(
-                lambda: attempts.writer.copy(key, name, IMPOSSIBLE),
-                ACTION,
-                "origin_copy",
-                name,
-                patience=PATIENCE,
-            )
+            self._call(lambda: writer.copy(key, name, IMPOSSIBLE), "origin_copy", name, PATIENCE)
         )
         if not refused:
             await self._delete(name)
         self._saw(Condition.COPY, refused)
 
     async def _copy_part(self, to: str, upload: str, key: str) -> None:
-        attempts = self._attempts
+        writer = self._attempts.writer
         refused = await _refused(
-            attempts.call(
-                lambda: attempts.writer.copy_part(to, upload, 1, key, IMPOSSIBLE, 0, 1),
-                ACTION,
-                "origin_put_part",
-                to,
-            )
+            self._call(lambda: writer.copy_part(to, upload, 1, key, IMPOSSIBLE, 0, 1), "origin_put_part", to)
         )
         self._saw(Condition.COPY_PART, refused)
 
@@ -117,32 +112,17 @@ class Probes:
 
     async def _completion_refused(self, name: str, preconditions: Preconditions) -> bool:
         attempts, writer = self._attempts, self._attempts.writer
-        upload = await attempts.call(
-            lambda: writer.begin(name, Preconditions()), ACTION, "origin_upload", name
-        )
+        upload = await self._call(lambda: writer.begin(name, Preconditions()), "origin_upload", name)
         refused = True
         try:
-            etag = await attempts.send(
-                lambda body: writer.put_part(name, upload, 1, body),
-                InMemory(b"p"),
-                1,
-                ACTION,
-                "origin_put_part",
-                name,
-            )
-            refused = await _refused(
-                attempts.call(
-                    lambda: writer.complete(name, upload, {1: etag}, preconditions),
-                    ACTION,
-                    "origin_upload",
-                    name,
-                    patience=PATIENCE,
-                )
-            )
+            send = partial(writer.put_part, name, upload, 1)
+            etag = await attempts.send(send, InMemory(b"p"), 1, ACTION, "origin_put_part", name)
+            complete = partial(writer.complete, name, upload, {1: etag}, preconditions)
+            refused = await _refused(self._call(complete, "origin_upload", name, PATIENCE))
         finally:
             if refused:
                 with trio.CancelScope(shield=True), trio.move_on_after(attempts.deadline_s):
-                    await attempts.call(lambda: writer.abort(name, upload), ACTION, "origin_upload", name)
+                    await self._call(lambda: writer.abort(name, upload), "origin_upload", name)
         return refused
 
     async def _write(self, name: str, preconditions: Preconditions) -> str:
@@ -155,7 +135,7 @@ class Probes:
 
     async def _delete(self, name: str) -> None:
         writer = self._attempts.writer
-        await self._attempts.call(lambda: writer.delete(name), ACTION, "origin_delete", name)
+        await self._call(lambda: writer.delete(name), "origin_delete", name)
 
     @asynccontextmanager
     async def _object(self) -> AsyncIterator[tuple[str, str]]:

@@ -27,7 +27,7 @@ import trio
 
 from cachefs.base.errors import CachefsError, NoSuchUpload, OriginFailed
 from cachefs.base.tasks import contained
-from cachefs.origin import Limits, ObjectInfo, Origin, Part, Source, Ticket, Upload, each
+from cachefs.origin import FileRange, Limits, ObjectInfo, Origin, Part, Source, Ticket, Upload, each
 from cachefs.upload.staging import StagingFile
 
 log = logging.getLogger(__name__)
@@ -373,7 +373,7 @@ class Sender:
                 fd, length = self._what.file.fd, piece.stop - piece.start
                 found = self._found.pop(piece.number, None) if self._found else None
                 if found is None or not await trio.to_thread.run_sync(same, found, fd, piece.start, length):
-                    await upload.part(piece.number, fd, piece.start, length, ticket=ticket)
+                    await upload.part(piece.number, FileRange(fd, piece.start), length, ticket=ticket)
             stored = upload is self.upload
         finally:
             self.parts.ended(piece, stored=stored)

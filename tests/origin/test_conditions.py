@@ -59,7 +59,7 @@ def requests(store: Lab) -> dict[str, int]:
 async def complete(there: Origin, body: bytes = BODY, **preconditions: Any) -> Any:
     upload = await there.begin_upload("q/x")
     for number, at in enumerate(range(0, len(body), PART), 1):
-        await upload.part_from(number, InMemory(body[at : at + PART]), len(body[at : at + PART]))
+        await upload.part(number, InMemory(body[at : at + PART]), len(body[at : at + PART]))
     try:
         return await upload.complete(**preconditions)
     except BaseException:
@@ -292,7 +292,7 @@ def test_a_probe_that_is_cancelled_leaves_nothing(store: Lab) -> None:
 
     async def use(there: Origin) -> None:
         upload = await there.begin_upload("q/x")
-        await upload.part_from(1, InMemory(b"x"), 1)
+        await upload.part(1, InMemory(b"x"), 1)
         rule = store.store.fault("hang", kind="complete_upload")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(lambda: upload.complete(if_absent=True))
@@ -310,12 +310,12 @@ def test_an_upload_that_is_gone_is_said_to_be(store: Lab, quirks: tuple[str, ...
 
     async def use(there: Origin) -> None:
         upload = await there.begin_upload("q/x")
-        etag = await upload.part_from(1, InMemory(b"x"), 1)
+        etag = await upload.part(1, InMemory(b"x"), 1)
         await there.resume_upload("q/x", upload.state()).abort()
         store.store.reset()
         for attempt in (
             lambda: upload.parts(),
-            lambda: upload.part_from(2, InMemory(b"x"), 1),
+            lambda: upload.part(2, InMemory(b"x"), 1),
             lambda: upload.complete({1: etag}),
         ):
             with pytest.raises(NoSuchUpload):

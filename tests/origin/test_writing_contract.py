@@ -209,12 +209,12 @@ def test_parts(place: Origin, tmp_path: Path) -> None:
 
             async def send(number: int) -> None:
                 at = (number - 1) * LEAST
-                etags[number] = await upload.part(number, fd, at, min(LEAST, len(THREE) - at))
+                etags[number] = await upload.part(number, FileRange(fd, at), min(LEAST, len(THREE) - at))
 
             async with trio.open_nursery() as nursery:
                 for number in (3, 1, 2):
                     nursery.start_soon(send, number)
-            assert await upload.part(2, fd, LEAST, LEAST) is not None  # once more
+            assert await upload.part(2, FileRange(fd, LEAST), LEAST) is not None  # once more
         assert {n: (p.etag, p.size) for n, p in (await upload.parts()).items()}.keys() == {1, 2, 3}
         assert sum(part.size for part in upload.known.values()) == len(THREE)
         assert (await there.head("p/x")).size == 6  # nothing is seen yet
@@ -233,16 +233,16 @@ def test_resuming(place: Origin, moto: bool, tmp_path: Path) -> None:
     async def use(there: Origin) -> None:
         upload = await there.begin_upload("r/x")
         with file_of(tmp_path / "f", THREE) as fd:
-            await upload.part(1, fd, 0, LEAST)
+            await upload.part(1, FileRange(fd, 0), LEAST)
             state = json.loads(json.dumps(upload.state()))
-            await upload.part(2, fd, LEAST, LEAST)  # landed, and the state does not know
+            await upload.part(2, FileRange(fd, LEAST), LEAST)  # landed, and the state does not know
             resumed = there.resume_upload("r/x", state)
             assert set(resumed.known) == {1}
             assert {number: part.size for number, part in (await resumed.parts()).items()} == {
                 1: LEAST,
                 2: LEAST,
             }
-            last = await resumed.part(3, fd, 2 * LEAST, len(THREE) - 2 * LEAST)
+            last = await resumed.part(3, FileRange(fd, 2 * LEAST), len(THREE) - 2 * LEAST)
             assert resumed.known[3].etag == last
         given = {number: part.etag for number, part in resumed.known.items()}
         info = await resumed.complete(given)
@@ -261,7 +261,7 @@ def test_aborting(place: Origin, moto: bool, tmp_path: Path) -> None:
         azure = there.source.startswith("az")
         upload = await there.begin_upload("a/x y&z")
         with file_of(tmp_path / "f", THREE) as fd:
-            etag = await upload.part(1, fd, 0, LEAST)
+            etag = await upload.part(1, FileRange(fd, 0), LEAST)
             if not azure:
                 found = [p for p in await pending(there, "a/") if p.id == upload.id]
                 assert [p.key for p in found] == ["a/x y&z"]
@@ -274,7 +274,7 @@ def test_aborting(place: Origin, moto: bool, tmp_path: Path) -> None:
                     await upload.parts()
                 if not moto:
                     with pytest.raises(NoSuchUpload):
-                        await upload.part(2, fd, 0, LEAST)
+                        await upload.part(2, FileRange(fd, 0), LEAST)
                     with pytest.raises(NoSuchUpload):
                         await upload.complete({1: etag})
         with pytest.raises(NotFound):
@@ -288,13 +288,13 @@ def test_conditions_of_an_upload(place: Origin, tmp_path: Path) -> None:
         await there.delete("ic/x")
         upload = await there.begin_upload("ic/x")
         with file_of(tmp_path / "f", b"part") as fd:
-            await upload.part(1, fd, 0, 4)
+            await upload.part(1, FileRange(fd, 0), 4)
         with pytest.raises(Conflict):
             await upload.complete(if_match='"nonsense"')
         await as_shown(there, await upload.complete(if_absent=True), b"part")
         upload = await there.begin_upload("ic/x")
         with file_of(tmp_path / "f", b"other") as fd:
-            await upload.part(1, fd, 0, 5)
+            await upload.part(1, FileRange(fd, 0), 5)
         with pytest.raises(Conflict):
             await upload.complete(if_absent=True)
         assert await content(there, await there.head("ic/x")) == b"part"
@@ -308,7 +308,7 @@ def test_limits_are_held(place: Origin) -> None:
         upload = await there.begin_upload("l/x")
         for number in (0, there.limits.most_parts + 1):
             with pytest.raises(Unsupported):
-                await upload.part_from(number, InMemory(b"x"), 1)
+                await upload.part(number, InMemory(b"x"), 1)
         with pytest.raises(OriginFailed):
             await upload.complete()
         await upload.abort()
@@ -349,7 +349,7 @@ def test_a_local_file_is_never_half_there(start: Callable[[str], Server], tmp_pa
     async def use(there: Origin) -> None:
         upload = await there.begin_upload("half/x")
         with file_of(tmp_path / "f", THREE) as fd:
-            await upload.part(1, fd, 0, len(THREE))
+            await upload.part(1, FileRange(fd, 0), len(THREE))
         assert ".cachefs-uploads/" not in (await there.list_page("")).prefixes
         assert "half" not in os.listdir(server.root)  # type: ignore[attr-defined]
         await upload.complete()
@@ -377,11 +377,11 @@ def test_an_upload_goes_on_through_the_other_client(
     async def use(there: Origin) -> None:
         upload = await first.begin_upload("o/x")
         with file_of(tmp_path / "f", THREE) as fd:
-            await upload.part(1, fd, 0, LEAST)
-            await upload.part(2, fd, LEAST, LEAST)
+            await upload.part(1, FileRange(fd, 0), LEAST)
+            await upload.part(2, FileRange(fd, LEAST), LEAST)
             resumed = second.resume_upload("o/x", upload.state())
             assert await resumed.parts() == upload.known
-            await resumed.part(3, fd, 2 * LEAST, len(THREE) - 2 * LEAST)
+            await resumed.part(3, FileRange(fd, 2 * LEAST), len(THREE) - 2 * LEAST)
         info = await resumed.complete()
         await as_shown(first, info, THREE)
         assert await first.resume_upload("o/x", resumed.state()).complete() == info
@@ -416,7 +416,7 @@ def test_azure_with_a_sas(
         info = await there.put("s/a b", InMemory(b"one"), 3)
         await as_shown(there, await there.copy("s/a b", "s/c", size=3, etag=info.etag), b"one")
         upload = await there.begin_upload("s/p")
-        await upload.part_from(1, InMemory(b"two"), 3)
+        await upload.part(1, InMemory(b"two"), 3)
         await as_shown(there, await upload.complete(), b"two")
         for key in ("s/a b", "s/c", "s/p"):
             await there.delete(key)
@@ -428,13 +428,13 @@ def test_azure_with_a_sas(
 def test_a_local_upload_of_another_key_is_no_upload(start: Callable[[str], Server]) -> None:
     async def use(there: Origin) -> None:
         upload = await there.begin_upload("own/x")
-        await upload.part_from(1, InMemory(b"x"), 1)
+        await upload.part(1, InMemory(b"x"), 1)
         for key, name in (("own/y", upload.id), ("own/x", "../own"), ("own/x", "nothing")):
             with pytest.raises(NoSuchUpload):
                 await there.resume_upload(key, {"id": name}).parts()
         with pytest.raises(OriginFailed, match="is not the one that was sent"):
             await upload.complete({1: '"another"'})
-        await upload.part_from(1, InMemory(b"yy"), 2)  # instead of the first
+        await upload.part(1, InMemory(b"yy"), 2)  # instead of the first
         await as_shown(there, await upload.complete(), b"yy")
 
     run(start("directory").origin(), use)

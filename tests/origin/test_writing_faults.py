@@ -56,7 +56,7 @@ async def in_parts(there: Origin, fd: int, key: str = "w/x") -> None:
     """All of BODY in three parts."""
     upload = await there.begin_upload(key)
     for number, at in enumerate(range(0, len(BODY), PART), 1):
-        await upload.part(number, fd, at, min(PART, len(BODY) - at))
+        await upload.part(number, FileRange(fd, at), min(PART, len(BODY) - at))
     await upload.parts()
     await as_shown(there, await upload.complete(), BODY)
 
@@ -71,7 +71,7 @@ async def copied(there: Origin, fd: int) -> None:
 
 async def given_up(there: Origin, fd: int) -> None:
     upload = await there.begin_upload("w/x")
-    await upload.part(1, fd, 0, PART)
+    await upload.part(1, FileRange(fd, 0), PART)
     assert upload.id in {found.id for found in await pending(there, "w/")}
     await upload.abort()
     with pytest.raises(NoSuchUpload):
@@ -181,7 +181,7 @@ def test_completing_is_found_to_have_happened(store: Lab, fd: int) -> None:
 def test_an_object_of_another_client_is_not_taken_for_ours(store: Lab, fd: int) -> None:
     async def use(there: Origin) -> None:
         upload = await there.begin_upload("w/x")
-        await upload.part(1, fd, 0, len(BODY))
+        await upload.part(1, FileRange(fd, 0), len(BODY))
         await store_aborts(store, upload.id)
         store.store.put("bucket", "w/x", BODY)  # the very same bytes
         with pytest.raises(NoSuchUpload):
@@ -262,7 +262,7 @@ def test_renewed_credentials(store: Lab, fd: int, tmp_path: Path, monkeypatch: p
     async def use(there: Origin) -> None:
         upload = await there.begin_upload("w/x")
         steps = [
-            lambda: upload.part(1, fd, 0, len(BODY)),
+            lambda: upload.part(1, FileRange(fd, 0), len(BODY)),
             lambda: upload.parts(),
             lambda: upload.complete(),
             lambda: there.put("w/y", FileRange(fd), len(BODY)),
@@ -286,7 +286,7 @@ def test_parts_at_once_are_bounded_and_all_land(store: Lab, fd: int) -> None:
 
         async def send(number: int) -> None:
             at = (number - 1) * step
-            await upload.part(number, fd, at, min(step, len(BODY) - at))
+            await upload.part(number, FileRange(fd, at), min(step, len(BODY) - at))
 
         async with trio.open_nursery() as nursery:
             for number in range(1, 1 + -(-len(BODY) // step)):
@@ -344,7 +344,7 @@ def test_memory_stays_flat(store: Lab, tmp_path: Path, way: str) -> None:
                 async with trio.open_nursery() as nursery:
                     for number in range(1, 9):
                         part = size // 8
-                        nursery.start_soon(upload.part, number, fd, (number - 1) * part, part)
+                        nursery.start_soon(upload.part, number, FileRange(fd, (number - 1) * part), part)
                 info = await upload.complete()
             grown = peak() - before
         assert info.size == size
@@ -424,7 +424,7 @@ def test_deleting_many(store: Lab) -> None:
 def test_more_parts_than_a_page_holds(store: Lab, fd: int) -> None:
     async def use(there: Origin) -> None:
         upload = await there.begin_upload("w/x")
-        await each(lambda number: upload.part(number, fd, number, 1), range(1, 1004), 16)
+        await each(lambda number: upload.part(number, FileRange(fd, number), 1), range(1, 1004), 16)
         sent = dict(upload.known)
         assert await upload.parts() == sent and len(sent) == 1003
         await upload.abort()

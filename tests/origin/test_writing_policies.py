@@ -197,7 +197,7 @@ def test_a_repeated_attempt_reads_the_file_again_from_its_beginning(tmp_path: Pa
             await there.put("k", FileRange(fd, 4), len(DATA))
             os.lseek(fd, 17, os.SEEK_SET)  # where the descriptor stands does not matter
             upload = await there.begin_upload("k")
-            await upload.part(1, fd, 4, len(DATA))
+            await upload.part(1, FileRange(fd, 4), len(DATA))
         metrics = there._attempts.metrics
         assert client.sent == [DATA, DATA]
         assert (metrics.origin_put, metrics.origin_put_part, metrics.origin_retries) == (4, 1, 3)
@@ -292,7 +292,7 @@ def test_completing_that_got_through_is_not_repeated() -> None:
 
     async def use(there: Origin) -> None:
         upload = await there.begin_upload("k")
-        await upload.part_from(1, InMemory(b"abc"), 3)
+        await upload.part(1, InMemory(b"abc"), 3)
         info = await upload.complete()
         assert client.completed == 1
         assert (info.size, info.etag, info.mtime_ns) == (3, '"there"', 7)
@@ -359,7 +359,7 @@ def test_what_is_sent_to_s3_is_what_was_signed(monkeypatch: pytest.MonkeyPatch) 
         for key in ("plain", "sp ace+%2F~é/quo'te(*)!"):
             await there.put(key, InMemory(DATA), len(DATA), if_match='"old"')
             await there.put(key, InMemory(b""), 0, if_absent=True)
-            await there.resume_upload(key, {"id": "a+b/c="}).part_from(7, InMemory(DATA), 1000)
+            await there.resume_upload(key, {"id": "a+b/c="}).part(7, InMemory(DATA), 1000)
             await there.delete(key)
 
     try:

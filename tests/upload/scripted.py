@@ -27,7 +27,7 @@ from cachefs.base.behind import GATHER_S
 from cachefs.base.errors import CachefsError, Conflict, NoSuchUpload, NotFound, ObjectChanged
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
-from cachefs.origin import Limits, ObjectInfo, Part
+from cachefs.origin import Limits, ObjectInfo, Part, Source
 from cachefs.upload import DirtyFile, Uploads, staging
 from tests import threads
 from tests.upload import counters
@@ -261,9 +261,9 @@ class ScriptedUpload:
             raise NoSuchUpload(self.id)
         return self.store.uploads[self.id][1]
 
-    async def part(self, number: int, fd: int, offset: int, length: int, *, ticket: Any = None) -> str:
+    async def part(self, number: int, source: Source, length: int, *, ticket: Any = None) -> str:
         async with self.store.request("part", self.key):
-            data = os.pread(fd, length, offset)
+            data = source.read(0, length)
             if len(data) != length:
                 raise CachefsError("the source of a write is shorter than was said")
             self._parts()[number] = data
