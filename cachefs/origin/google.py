@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cachefs.base.errors import CachefsError, PermissionDenied
-from cachefs.origin.http import HttpClient, Sign, Signed, SignedHttp, Transport, one_line
+from cachefs.origin.http import Exchange, HttpClient, Sign, Signed, SignedHttp, Transport, one_line
 from cachefs.origin.protocol import GIB, HONOURED, MIB, STALL_S, TIB, Body, Limits
 from cachefs.origin.s3 import Dialect, S3Objects
 
@@ -51,7 +51,7 @@ def _request(
     transport = Transport(timeout or STALL_S)
     sent = body.encode() if isinstance(body, str) else body or b""
     try:
-        reply = transport.request(method, url, headers or {}, sent, size=len(sent))
+        reply = transport.send(Exchange(method, url, headers or {}, size=len(sent)), sent)
     except CachefsError as exc:
         raise TransportError(exc) from exc
     finally:

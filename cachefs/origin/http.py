@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 from urllib.parse import quote, urlsplit
 from xml.etree import ElementTree
 
@@ -125,16 +125,8 @@ class SignedHttp:
 
     def exchange(self, request: Request) -> Reply:
         """The reply to a request, whatever its status."""
-        given, body, size = _prepared(request)
-        url, headers = self.place.sign(request.method, self._url(request), given, body)
-        return self.transport.request(
-            request.method,
-            url,
-            headers,
-            body if isinstance(body, bytes) else body.chunks(),
-            size=size,
-            patience=PATIENCE if request.slow else 1,
-        )
+        exchange, body = self._exchange(request, self.place.sign), request.body
+        return self.transport.send(exchange, body if isinstance(body, bytes) else body.chunks())
 
     async def ask_now(self, request: Request) -> Reply | None:
         """As `ask`, on the trio thread, for a request without a body, or a PUT of a small body in memory. None, and nothing
@@ -144,21 +136,33 @@ class SignedHttp:
 
     async def exchange_now(self, request: Request) -> Reply | None:
         """As `exchange`, where `ask_now` is as `ask`."""
-        given, body, size = _prepared(request)
         sign = self.place.signer()
         if sign is None:
             return None
-        url, headers = sign(request.method, self._url(request), given, body)
-        exchange = Exchange(request.method, url, headers, size=size)
-        if not isinstance(body, bytes):
-            exchange.pieces.extend(body.chunks())
+        exchange = self._exchange(request, sign)
+        if not isinstance(request.body, bytes):
+            exchange.pieces.extend(request.body.chunks())
         await self.transport.run(exchange)
-        return Reply(exchange.status, exchange.reply_headers, exchange.body, exchange.final_url)
+        return exchange.reply
+
+    def _exchange(self, request: Request, sign: Sign) -> Exchange:
+        """The signed request, without its body."""
+        given, body, size = dict(request.headers), request.body, 0
+        if request.method in ("PUT", "POST"):
+            size = len(body) if isinstance(body, bytes) else body.size
+            given["Content-Length"] = str(size)
+            given.setdefault("Content-Type", ANY_TYPE)
+        url = self.url(request.key)
+        if request.parameters:
+            url += f"?{query(request.parameters)}"
+        patience = PATIENCE if request.slow else 1
+        return Exchange(request.method, *sign(request.method, url, given, body), size=size, patience=patience)
 
     def checked(self, request: Request, reply: Reply) -> Reply:
         """The reply if it is a success; else raises the error of its refusal."""
         if not 200 <= reply.status < 300:
-            raise self._refusal(reply.status, reply.headers, reply.body, self._name_of(request))
+            name = self.name(request.key if request.about is None else request.about)
+            raise self.refusal(reply.status, reply.headers, reply.body, name)
         return reply
 
     def head(self, key: str) -> tuple[ObjectInfo, Mapping[str, str]]:
@@ -233,11 +237,8 @@ class SignedHttp:
         except ValueError as exc:
             raise OriginFailed(f"{self.name(key)}: the origin's reply is not XML: {exc}") from exc
         if found.tag == "Error":
-            raise self._refusal(reply.status, {}, reply.body, self.name(key))
+            raise self.refusal(reply.status, {}, reply.body, self.name(key))
         return found
-
-    def _name_of(self, request: Request) -> str:
-        return self.name(request.key if request.about is None else request.about)
 
     def url(self, key: str) -> str:
         """The URL of an object, or of the bucket itself for ""."""
@@ -245,13 +246,7 @@ class SignedHttp:
             raise Unsupported(f"{self.name(key)}: HTTP drops the segments . and .. of a path")
         return f"{self.place.url()}/{quote(key, errors='surrogateescape')}" if key else self.place.url()
 
-    def _url(self, request: Request) -> str:
-        url = self.url(request.key)
-        if request.parameters:
-            url += f"?{query(request.parameters)}"
-        return url
-
-    def _refusal(self, status: int, headers: Mapping[str, str], body: bytes, name: str) -> CachefsError:
+    def refusal(self, status: int, headers: Mapping[str, str], body: bytes, name: str) -> CachefsError:
         return refusal(
             status,
             body.decode("utf-8", "replace"),
@@ -308,7 +303,7 @@ class _Reading:
         """Why the exchange failed, which has ended; None if it did not."""
         ended = self.exchange
         if ended.error is None and self._refused:
-            return self._http._refusal(ended.status, ended.reply_headers, ended.body, self.name)
+            return self._http.refusal(ended.status, ended.reply_headers, ended.body, self.name)
         return ended.error
 
     def begin(self, status: int, headers: Mapping[str, str]) -> bool:
@@ -377,23 +372,6 @@ def _object_of(key: str, size: int, headers: Mapping[str, str]) -> ObjectInfo:
     return ObjectInfo(key, size, mtime_ns, quoted(headers.get("etag", "")) or made_up(mtime_ns, size))
 
 
-class _Prepared(NamedTuple):
-    """The headers of a request, and its body with the body's length in bytes."""
-
-    headers: dict[str, str]
-    body: Body | bytes
-    size: int
-
-
-def _prepared(request: Request) -> _Prepared:
-    given, body, size = dict(request.headers), request.body, 0
-    if request.method in ("PUT", "POST"):
-        size = len(body) if isinstance(body, bytes) else body.size
-        given["Content-Length"] = str(size)
-        given.setdefault("Content-Type", ANY_TYPE)
-    return _Prepared(given, body, size)
-
-
 def written(reply: Reply) -> Written:
     """The etag and time of a new version, as far as the reply's headers have them."""
     last_modified = reply.headers.get("last-modified")
@@ -450,16 +428,9 @@ def http_date_ns(text: str) -> int:
     )
 
 
-# HTTP exchanges with object stores: libcurl's multi interface in one thread for each origin.
-#
-# Any thread hands over an `Exchange` by appending it to a queue and waking the loop. The loop reports the exchanges that
-# have ended to trio in batches, with one wake-up for all. A body goes to its receiver from the loop thread as it arrives. A
-# receiver that may have to wait, for a disk or for the download limit, is called in a worker thread instead, and the
-# exchange is paused meanwhile: the loop thread itself waits for nothing but sockets.
-#
-# libcurl does TLS, proxies, redirects, chunked replies and kept connections. It repeats nothing: an exchange is one
-# attempt, and `cachefs.origin.attempts` counts and repeats. No thread runs, and no descriptor is open, before the first
-# exchange.
+# HTTP exchanges with object stores: libcurl's multi interface in one thread for each origin, which waits for nothing but
+# sockets. Any thread hands over an `Exchange` by appending it to a queue and waking the loop. libcurl repeats nothing: an
+# exchange is one attempt. No thread runs, and no descriptor is open, before the first exchange.
 
 log = logging.getLogger(__name__)
 
@@ -579,6 +550,10 @@ class Exchange:
     @property
     def body(self) -> bytes:
         return b"".join(self._data)
+
+    @property
+    def reply(self) -> Reply:
+        return Reply(self.status, self.reply_headers, self.body, self.final_url)
 
     @property
     def host(self) -> str:
@@ -736,19 +711,9 @@ class Transport:
         loop.post(loop.begin, exchange)
         return partial(loop.post, loop.cancel, exchange)
 
-    def request(
-        self,
-        method: str,
-        url: str,
-        headers: Mapping[str, str],
-        body: bytes | Iterator[bytes] = b"",
-        *,
-        size: int = 0,
-        patience: int = 1,
-    ) -> Reply:
+    def send(self, exchange: Exchange, body: bytes | Iterator[bytes] = b"") -> Reply:
         """Send a request and return the reply, whatever its status. Raises `Transient` if there is none. Blocks, so call it
-        in a worker thread. `size` is the length of `body`; exceptions of `body` are raised unchanged."""
-        exchange = Exchange(method, url, headers, patience=patience, size=size)
+        in a worker thread. Exceptions of `body` are raised unchanged."""
         ended = threading.Event()
         exchange.on_end = ended.set
         loop = self._loop_for(exchange)
@@ -771,7 +736,7 @@ class Transport:
         ended.wait()
         if exchange.error is not None:
             raise exchange.error
-        return Reply(exchange.status, exchange.reply_headers, exchange.body, exchange.final_url)
+        return exchange.reply
 
     def close(self) -> None:
         """End all exchanges, with an error, and the loop thread."""
@@ -1105,10 +1070,8 @@ def authorities() -> str:
     return found.cafile or found.capath or ""
 
 
-# Translate an origin's refusal into an error of `base.errors`: one table for every HTTP store and every library.
-#
-# The message is one line that a user can act on. It is made of the status, the origin's error code and message, and never
-# of a URL (which may carry a signature) or a library's dump of several lines.
+# An origin's refusal becomes an error of `base.errors`, by one table for every HTTP store and every library. Its message is
+# one line that a user can act on, without a URL (which may carry a signature) or a library's dump of several lines.
 
 LONGEST_LINE = 300
 NO_STORE = {
@@ -1239,8 +1202,6 @@ def _seconds(retry_after: str | None) -> float | None:
         return None  # an HTTP date: the backoff serves as well
 
 
-# What the clients need of a vendor's credentials, and library objects that were opened with them.
-
 T = TypeVar("T")
 
 
@@ -1271,10 +1232,8 @@ class NoCredentials:
 
 
 class Opened(Generic[T]):
-    """One object of a vendor's library (a store, a filesystem), opened again when the credentials change.
-
-    Libraries keep the credentials that they were opened with for minutes or for ever. Credentials are compared by value,
-    because the time of opening does not tell which ones a library used. Thread-safe."""
+    """One object of a vendor's library (a store, a filesystem), opened again when the credentials change: libraries keep
+    those that they were opened with for minutes or for ever. Thread-safe."""
 
     def __init__(self, open_it: Callable[[], T], current: Callable[[], object]) -> None:
         self._open, self._current = open_it, current
@@ -1299,12 +1258,9 @@ class Opened(Generic[T]):
             self._value = None
 
 
-# Whole objects are compared with their etags, where these are MD5s.
-#
-# The etag of an object that was written to S3 or Google in one request is the MD5 of its bytes, unless it is encrypted with
-# a key. TLS protects bytes on the wire only; the MD5 also finds what a proxy, a broken memory or the origin itself has
-# changed. Hashing costs processor time, so beyond a share of one processor only some objects are compared. A reader gets
-# the bytes of such an object only after the comparison.
+# Whole objects are compared with their etags, where these are MD5s: the etag of an object that was written to S3 or
+# Google in one request is the MD5 of its bytes, unless it is encrypted with a key. TLS protects bytes on the wire only; the
+# MD5 also finds what a proxy, a broken memory or the origin itself has changed.
 
 LARGEST_COMPARED, LARGEST_COMPARED_OF_ALL = 1 << 20, 4 << 20
 """Bytes of the largest object that is compared, usually and with `--verify full`: its first reader waits until all of it has

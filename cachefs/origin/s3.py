@@ -358,20 +358,25 @@ class S3Objects(Writer):
 
     def list_page(self, prefix: str, token: str | None, limit: int) -> ListPage:
         request = _listing(prefix, token, limit)
-        reply, place = self._http.exchange(request), self._http.place
-        if reply.status != 200 and isinstance(place, Bucket) and place.moved(reply):
+        reply = self._http.exchange(request)
+        if self._moved(reply):
             reply = self._http.exchange(request)
         return self._page(request, reply)
 
     async def list_now(self, prefix: str, token: str | None, limit: int) -> ListPage | None:
         """As `list_page`, on the trio thread. None if `list_page` must ask: nothing was sent, or the bucket has moved."""
-        request, place = _listing(prefix, token, limit), self._http.place
+        request = _listing(prefix, token, limit)
         reply = await self._http.exchange_now(request)
-        if reply is None or (reply.status != 200 and isinstance(place, Bucket) and place.moved(reply)):
+        if reply is None or self._moved(reply):
             return None
         if len(reply.body) < UNREAD_BYTES or next_token(reply.body) is not None:
             return self._page(request, reply)
         return await trio.to_thread.run_sync(self._page, request, reply)
+
+    def _moved(self, reply: Reply) -> bool:
+        """True if the reply has told another region of the bucket, so the request must be repeated."""
+        place = self._http.place
+        return reply.status != 200 and isinstance(place, Bucket) and place.moved(reply)
 
     def _page(self, request: Request, reply: Reply) -> ListPage:
         self._http.checked(request, reply)
@@ -389,18 +394,18 @@ class S3Objects(Writer):
 
     def put(self, key: str, body: Body, preconditions: Preconditions) -> Written:
         with conflicts(preconditions):
-            headers = {**self._stored_headers(preconditions), **self._conditions(key, preconditions)}
-            return written(self._http.ask(Request("PUT", key, headers=headers, body=body)))
+            return written(self._http.ask(self._put(key, body, preconditions)))
 
     async def put_now(self, key: str, body: Body, preconditions: Preconditions) -> Written | None:
-        place = self._http.place
-        if not isinstance(place, Bucket):
+        if not isinstance(self._http.place, Bucket):
             return None
         with conflicts(preconditions):
-            headers = {**self._stored_headers(preconditions), **self._conditions(key, preconditions)}
-            request = Request("PUT", key, headers=headers, body=body)
-            reply = await self._http.ask_now(request)
+            reply = await self._http.ask_now(self._put(key, body, preconditions))
             return None if reply is None else written(reply)
+
+    def _put(self, key: str, body: Body, preconditions: Preconditions) -> Request:
+        headers = {**self._stored_headers(preconditions), **self._conditions(key, preconditions)}
+        return Request("PUT", key, headers=headers, body=body)
 
     def copy(self, key: str, to: str, etag: str | None) -> Written:
         reply = self._http.ask(Request("PUT", to, headers=self._source(key, etag), slow=True, about=key))

@@ -13,6 +13,7 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from cachefs.base.errors import ConfigError, NotFound, Unsupported
 from cachefs.origin.http import (
+    Exchange,
     HttpClient,
     NoCredentials,
     Reply,
@@ -61,7 +62,7 @@ class IndexLister:
 
     def list_page(self, prefix: str, token: str | None, limit: int) -> ListPage:
         url = f"{self._host.label}/{quote(prefix, errors='surrogateescape')}"
-        reply = self._transport.request("GET", url, {"Accept": "text/html"})
+        reply = self._transport.send(Exchange("GET", url, {"Accept": "text/html"}))
         if reply.status == 403:  # nginx and Apache, for a directory without an index
             raise Unsupported(f"{url}: the server shows no index of it; names can be opened but not listed")
         if reply.status != 200:

@@ -177,9 +177,8 @@ def test_a_hundred_continue_before_the_reply(serve: Callable[..., Server]) -> No
     transport = Transport(5.0)
     body = bytes(range(256)) * 8000
     pieces = (body[at : at + 100_000] for at in range(0, len(body), 100_000))
-    reply = transport.request(
-        "PUT", server.url + "/k", {"Content-Length": str(len(body))}, pieces, size=len(body)
-    )
+    headers = {"Content-Length": str(len(body))}
+    reply = transport.send(Exchange("PUT", server.url + "/k", headers, size=len(body)), pieces)
     assert (reply.status, reply.body, reply.headers["etag"]) == (200, b"done", '"right"')
     assert b"expect:" not in server.heads[0].lower()  # waiting for the server's word costs a round trip
     transport.close()
@@ -199,7 +198,7 @@ def test_a_refusal_before_the_body_was_sent(serve: Callable[..., Server]) -> Non
             yield bytes(1 << 20)
 
     transport = Transport(5.0)
-    reply = transport.request("PUT", server.url + "/k", {}, pieces(), size=1000 << 20)
+    reply = transport.send(Exchange("PUT", server.url + "/k", {}, size=1000 << 20), pieces())
     assert reply.status == 503 and b"SlowDown" in reply.body
     assert len(given) < 100
     transport.close()
@@ -222,7 +221,7 @@ def test_an_error_of_the_bodys_source_ends_the_exchange(serve: Callable[..., Ser
 
     transport, server = Transport(5.0), serve(answer)
     with pytest.raises(RuntimeError, match="the disk"):
-        transport.request("PUT", server.url + "/k", {}, pieces(), size=1 << 30)
+        transport.send(Exchange("PUT", server.url + "/k", {}, size=1 << 30), pieces())
     assert ended.wait(5), "the connection is still open"
     transport.close()
 
@@ -260,13 +259,13 @@ def test_a_connection_that_ends_as_its_body_goes_on_ends_no_other(
 
     transport, server = Transport(5.0), serve(answer)
     got: list[bytes] = []
-    other = threading.Thread(target=lambda: got.append(transport.request("GET", server.url, {}).body))
+    other = threading.Thread(target=lambda: got.append(transport.send(Exchange("GET", server.url, {})).body))
     other.start()
     assert asked.wait(5)
     loop: Any = transport._loop
     old = set(loop._watched)
     with pytest.raises(Transient):
-        transport.request("PUT", server.url + "/k", {}, pieces(), size=2000)
+        transport.send(Exchange("PUT", server.url + "/k", {}, size=2000), pieces())
     goes_on.set()
     other.join(10)
     assert got == [b"hello"]
@@ -504,7 +503,7 @@ def test_trailers_after_an_empty_body(serve: Callable[..., Server]) -> None:
         )
     )
     transport = Transport(5.0)
-    reply = transport.request("GET", server.url, {})
+    reply = transport.send(Exchange("GET", server.url, {}))
     assert (reply.status, reply.headers["etag"], reply.body) == (200, '"e"', b"")
     transport.close()
 
@@ -536,7 +535,7 @@ def test_a_server_that_takes_no_more_of_a_body(serve: Callable[..., Server]) -> 
     server = serve(lambda wire, head: time.sleep(5))
     transport = Transport(0.3)
     with pytest.raises(Transient, match="silent for too long"):
-        transport.request("PUT", server.url, {}, (bytes(1 << 20) for _ in range(100)), size=100 << 20)
+        transport.send(Exchange("PUT", server.url, {}, size=100 << 20), (bytes(1 << 20) for _ in range(100)))
     transport.close()
 
 
@@ -820,7 +819,7 @@ def test_no_thread_before_the_first_exchange_and_none_after_the_end(serve: Calla
     before, descriptors = threads(), len(os.listdir("/proc/self/fd"))
     transport = Transport(5.0)
     assert threads() == before
-    assert transport.request("GET", server.url, {}).body == b"hello"
+    assert transport.send(Exchange("GET", server.url, {})).body == b"hello"
     assert threads() == before + 1
     transport.close()
     for _ in range(200):
@@ -829,7 +828,7 @@ def test_no_thread_before_the_first_exchange_and_none_after_the_end(serve: Calla
         time.sleep(0.01)
     assert threads() == before
     with pytest.raises(Transient, match="closed"):
-        transport.request("GET", server.url, {})
+        transport.send(Exchange("GET", server.url, {}))
     server.close()
     time.sleep(0.1)
     assert len(os.listdir("/proc/self/fd")) <= descriptors
@@ -842,7 +841,7 @@ def test_closing_ends_what_is_under_way(serve: Callable[..., Server]) -> None:
 
     def ask() -> None:
         try:
-            transport.request("GET", server.url, {})
+            transport.send(Exchange("GET", server.url, {}))
         except Transient as exc:
             failed.append(str(exc))
 
@@ -862,15 +861,15 @@ def test_a_loop_that_fails_begins_anew(
 ) -> None:
     server = serve(lambda wire, head: wire.reply(b"hello"))
     transport = Transport(5.0)
-    assert transport.request("GET", server.url, {}).body == b"hello"
+    assert transport.send(Exchange("GET", server.url, {})).body == b"hello"
     loop: Any = transport._loop
     monkeypatch.setattr(type(loop), "_look_for_silence", lambda *_: 1 / 0)
     loop._look_at = 0.0
     with pytest.raises(Transient):
         for _ in range(10):
-            transport.request("GET", server.url, {})
+            transport.send(Exchange("GET", server.url, {}))
     monkeypatch.undo()
-    assert transport.request("GET", server.url, {}).body == b"hello"
+    assert transport.send(Exchange("GET", server.url, {})).body == b"hello"
     assert "the HTTP client failed" in caplog.text
     transport.close()
 
