@@ -7,15 +7,12 @@ after its time by the receiver's clock, and is accepted once. A restarted receiv
 `WINDOW_S`, an eavesdropper could replay an old request, and would get a reply that it has overheard before.
 
 Replies carry a MAC over the request's nonce, the status, the length and, except for blocks, the body. In a body of blocks,
-a MAC over nonce, block and checksum follows each checksum. So before a reader sees a block, the client knows that a node
-with the key sent the block in answer to this request. That keeps out strangers, and replies that are old or belong to
-another request. It does not keep out an attacker on the path that changes bytes *and* finds others with the same xxh3_64,
-which is not a cryptographic hash. And an attacker can overhear everything. Where the network itself is not trusted, use
-certificates.
+a MAC over nonce, block and checksum follows each checksum. That keeps out strangers, and replies that are old or belong to
+another request, but not an attacker on the path that finds other bytes with the same xxh3_64, which is not a cryptographic
+hash; and it hides nothing.
 
 **Certificates.** TLS 1.2 or later; both sides show a certificate. Every holder of a certificate from the CA is a peer:
-names are not compared, because nodes come and go under addresses that no certificate lists. So the CA must be the cluster's
-own.
+names are not compared, because nodes come and go under addresses that no certificate lists.
 """
 
 from __future__ import annotations
@@ -177,7 +174,7 @@ class Verifier:
             sent_at = int(when)
             nonce, mac = bytes.fromhex(nonce_hex), bytes.fromhex(mac_hex)
         except ValueError:
-            raise Unauthorized("this node wants requests signed with its key") from None
+            scheme = ""
         if scheme != SCHEME or len(nonce) != NONCE_BYTES:
             raise Unauthorized("this node wants requests signed with its key")
         if not hmac.compare_digest(mac, self.key.request_mac(method, target, host, when, nonce)):

@@ -1,16 +1,12 @@
 """Requests to the other nodes.
 
-Connections are kept and reused, a bounded number to each peer. When a deadline has passed or the task is cancelled, the
-client shuts the connection down, even if a thread is receiving from it. The thread then ends at once, and the sink is not
-called any more when the task continues. Nothing is retried here, except on a connection that had died while it was idle:
-the caller decides what to do without the peer.
+Connections are kept and reused, a bounded number to each peer. Nothing is retried here, except on a connection that had died
+while it was idle: the caller decides what to do without the peer.
 
 Socket operations are generators that yield what they wait for. A trio task drives them, so a request, the head of its reply
-and a body of up to `LITTLE` bytes need no thread. For 100 KB that costs less than a worker thread (measured: twice as many
-requests a second). A worker thread receives a longer body, because at gigabytes a second the event loop would do nothing
-but copy (measured: twice as fast with eight at once). The thread waits in the kernel, in one call for some hundred KiB. A
-non-blocking socket would take several calls and polls, and each of them competes for the interpreter's lock (measured,
-together with what `WAKE_BYTES` saves: a quarter of the time that an extent costs both sides).
+and a body of up to `LITTLE` bytes need no thread (measured: twice as many requests of 100 KB a second as with threads). A
+worker thread receives a longer body (measured: twice as fast with eight at once). It waits in the kernel, because each call
+and poll of a non-blocking socket competes for the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -292,11 +288,8 @@ class Checked(NamedTuple):
 
 
 class Delivery:
-    """A sink that can be closed while another thread writes to it. One writer (a worker thread, or the trio task) calls
-    `write`, and the task calls `close`.
-
-    The flags need no lock: each has one writer. `write` sets `_writing` *before* it reads `_closed`, and `close` sets
-    `_closed` before it reads `_writing`, so one of the two sides sees the other."""
+    """A sink that can be closed while another thread writes to it. The flags need no lock: `write` sets `_writing` *before*
+    it reads `_closed`, and `close` sets `_closed` before it reads `_writing`, so one of the two sides sees the other."""
 
     def __init__(self, sink: Sink) -> None:
         self.bytes = 0
@@ -865,9 +858,8 @@ class Client:
                 sock = await self._reach(address, peer)
         except (OSError, trio.TooSlowError) as exc:
             peer.ips, peer.looked_up = [], False
-            reason = (
-                "no answer" if isinstance(exc, trio.TooSlowError) else getattr(exc, "strerror", None) or exc
-            )
+            silent = isinstance(exc, trio.TooSlowError)
+            reason = "no answer" if silent else getattr(exc, "strerror", None) or exc
             raise PeerFailed("connect", f"{address}: {reason}") from exc
         plain = socket.socket(fileno=sock.detach())
         plain.setblocking(False)

@@ -1,9 +1,8 @@
 """Which members to ask for an extent, and what a member's answers say about its health.
 
-The members of an extent, in the ring's order, are its owner, then (with replicas) those that keep a copy of what they read,
-then its successors. A node that misses a block asks them in that order. It skips members that may not be tried now, and
-asks at most `ASKED` members before the origin. If the next member is the node itself, it fetches from the origin: it is the
-owner, or all members before it are dead or were asked.
+The members of an extent, in the ring's order, are its owner, the other replicas, and its successors. A node that misses a
+block asks them in that order. It skips members that may not be tried now, and asks at most `ASKED` before the origin. If the
+next member is the node itself, it fetches from the origin.
 
 A request carries the server's place in this order (its rank). A node fetches for a client only what it owns by its own
 members, or what it is the successor for by the client's rank. So when an owner dies, the origin serves its extents once
@@ -25,7 +24,7 @@ import trio
 from cachefs.base.names import ObjectId
 from cachefs.base.tasks import contained
 from cachefs.peers.client import TOTAL_S, Client
-from cachefs.peers.health import DEAD_AFTER, LONGEST_DEADLINE_S, Health, Pace, PeerTable
+from cachefs.peers.health import DEAD_AFTER, LONGEST_DEADLINE_S, Health, Pace, PeerStats, PeerTable
 from cachefs.peers.membership import REFUSED, UNKNOWN, Member, Membership
 from cachefs.peers.wire import Address, BlockRequest, Kind, PeerFailed, Sink
 
@@ -306,14 +305,11 @@ class Cluster:
         several daemons of one machine have the same count."""
         members = self.membership.members
         total = sum(member.weight for member in members.values()) or 1.0
-        table = self.stats.as_dict()
+        table, unknown = self.stats.rows, PeerStats()
         rows = []
         for name, member in sorted(members.items(), key=lambda item: item[1].addresses):
-            asked = [table[str(address)] for address in member.addresses if str(address) in table]
-            answered = [row["latency_s"] for row in asked if row["latency_s"]]
-            failures: Counter[str] = Counter()
-            for row in asked:
-                failures.update(row["failures"])
+            asked = [table.get(str(address), unknown) for address in member.addresses]
+            latencies = [row.first_byte_s / row.answered for row in asked if row.answered]
             rows.append(
                 {
                     "name": str(member),
@@ -322,11 +318,11 @@ class Cluster:
                     "here": name in self.membership.own,
                     "share": member.weight / total,
                     "state": self._health_of(name).state,
-                    "bytes_in": sum(row["bytes_in"] for row in asked),
-                    "bytes_out": table.get(self._client.host_of(member.address), {}).get("bytes_out", 0),
-                    "requests": sum(row["requests"] for row in asked),
-                    "failures": dict(failures),
-                    "latency_s": sum(answered) / len(answered) if answered else 0.0,
+                    "bytes_in": sum(row.bytes_in for row in asked),
+                    "bytes_out": table.get(self._client.host_of(member.address), unknown).bytes_out,
+                    "requests": sum(row.requests for row in asked),
+                    "failures": dict(sum((row.failures for row in asked), Counter())),
+                    "latency_s": sum(latencies) / len(latencies) if latencies else 0.0,
                 }
             )
         return rows

@@ -1,17 +1,13 @@
 """Members that register in etcd, and a client of etcd's v3 gateway (JSON over HTTP/1.1).
 
 A node's key is `prefix/group/host:port`, and its value is the node's handshake. If two keys have one node id (the node is
-back under another address, and its old lease still runs), the key written last counts. The key is attached to a lease of 10
-s: etcd deletes the key of a node that died after ten seconds, and a node that stops revokes its lease. At every poll a node
-renews its lease and requests the number of keys and the newest revision among them. It reads the keys only when these have
-changed.
+back under another address, and its old lease still runs), the key written last counts. The key is attached to a lease:
+etcd deletes the key of a node that died, and a node that stops revokes its lease. At every poll a node renews its lease and
+requests the number of keys and the newest revision among them. It reads the keys only when these have changed, and registers
+again when its lease is lost or its key is not its own. While etcd does not answer, the members stay as they are.
 
-While etcd does not answer, the members stay as they are, and their health decides whether they get requests. A node notices
-a lost lease when it renews it, and a deleted or overwritten key at the next poll. Then it registers again.
-
-Four of etcd's calls are needed, and its gateway answers them without gRPC, protobuf or a client library (the maintained
-ones for Python bring asyncio or threads). In its JSON, bytes are base64, 64-bit numbers are strings, and zeros are left
-out.
+In the gateway's JSON, bytes are base64, 64-bit numbers are strings, and zeros are left out. There is no client library that
+brings neither asyncio nor threads.
 """
 
 from __future__ import annotations
@@ -165,7 +161,8 @@ class Registry:
 
     async def _renew(self) -> bool:
         reply = await self._gateway.call("/v3/lease/keepalive", {"ID": self._lease})
-        return _number(_part(reply, "result"), "TTL") > 0
+        result = reply.get("result")
+        return isinstance(result, dict) and _number(result, "TTL") > 0
 
     def _sees_itself(self, address: Address) -> bool:
         """True if this node's key is there and holds its handshake."""
@@ -350,11 +347,6 @@ def _decoded(pair: Message, name: str) -> bytes:
         return b64decode(str(pair.get(name, "")))
     except ValueError:
         return b""
-
-
-def _part(message: Message, name: str) -> Message:
-    part = message.get(name)
-    return part if isinstance(part, dict) else {}
 
 
 def _parts(message: Message, name: str) -> list[Message]:

@@ -1,15 +1,12 @@
 """The health of each peer as this node sees it: whether it may get requests, how long to wait for it, and its counters.
 
 A failure makes a peer *suspect*, several in a row make it *dead*. It then gets no requests during a pause, which doubles
-with each further failure; after the pause one request tries the peer. Any success makes it healthy at once. A suspect peer
-will probably answer the next request. A dead one will not, so its successors fetch what it owns. No member is removed here:
-the ring contains all members, and a reader skips an owner that may not be tried.
+with each further failure; after the pause one request tries the peer. Any success makes it healthy at once. A dead peer's
+successors fetch what it owns. No member is removed here: the ring contains all members, and a reader skips an owner that may
+not be tried.
 
-Deadlines are derived from the peer's own answers. A histogram with logarithmic buckets has the times to the first byte; its
-counts are halved now and then. So a peer that always answered quickly is given up early, and one behind a slow link is not.
-
-A peer should be faster than the origin. A peer that sends a byte a second is never silent, so `Pace` compares a transfer
-with the origin's rate: a transfer that takes `TIMES` as long is too slow, unless it would be complete within `FLOOR_S`.
+Deadlines are derived from the peer's own answers, so a peer that always answered quickly is given up early, and one behind a
+slow link is not. A peer that sends a byte a second is never silent, so `Pace` compares a transfer with the origin's rate.
 
 Pure: the clock (any steady one, in seconds) and the random numbers are passed in.
 """
@@ -22,7 +19,7 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Literal
 
 from cachefs.peers.wire import Kind
 
@@ -205,48 +202,33 @@ class Pace:
 
 @dataclass(slots=True)
 class PeerStats:
-    """Counters of one peer since this daemon started: our requests to it, and its requests to us."""
+    """Counters of one peer since this daemon started: our requests to it, and its requests to us. `first_byte_s` is the sum
+    over `answered` of the time from sending a request to the reply's head."""
 
     requests: int = 0
     bytes_in: int = 0
     failures: Counter[Kind] = field(default_factory=Counter)
     first_byte_s: float = 0.0
-    """Sum over `answered` of the time from sending a request to the reply's head."""
     answered: int = 0
     served: int = 0
     bytes_out: int = 0
     turned_away: int = 0
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values; `latency_s` is the mean time to the reply's head, 0 before the first."""
-        return {
-            "requests": self.requests,
-            "bytes_in": self.bytes_in,
-            "failures": dict(self.failures),
-            "latency_s": self.first_byte_s / self.answered if self.answered else 0.0,
-            "served": self.served,
-            "bytes_out": self.bytes_out,
-            "turned_away": self.turned_away,
-        }
-
 
 class PeerTable:
-    """The counters of each peer. Peers that we send requests to are keyed by address; clients by host, since their ports
-    vary. On the trio thread only."""
+    """The counters of each peer, in `rows`. Peers that we send requests to are keyed by address; clients by host, since
+    their ports vary. On the trio thread only."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, PeerStats] = {}
+        self.rows: dict[str, PeerStats] = {}
 
     def of(self, peer: str) -> PeerStats:
-        row = self._rows.pop(peer) if peer in self._rows else PeerStats()
-        self._rows[peer] = row
-        if len(self._rows) > MAX_PEERS:
-            del self._rows[next(iter(self._rows))]
+        row = self.rows.pop(peer) if peer in self.rows else PeerStats()
+        self.rows[peer] = row
+        if len(self.rows) > MAX_PEERS:
+            del self.rows[next(iter(self.rows))]
         return row
 
     def forget(self, peer: str) -> None:
         """Drop the counters of a member that left."""
-        self._rows.pop(peer, None)
-
-    def as_dict(self) -> dict[str, dict[str, Any]]:
-        return {peer: row.as_dict() for peer, row in self._rows.items()}
+        self.rows.pop(peer, None)

@@ -1,15 +1,12 @@
 """Which nodes are members of this node's ring.
 
 Every `POLL_S`, `Membership` asks its *source* (a list, a DNS name, etcd) for the addresses that are present now, with the
-handshake of the node at each, as far as it is known, and compares these nodes with the present members. A member has this
-node's cache group, sources and block size, and a share of the ring. Nodes may know different members for a while, and
-nothing waits until they agree. Meanwhile an extent has two owners, or a node is asked for an extent that it does not own.
-In the worst case the origin serves it once more.
+handshake of the node at each, as far as it is known. A member has this node's cache group, sources and block size, and a
+share of the ring. Nodes may know different members for a while, and nothing waits until they agree: in the worst case the
+origin serves an extent once more.
 
 A member's *name* in the ring is its id (`node.node_id`), which belongs to the files in its cache directory; several
-addresses of one id are one member. An address without a known id has no place in the ring, and the other members keep its
-share. A place derived from the address would differ from the later one, and two parts of the data would move instead of
-one.
+addresses of one id are one member. An address without a known id has no place in the ring.
 """
 
 from __future__ import annotations
@@ -42,22 +39,14 @@ class Ring:
 
     Every member has a hash with every extent, and the member with the best hash owns it. So nodes that know the same
     members agree without a message, and when one leaves only its own extents move: each to its second best, which
-    spreads them over the rest by weight.
+    spreads them over the rest by weight. The unit is the extent because that is also what the store evicts, and the longest
+    part that one GET fetches.
 
-    The unit of ownership is the extent of 16 blocks (16 MiB by default), addressed by the digest of the object version
-    and its index there; an object up to that size is one unit. The extent is also the store's index row, what it evicts,
-    and the longest part that one GET fetches. With a smaller unit two owners would send the origin requests for pieces
-    of one range; with a larger one big files would spread over few nodes.
+    With weights it is a race: with `u` the hash as a number in (0, 1], member m arrives at -ln(u) / w, and the first of
+    several such arrivals is m's with probability w / total. Among members of one weight the largest hash wins, so the
+    logarithm is taken once per distinct weight. Measured: 50 µs at 1,000 members and 6 µs at 100.
 
-    With weights it is a race: with `u` the hash as a number in (0, 1], member m arrives at -ln(u) / w. That is the
-    exponential distribution of rate w, and the first of several such arrivals is m's with probability w / total. (Without
-    the division this is the usual score -w / ln(h).) Among members of one weight the largest hash wins the race, so the
-    logarithm is taken once per distinct weight. Cost, measured: 50 µs at 1,000 members and 6 µs at 100, nearly all in the
-    members' hashes; a node asks once per extent or small file that it does not hold. A table of slots would answer faster,
-    but would have to be rebuilt at each join and leave, or balance worse.
-
-    `members` maps names to weights: 1 is usual, and 0 or less owns nothing. A member must have one name on all nodes.
-    Immutable."""
+    `members` maps names to weights: 1 is usual, and 0 or less owns nothing. Immutable."""
 
     def __init__(self, members: Mapping[str, float]) -> None:
         self.members = {name: weight for name, weight in sorted(members.items()) if weight > 0}

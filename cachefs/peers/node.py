@@ -1,8 +1,5 @@
 """This node among its peers: its id, its server, its membership and its client.
 
-A node is opened before the mount, so that a port in use is reported in one line. It serves as soon as there is something to
-serve. It leaves before the mount goes: it unregisters, refuses new requests, and finishes the replies in progress.
-
 The node's id is a random word in the cache directory. The ring is made of ids, and a node's place in the ring decides which
 files it caches. So the id is created with the cache, survives restarts and changes of address, and goes when the cache is
 removed. After a cache directory was copied, two nodes have one id, and each sees the other's handshake. The one whose
@@ -100,15 +97,9 @@ class PeerNode:
         self._membership.on_change = self._changed
 
     def _source(self) -> Source:
+        chosen = self._chosen
         return open_source(
-            self._chosen.peers,
-            self._handshake,
-            self._listen,
-            self._client.handshake,
-            self._rng,
-            tls=self._chosen.etcd_tls,
-            user=os.environ.get("CACHEFS_ETCD_USER", ""),
-            password=os.environ.get("CACHEFS_ETCD_PASSWORD", ""),
+            chosen.peers, self._handshake, self._listen, self._client.handshake, self._rng, chosen.etcd_tls
         )
 
     @classmethod
@@ -296,14 +287,12 @@ def open_source(
     listen: Address | None,
     identify: Identify,
     rng: random.Random,
-    *,
     tls: ssl.SSLContext | None = None,
-    user: str = "",
-    password: str = "",
 ) -> Source:
     """The source of members that `--peers` names. Sends nothing yet. `listen` is where this node listens, None if it serves
-    no blocks. `identify` requests a handshake (not needed with etcd). `tls`, `user` and `password` are for etcd."""
+    no blocks. `identify` requests a handshake (not needed with etcd). `tls` is for etcd."""
     if isinstance(peers, EtcdPeers):
+        user, password = (os.environ.get(f"CACHEFS_ETCD_{name}", "") for name in ("USER", "PASSWORD"))
         gateway = Gateway(peers.endpoints, rng, tls=tls, user=user, password=password)
         return Registry(gateway, peers.prefix, handshake, listen)
     resolver = Resolver()

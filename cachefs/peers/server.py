@@ -1,15 +1,13 @@
 """The server of blocks for the other nodes.
 
 Each connection has a task, which answers one request at a time. `Shares` decides which bytes are served, and from where.
-This module bounds what any client can use: it limits connections and requests in all and for each host, a request's head
-has a maximal size and a deadline, requests have no bodies, and a reply that the client does not take is broken off. With a
-key, nothing is looked up before the request's MAC was checked.
+This module bounds what any client can use (`Limits`). With a key, nothing is looked up before the request's MAC was checked.
 
 Without TLS a file's bytes never come into this process: `sendfile` moves them from the page cache to the socket. A worker
 thread sends a long run of bytes, because it may have to wait for a disk, and because at gigabytes a second the event loop
-would do nothing else. While a client takes nothing, the trio task waits for the client, so such clients occupy no thread.
-With TLS the bytes must be read to be encrypted. A small block in memory is read, too, so that one call sends head, block
-and check (measured: a tenth less processor time for 100 KB).
+would do nothing else. While a client takes nothing, the trio task waits for the client, so such clients occupy no thread. A
+small block in memory is read, so that one call sends head, block and check (measured: a tenth less processor time for 100
+KB).
 """
 
 from __future__ import annotations

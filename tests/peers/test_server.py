@@ -415,8 +415,8 @@ def test_counters_are_bounded() -> None:
     for i in range(2 * MAX_PEERS):  # of nodes that came and went
         table.of(f"10.0.{i}").served += 1
         table.of("10.1.1").served += 1
-    counted = table.as_dict()
+    counted = table.rows
     assert len(counted) == MAX_PEERS
-    assert counted["10.1.1"]["served"] == 2 * MAX_PEERS and counted[f"10.0.{i}"]["served"] == 1
+    assert counted["10.1.1"].served == 2 * MAX_PEERS and counted[f"10.0.{i}"].served == 1
     table.forget("10.1.1")
-    assert len(table.as_dict()) == MAX_PEERS - 1
+    assert len(table.rows) == MAX_PEERS - 1
