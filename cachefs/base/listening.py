@@ -7,6 +7,7 @@ descriptor is closed and accept(2) repeated, so that `cachefs status` gets an an
 from __future__ import annotations
 
 import errno
+import ipaddress
 import logging
 import os
 from contextlib import suppress
@@ -22,6 +23,14 @@ FOR_NOW = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 AGAIN_S = 0.1
 """Seconds before accept(2) is retried. Borrowed from `trio.serve_listeners`."""
+
+
+def is_loopback(host: str) -> bool:
+    """True if a host, as written in an address, is certainly this machine."""
+    try:
+        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class Listener(trio.abc.Listener[trio.SocketStream]):

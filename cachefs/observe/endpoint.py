@@ -7,7 +7,6 @@ a browser of this machine can read it under the page's own host name (DNS rebind
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -16,7 +15,7 @@ import trio
 
 from cachefs.base.errors import MountError
 from cachefs.base.http1 import MAX_HEAD_BYTES, NotHttp, Request, parse_request, spell_reply
-from cachefs.base.listening import Listener
+from cachefs.base.listening import Listener, is_loopback
 from cachefs.base.tasks import containing
 
 log = logging.getLogger(__name__)
@@ -53,14 +52,6 @@ HEADERS = {
 
 def plain(text: str, status: int = 200) -> Reply:
     return Reply(status, TEXT, (text + "\n").encode())
-
-
-def is_loopback(host: str) -> bool:
-    """True if a host, as written in an address, is a loopback address or localhost."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 async def open_endpoint(where: str) -> Endpoint:

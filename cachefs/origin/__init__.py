@@ -1,8 +1,7 @@
 """The origin: an object store seen from trio.
 
-A *client* (HTTP, fsspec, a directory) is a thread-safe object that makes one attempt per call and knows one vendor.
-`Origin` adds what is the same for all: worker threads, the concurrency limiter, retries with jitter, resumption of a broken
-body, deadlines, the limits on bytes a second, and counting. Other rooms see only `Origin`.
+A *client* (HTTP, fsspec, a directory) makes one attempt per call and knows one vendor. `Origin` adds what is the same for
+all (`attempts`). Other rooms see only `Origin`.
 
 A write (`Origin.put`, `begin_upload`, `copy`, `delete`) is whole or not at all: a key shows the old version until the new
 one is complete. A read is conditional on the etag, so it never mixes bytes of two versions. Every call ends within its

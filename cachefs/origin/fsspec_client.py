@@ -171,11 +171,7 @@ class Filesystem(Writer):
                 filesystem.makedirs(path, exist_ok=True)
                 return Written("directory", 0)  # filesystems have no version of a directory
             data = b"".join(body.chunks()) if body.size <= CHUNK else None
-            try:
-                self._write(filesystem, path, body, data)
-            except FileNotFoundError:  # some filesystems want a directory before its files
-                filesystem.makedirs(path.rpartition("/")[0], exist_ok=True)
-                self._write(filesystem, path, body, data)
+            _in_directory(filesystem, path, lambda: self._write(filesystem, path, body, data))
         except Exception as exc:
             raise self._client.translated(exc, key) from exc
         return Written()
@@ -186,11 +182,7 @@ class Filesystem(Writer):
         source, target = self._client.path(key), self._client.path(to)
         try:
             filesystem = self._client.opened()
-            try:
-                filesystem.cp_file(source, target)
-            except FileNotFoundError:
-                filesystem.makedirs(target.rpartition("/")[0], exist_ok=True)
-                filesystem.cp_file(source, target)
+            _in_directory(filesystem, target, lambda: filesystem.cp_file(source, target))
         except Exception as exc:
             raise self._client.translated(exc, key) from exc
         return Written()
@@ -227,6 +219,15 @@ class Filesystem(Writer):
             with suppress(Exception):  # the first error tells more
                 file.discard()
             raise
+
+
+def _in_directory(filesystem: Any, path: str, write: Callable[[], None]) -> None:
+    """Write to a path. Some filesystems want a directory before its files."""
+    try:
+        write()
+    except FileNotFoundError:
+        filesystem.makedirs(path.rpartition("/")[0], exist_ok=True)
+        write()
 
 
 def in_our_words(exc: BaseException, object_name: str, advice: str) -> CachefsError:
@@ -351,7 +352,7 @@ CHUNK = 1 << 20
 
 
 class _StoreClient(FsspecClient):
-    """The common part of both. `_call` runs a coroutine function on fsspec's loop."""
+    """The common part of both."""
 
     def __init__(
         self, place: Bucket | Container, root: str, http: SignedHttp, objects: S3Objects | AzureObjects
@@ -376,21 +377,14 @@ class _StoreClient(FsspecClient):
         super().close()
         self._transport.close()
 
-    def _call(self, key: str, call: Any, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, key: str, call: Callable[[Any], Any]) -> Any:
+        """The result of a coroutine function that is given the filesystem, on fsspec's loop. The filesystem is opened before
+        that, because opening it may wait for that loop."""
         from fsspec.asyn import sync
 
         try:
-            return sync(
-                self.opened().loop, call, *args, timeout=self._transport.stall_s + CONNECT_S, **kwargs
-            )
-        except Exception as exc:
-            raise self.translated(exc, key) from exc
-
-    def _opened_for(self, key: str) -> Any:
-        """The filesystem, opened if it is not. Called before fsspec's loop has work to do: opening may wait for that
-        loop."""
-        try:
-            return self.opened()
+            filesystem = self.opened()
+            return sync(filesystem.loop, call, filesystem, timeout=self._transport.stall_s + CONNECT_S)
         except Exception as exc:
             raise self.translated(exc, key) from exc
 
@@ -421,17 +415,14 @@ class S3fsClient(_StoreClient):
         body = reply["Body"]
         try:
             self._same_version(key, etag, quoted(reply["ETag"]))
-            while data := self._call(key, body.read, CHUNK):
+            while data := self._call(key, lambda _: body.read(CHUNK)):
                 yield data
         finally:
             body.close()
 
     def _s3(self, key: str, method: str, **arguments: Any) -> Any:
-        async def ask() -> Any:
-            return await filesystem._call_s3(method, Bucket=self._bucket.name, Key=key, **arguments)
-
-        filesystem = self._opened_for(key)
-        return self._call(key, ask)
+        bucket = self._bucket.name
+        return self._call(key, lambda fs: fs._call_s3(method, Bucket=bucket, Key=key, **arguments))
 
     def _open(self) -> Any:
         import s3fs
@@ -467,10 +458,10 @@ class AdlfsClient(_StoreClient):
         self._container = container
 
     def head(self, key: str) -> ObjectInfo:
-        async def properties(blob: Any) -> Any:
-            return await blob.get_blob_properties()
+        async def properties(filesystem: Any) -> Any:
+            return await self._blob(filesystem, key).get_blob_properties()
 
-        found = self._on_blob(key, properties)
+        found = self._call(key, properties)
         return ObjectInfo(key, int(found.size), seconds_ns(found.last_modified), quoted(str(found.etag)))
 
     def read(
@@ -478,8 +469,8 @@ class AdlfsClient(_StoreClient):
     ) -> Generator[memoryview | bytes, None, None]:
         from azure.core import MatchConditions
 
-        async def download(blob: Any) -> tuple[str, bytes]:
-            stream = await blob.download_blob(
+        async def download(filesystem: Any) -> tuple[str, bytes]:
+            stream = await self._blob(filesystem, key).download_blob(
                 offset=start,
                 length=stop - start,
                 etag=etag,
@@ -488,18 +479,12 @@ class AdlfsClient(_StoreClient):
             )
             return quoted(stream.properties.etag), await stream.readall()
 
-        found, data = self._on_blob(key, download)
+        found, data = self._call(key, download)
         self._same_version(key, etag, found)
         yield data
 
-    def _on_blob(self, key: str, call: Any) -> Any:
-        """The result of a coroutine function `call`, which is given the blob's client."""
-
-        async def ask() -> Any:
-            return await call(filesystem.service_client.get_blob_client(self._container.container, key))
-
-        filesystem = self._opened_for(key)
-        return self._call(key, ask)
+    def _blob(self, filesystem: Any, key: str) -> Any:
+        return filesystem.service_client.get_blob_client(self._container.container, key)
 
     def _open(self) -> Any:
         import adlfs

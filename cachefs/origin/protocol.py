@@ -60,8 +60,7 @@ class ObjectInfo:
 
     `key` is the origin's full key, with the mount's prefix. `etag` is the value for If-Match, with quotes where the origin
     quotes; an object without an etag has one made of mtime and size. `size` is in bytes, -1 if a listing does not tell it
-    (plain HTTP index pages). `mtime_ns` is nanoseconds since the epoch.
-    """
+    (plain HTTP index pages). `mtime_ns` is nanoseconds since the epoch."""
 
     key: str
     size: int
@@ -84,8 +83,7 @@ class ListPage:
 
     `objects` are the keys directly below the prefix, directory markers included; `prefixes` are the common prefixes, each
     ending in "/". `next_token` continues the listing; None on the last page. `ordered`: pages come in byte order, so all
-    keys up to the last one of a page are known.
-    """
+    keys up to the last one of a page are known."""
 
     objects: list[ObjectInfo]
     prefixes: list[str]
@@ -401,10 +399,7 @@ class Writer(Protocol):
 
 class Client(Lister, Protocol):
     """One vendor's store: thread-safe, one attempt per call; raises only `cachefs.base.errors`. All calls block, except
-    those of `Fetching`: a client is either `Fetching` or a `BlockingReader`.
-
-    Callers expect `NotFound`, `PermissionDenied`, `ObjectChanged`, `Throttled`, `Transient`, `Unsupported`.
-    """
+    those of `Fetching`: a client is either `Fetching` or a `BlockingReader`."""
 
     can_list: bool
 
@@ -424,13 +419,10 @@ class Client(Lister, Protocol):
     def close(self) -> None: ...
 
 
-# A record of which conditions of writes an origin honours, for the lifetime of a mount. Pure.
-#
-# Stores that speak S3 differ here. A store that ignores a condition answers as if the condition had held, so its success
-# proves nothing. Seen on Ceph's RADOS Gateway 16.2: both kinds of copy ignore `x-amz-copy-source-if-match`, completing an
-# upload ignores `If-Match` and `If-None-Match`, and a PUT takes an etag in `If-Match` only without its quotes.
-#
-# `Probes` sends requests that must fail to find out; `Origin` compares the objects itself if a condition is not honoured.
+# Which conditions of writes an origin honours. A store that ignores a condition answers as if the condition had held, so its
+# success proves nothing. Seen on Ceph's RADOS Gateway 16.2: both kinds of copy ignore `x-amz-copy-source-if-match`,
+# completing an upload ignores `If-Match` and `If-None-Match`, and a PUT takes an etag in `If-Match` only without its quotes.
+# `Probes` finds out; `Origin` compares the objects itself if a condition is not honoured.
 
 
 class Condition(StrEnum):

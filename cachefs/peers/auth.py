@@ -18,7 +18,6 @@ names are not compared, because nodes come and go under addresses that no certif
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import itertools
 import os
 import ssl
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cachefs.base.errors import CachefsError, ConfigError
+from cachefs.base.listening import is_loopback
 from cachefs.peers.wire import MAC_BYTES
 
 WINDOW_S = 30.0
@@ -260,11 +260,3 @@ def check_server(host: str, key: Key | None, tls: ssl.SSLContext | None) -> None
         raise ConfigError(
             f"any machine could answer in the place of {host}: give --peer-key-file or certificates, as the other nodes have"
         )
-
-
-def is_loopback(host: str) -> bool:
-    """True if the host is certainly this machine."""
-    try:
-        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -28,9 +28,10 @@ import trio
 import xxhash
 
 from cachefs.base.http1 import NotHttp, Reply, parse_reply, spell_request
+from cachefs.base.listening import is_loopback
 from cachefs.base.metrics import Metrics
 from cachefs.base.tasks import in_thread
-from cachefs.peers.auth import Macs, Signer, is_loopback
+from cachefs.peers.auth import Macs, Signer
 from cachefs.peers.health import LOOK_EVERY_S, Pace, PeerTable
 from cachefs.peers.wire import (
     BLOCKS,

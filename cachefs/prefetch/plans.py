@@ -274,9 +274,6 @@ class Plans:
         self.jumped = False  # any of them
         self._round_robin: deque[Plan] = deque()
 
-    def __len__(self) -> int:
-        return len(self.by_name)
-
     def put(self, plan: Plan) -> Plan | None:
         """Add or replace a plan. Returns the plan that was dropped for it: the one unused for longest."""
         self.drop(plan.name)
@@ -321,11 +318,9 @@ class Plans:
         return next((p.files for p in self.by_name.values() if p.files.digest == files.digest), files)
 
 
-# A compact list of paths: a plan may have over a million, the same for each rank of a job. Pure.
-#
-# The paths lie in one buffer, one behind the other. An open-addressed hash table of their numbers finds them. It is built
-# when the list is complete; until then a list takes no more than its text. Measured: 1.2 M paths of 50 bytes take 65 bytes
-# each, a third of a dict of strings.
+# A compact list of paths: a plan may have over a million. The paths lie in one buffer. An open-addressed hash table of
+# their numbers finds them, and is built when the list is complete. Measured: 1.2 M paths of 50 bytes take 65 bytes each, a
+# third of a dict of strings.
 
 MOST_FILES = 1 << 26
 """Files of one list. Derived: with paths of 60 bytes they fill the four gigabytes that the offsets can address."""
@@ -415,11 +410,9 @@ class Files:
         return slot
 
 
-# Plans on disk, in a database of their own, so that a restarted daemon continues where the job is.
-#
-# Three tables: `lists` has a list of paths under the digest of the list, once for all plans that share it; `plans` has each
-# plan's name, digest and time of last use; `orders` has its orders. Nothing here is worth an fsync: a lost plan costs its
-# prefetch.
+# Plans on disk, in a database of their own, so that a restarted daemon continues where the job is. The table `lists` has a
+# list of paths under its digest, once for all plans that share it; `plans` has each plan's name, digest and time of last
+# use; `orders` has its orders. Nothing here is worth an fsync: a lost plan costs its prefetch.
 
 log = logging.getLogger(__name__)
 
@@ -523,9 +516,8 @@ def _key(name: str) -> bytes:
     return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-# Plans as they arrive over the control socket: in parts, because a request is one bounded line.
-#
-# A list of files or an order takes effect when it is complete; until then the plan stays as it was.
+# Plans arrive over the control socket in parts, because a request is one bounded line. A list of files or an order takes
+# effect when it is complete; until then the plan stays as it was.
 
 LONGEST_NAME = 256
 
@@ -599,7 +591,11 @@ class Hints:
                 self._orders.pop(plan, None)
                 if self._plans.sharing(files) is files:
                     await trio.to_thread.run_sync(files.make_table)
-                await self._put(Plan(plan, self._plans.sharing(files), self._clock()))
+                dropped = self._plans.put(Plan(plan, self._plans.sharing(files), self._clock()))
+                self._on_change()
+                if dropped is not None:
+                    self._orders.pop(dropped.name, None)
+                    await self._forget_saved(dropped.name)
         return len(files)
 
     async def order(
@@ -642,9 +638,8 @@ class Hints:
         self._forget_unfinished(plan)
         found = self._plans.drop(plan) is not None
         self._on_change()
-        if self._plan_store is not None and found:
-            async with self._writing:
-                await trio.to_thread.run_sync(self._plan_store.drop, plan)
+        if found:
+            await self._forget_saved(plan)
         return found
 
     async def drop_unused(self) -> None:
@@ -671,14 +666,10 @@ class Hints:
         self._orders.pop(plan, None)
         self._unfinished.pop(plan, None)
 
-    async def _put(self, plan: Plan) -> None:
-        dropped = self._plans.put(plan)
-        if dropped is not None:
-            self._orders.pop(dropped.name, None)
-        self._on_change()
-        if dropped is not None and self._plan_store is not None:
+    async def _forget_saved(self, name: str) -> None:
+        if self._plan_store is not None:
             async with self._writing:
-                await trio.to_thread.run_sync(self._plan_store.drop, dropped.name)
+                await trio.to_thread.run_sync(self._plan_store.drop, name)
 
     async def _save(self, plan: Plan) -> None:
         if self._plan_store is None:

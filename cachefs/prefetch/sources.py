@@ -276,13 +276,7 @@ class _Walk:
 class FromDirectories:
     """The other small files of a directory."""
 
-    def __init__(
-        self,
-        fs: FileSystem,
-        paths: Paths,
-        wanted: Wanted,
-        look_soon: LookSoon,
-    ) -> None:
+    def __init__(self, fs: FileSystem, paths: Paths, wanted: Wanted, look_soon: LookSoon) -> None:
         self._look_soon = look_soon
         self._fs = fs
         self._paths = paths

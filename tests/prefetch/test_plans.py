@@ -252,7 +252,7 @@ def test_plans_go_by_time_and_by_number() -> None:
     for i in range(MOST_PLANS):
         assert plans.put(Plan(str(i), files, float(i))) is None
     gone = plans.put(Plan("new", files, 1e9))
-    assert gone is not None and gone.name == "0" and len(plans) == MOST_PLANS
+    assert gone is not None and gone.name == "0" and len(plans.by_name) == MOST_PLANS
     assert plans.drop("new") is not None and plans.drop("new") is None
     assert plans.expired(100.5 + DROP_AFTER_S) == [str(i) for i in range(1, 101)]
 
