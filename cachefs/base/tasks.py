@@ -107,6 +107,21 @@ async def in_worker(
     return await trio.lowlevel.wait_task_rescheduled(leave)  # type: ignore[no-any-return]
 
 
+class Stoppable:
+    """Calls that one thread makes and a trio task ends. Each flag has one writer, so no lock is needed: the thread sets
+    `_busy` *before* it reads `_closed`, and `close` sets `_closed` before it reads `_busy`. One of the two sees the
+    other."""
+
+    _busy = _closed = False
+
+    async def close(self) -> None:
+        """Let no further call begin, and wait for the one that runs: the caller may reuse its buffer or descriptor next."""
+        self._closed = True
+        while self._busy:
+            with trio.CancelScope(shield=True):
+                await trio.sleep(0.001)
+
+
 def start_in_thread(call: Callable[[], T], end: Callable[[outcome.Outcome[T]], object]) -> None:
     """Call `call` in a worker thread, with this context. The trio thread then calls `end` with its outcome, unless trio has
     ended. Call this on the trio thread. OSError (EAGAIN) if no thread can be started."""

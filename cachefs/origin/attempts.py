@@ -41,7 +41,7 @@ from cachefs.base.errors import (
 from cachefs.base.ledger import Account, current_call
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ERRORS, OnOutage
-from cachefs.base.tasks import in_thread
+from cachefs.base.tasks import Stoppable, in_thread
 from cachefs.origin.protocol import (
     AskedToWait,
     Body,
@@ -887,14 +887,6 @@ class Attempts:
 
 
 # -- transfers -------------------------------------------------------------------------------------
-#
-# One transfer: the bytes of one range, from a client into a sink or from a source into a client's request, across all its
-# attempts.
-#
-# Two parties touch it: a thread that moves bytes (the HTTP client's, or a worker) and the trio task that waits for it. The
-# flags below need no lock: each has one writer, and both sides see the writes in their order. The thread sets `_busy`
-# *before* it reads `_closed`; the task sets `_closed` before it reads `_busy`. So either the thread sees that the transfer
-# is closed, or the task sees that a write (or a read of the source) is running.
 
 PROGRESS_S = 1.0
 """Seconds between two reports of a running transfer, which push its deadline back. Derived: a call into trio costs about 0.1
@@ -910,9 +902,11 @@ READ_AHEAD = 1 << 20
 chunks, and the one for fsspec makes one piece of so many bytes."""
 
 
-class Transfer:
-    """The common part of both directions. `position` counts transferred bytes; `counted` (bytes that the metrics have
-    already) and `accounts` belong to `Attempts`, which hears of progress about once a second, while bytes move."""
+class Transfer(Stoppable):
+    """The bytes of one range, from a client into a sink or from a source into a client's request, across all its attempts.
+    A thread moves bytes (the HTTP client's, or a worker), and a trio task waits for it. `position` counts transferred
+    bytes; `counted` (bytes that the metrics have already) and `accounts` belong to `Attempts`, which hears of progress
+    about once a second, while bytes move."""
 
     counter = ""
     """The metric that counts the bytes."""
@@ -923,8 +917,6 @@ class Transfer:
         self._attempts, self._ticket, self._limit = attempts, ticket, limit
         self._scope: trio.CancelScope | None = None
         self._reported = time.monotonic()
-        self._busy = False
-        self._closed = False
         self._trio = trio.lowlevel.current_trio_token()
 
     # On the trio side.
@@ -953,14 +945,6 @@ class Transfer:
     def received(self) -> int:
         """Bytes that the last attempt brought from the origin."""
         return 0
-
-    async def close(self) -> None:
-        """End the transfer: after this, the sink is not written to and the source is not read. Waits for a call that is
-        running now, because the caller may reuse its buffer or descriptor next."""
-        self._closed = True
-        while self._busy:
-            with trio.CancelScope(shield=True):
-                await trio.sleep(0.001)
 
     def shut(self) -> None:
         """As `close`, for a caller that knows that no call is running."""

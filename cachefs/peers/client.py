@@ -30,7 +30,7 @@ import xxhash
 from cachefs.base.http1 import NotHttp, Reply, parse_reply, spell_request
 from cachefs.base.listening import is_loopback
 from cachefs.base.metrics import Metrics
-from cachefs.base.tasks import in_thread
+from cachefs.base.tasks import Stoppable, in_thread
 from cachefs.peers.auth import Macs, Signer
 from cachefs.peers.health import LOOK_EVERY_S, Pace, PeerTable
 from cachefs.peers.wire import (
@@ -288,9 +288,8 @@ class Checked(NamedTuple):
     checksum: int
 
 
-class Delivery:
-    """A sink that can be closed while another thread writes to it. The flags need no lock: `write` sets `_writing` *before*
-    it reads `_closed`, and `close` sets `_closed` before it reads `_writing`, so one of the two sides sees the other."""
+class Delivery(Stoppable):
+    """A sink that can be closed while another thread writes to it."""
 
     def __init__(self, sink: Sink) -> None:
         self.bytes = 0
@@ -299,12 +298,10 @@ class Delivery:
         self._sink = sink
         self._wrote_s = 0.0
         self._since: float | None = None  # when the present write began
-        self._writing = False
-        self._closed = False
 
     def write(self, block: Checked) -> bool:
         """Write a block to the sink. False if the transfer should stop."""
-        self._writing = True
+        self._busy = True
         self._since = since = time.monotonic()
         try:
             if self._closed:
@@ -317,20 +314,13 @@ class Delivery:
         finally:
             self._since = None
             self._wrote_s += time.monotonic() - since
-            self._writing = False
+            self._busy = False
         return True
 
     def in_sink_s(self) -> float:
         """Seconds spent in the sink so far, which do not count as the peer's time."""
         since = self._since
         return self._wrote_s + (time.monotonic() - since if since is not None else 0.0)
-
-    async def close(self) -> None:
-        """Close the sink, and wait for a write that is running. The sink is not called after this."""
-        self._closed = True
-        while self._writing:
-            with trio.CancelScope(shield=True):
-                await trio.sleep(0.001)
 
 
 class _Body(NamedTuple):
