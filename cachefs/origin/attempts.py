@@ -42,16 +42,7 @@ from cachefs.base.ledger import Account, current_call
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ERRORS, OnOutage
 from cachefs.base.tasks import Stoppable, in_thread
-from cachefs.origin.protocol import (
-    AskedToWait,
-    Body,
-    Client,
-    ConnectionEnded,
-    InMemory,
-    Sink,
-    Source,
-    Writer,
-)
+from cachefs.origin.protocol import AskedToWait, Body, Client, ConnectionEnded, InMemory, Sink, Source, Writer
 
 log = logging.getLogger(__name__)
 

@@ -1,13 +1,9 @@
 """Azure Blob Storage: credentials, where a container is, listing, writing block blobs, and the client.
 
 A part is a *block*, which waits beside the blob under an id until a list of ids is put; then those blocks are the blob.
-Azure has no uploads as such. Here an upload is a random word that the ids of its blocks begin with, and its parts are the
-blocks with such ids. So beginning and aborting send no request: Azure removes blocks a week after the last of them, unless
-a list names them. Of two uploads of one blob, the first to be completed discards the other's blocks, and the other is then
-`NoSuchUpload`.
-
-Credentials come from the environment (connection string, key, SAS), else from azure-identity's chain.
-"""
+Azure has no uploads as such. Here an upload is a random word that the ids of its blocks begin with. So beginning and
+aborting send no request: Azure removes blocks a week after the last of them, unless a list names them. Of two uploads of
+one blob, the first to be completed discards the other's blocks, and the other is then `NoSuchUpload`."""
 
 from __future__ import annotations
 
@@ -27,13 +23,7 @@ from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 from xml.etree.ElementTree import Element
 
-from cachefs.base.errors import (
-    ConfigError,
-    NotFound,
-    OriginFailed,
-    PermissionDenied,
-    Transient,
-)
+from cachefs.base.errors import ConfigError, NotFound, OriginFailed, PermissionDenied, Transient
 from cachefs.origin.http import (
     ANY_TYPE,
     HttpClient,

@@ -1,15 +1,14 @@
 """Any store that fsspec knows, through its synchronous interface.
 
-fsspec promises no pages, no conditional reads or writes, and no parts. What works for every filesystem: a listing is one
-page (memory grows with the directory); a read asks for the version before and after it fetches the bytes, and passes them
-on only if both are the wanted one; a file of any size is written from its beginning to its end, and discarded after an
-error where the filesystem can. S3 and Azure have clients of their own below, which do better.
-
-fsspec's own listing cache never expires and its instances are shared; both are switched off.
-"""
+fsspec promises no pages, no conditional reads or writes, and no parts. So a listing is one page (memory grows with the
+directory); a read asks for the version before and after it fetches the bytes, and passes them on only if both are the
+wanted one; a file of any size is written from its beginning to its end. fsspec's own listing cache never expires and its
+instances are shared; both are switched off. S3 and Azure have clients of their own below, which do better."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -28,7 +27,6 @@ from cachefs.base.errors import (
 from cachefs.origin.azure import AzureObjects, Container
 from cachefs.origin.http import (
     CONNECT_S,
-    Opened,
     SignedHttp,
     Transport,
     one_line,
@@ -59,6 +57,33 @@ times."""
 
 NO_CACHES = {"use_listings_cache": False, "skip_instance_cache": True}
 ENVIRONMENT = "check the credentials in the environment or in fsspec's own configuration"
+
+
+class Opened:
+    """One object of a vendor's library (a store, a filesystem), opened again when the credentials change: libraries keep
+    those that they were opened with for minutes or for ever. Thread-safe."""
+
+    def __init__(self, open_it: Callable[[], Any], current: Callable[[], object]) -> None:
+        self._open, self._current = open_it, current
+        self._value: Any = None
+        self._opened_with: object = None
+        self._opened_at = float("-inf")
+        self._lock = threading.Lock()
+
+    def get(self) -> Any:
+        # The credentials are read with the lock held, so that a slower thread cannot bring older ones back.
+        with self._lock:
+            current = self._current()
+            if self._value is None or current != self._opened_with:
+                self._value, self._opened_with = self._open(), current
+                self._opened_at = time.monotonic()
+            return self._value
+
+    def forget(self, since: float = float("inf")) -> None:
+        """Open it again at the next `get`, unless it was opened after `since`. Takes no lock: an opening that hangs must not
+        block `close`."""
+        if self._opened_at <= since:
+            self._value = None
 
 
 class FsspecClient:

@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 from urllib.parse import quote, urlsplit
 from xml.etree import ElementTree
 
@@ -758,18 +758,15 @@ class Transport:
             encrypted = "https" in (parts.scheme, urlsplit(proxy).scheme) or self._follow
             route = self._routes[host] = proxy, authorities() if encrypted else ""
         exchange.proxy, exchange.trusted = route
-        loop = self._loop
-        if loop is None or loop.over:
-            with self._lock:
-                if self._closed:
-                    raise Transient(CLOSED)
-                if self._loop is None or self._loop.over:
-                    try:
-                        self._loop = _Loop(self.stall_s, self._follow)
-                    except (OSError, RuntimeError) as exc:  # too many files are open, or threads run
-                        raise Transient(f"the HTTP client cannot begin: {exc}") from exc
-                loop = self._loop
-        return loop
+        with self._lock:
+            if self._closed:
+                raise Transient(CLOSED)
+            if self._loop is None or self._loop.over:
+                try:
+                    self._loop = _Loop(self.stall_s, self._follow)
+                except (OSError, RuntimeError) as exc:  # too many files are open, or threads run
+                    raise Transient(f"the HTTP client cannot begin: {exc}") from exc
+            return self._loop
 
 
 class _Loop:
@@ -1202,9 +1199,6 @@ def _seconds(retry_after: str | None) -> float | None:
         return None  # an HTTP date: the backoff serves as well
 
 
-T = TypeVar("T")
-
-
 class Credentials(Protocol):
     """The credentials of one mount. `current` is a value: two are equal when they authorise the same."""
 
@@ -1229,33 +1223,6 @@ class NoCredentials:
 
     def renew(self, since: float) -> bool:
         return False
-
-
-class Opened(Generic[T]):
-    """One object of a vendor's library (a store, a filesystem), opened again when the credentials change: libraries keep
-    those that they were opened with for minutes or for ever. Thread-safe."""
-
-    def __init__(self, open_it: Callable[[], T], current: Callable[[], object]) -> None:
-        self._open, self._current = open_it, current
-        self._value: T | None = None
-        self._opened_with: object = None
-        self._opened_at = float("-inf")
-        self._lock = threading.Lock()
-
-    def get(self) -> T:
-        # The credentials are read with the lock held, so that a slower thread cannot bring older ones back.
-        with self._lock:
-            current = self._current()
-            if self._value is None or current != self._opened_with:
-                self._value, self._opened_with = self._open(), current
-                self._opened_at = time.monotonic()
-            return self._value
-
-    def forget(self, since: float = float("inf")) -> None:
-        """Open it again at the next `get`, unless it was opened after `since`. Takes no lock: an opening that hangs must not
-        block `close`."""
-        if self._opened_at <= since:
-            self._value = None
 
 
 # Whole objects are compared with their etags, where these are MD5s: the etag of an object that was written to S3 or

@@ -1,19 +1,15 @@
 """A directory of this machine as an origin.
 
-Not through obstore, which follows symbolic links out of the directory and refuses names with control characters. Symbolic
-links are followed if they end inside the root and do not lead back to a directory on their own path. Other links, and
-everything that is neither file nor directory, are left out.
-
-A directory `d` is the empty object `d/`, its marker. So empty directories exist, and a listing of all keys below a prefix,
-made to copy or delete them, contains the directories.
+Symbolic links are followed if they end inside the root and do not lead back to a directory on their own path. Other links,
+and everything that is neither file nor directory, are left out. A directory `d` is the empty object `d/`, its marker, so
+empty directories exist, and a listing of all keys below a prefix contains the directories.
 
 A written file appears under its name when it is whole and on disk: it is written beside its place under a hidden name,
 synced, renamed, and the directory is synced. A daemon that is killed leaves hidden names behind. They are no keys. Listings
 remember those that they meet, and the next save removes the ones that no client can still be writing. Parts of an upload
-are files in a hidden directory at the root; the kernel puts them together (`copy_file_range`, which shares blocks where the
-file system can). A condition on a version (`if_match`) is not one step with the write here: a file that another process
-replaces between the comparison and the rename is lost. `if_absent` is one step (a hard link).
-"""
+are files in a hidden directory at the root; the kernel puts them together. A condition on a version (`if_match`) is not one
+step with the write here: a file that another process replaces between the comparison and the rename is lost. `if_absent` is
+one step (a hard link)."""
 
 from __future__ import annotations
 

@@ -1,13 +1,10 @@
 """Amazon S3 and stores that speak it: credentials, where a bucket is, listing, writing, and the client.
 
 Google's XML interface has the same listings and multipart uploads; `Dialect` names the differences. Google's writes are
-conditional on a number, the generation, and not on the etag: the generation of an etag is looked up first, and the origin
-compares it when it writes.
+conditional on a number, the generation, and not on the etag: the generation of an etag is looked up first.
 
-Credentials come from botocore's own chain: environment, profiles, web identity, container, instance metadata. botocore asks
-the metadata service only if nothing earlier in the chain has credentials, and refreshes those that expire. Only botocore's
-session is used; its S3 client would cost 15 MB, and 44 ms of CPU a LIST page (measured; 3 ms here).
-"""
+Credentials come from botocore's own chain. Only botocore's session is used; its S3 client would cost 15 MB, and 44 ms of
+CPU a LIST page (measured; 3 ms here)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """A web server as an origin: index pages list, plain GETs read.
 
-A version is an etag, or made of mtime and size without one. Python's http.server, nginx, Apache and Caddy write index
-pages. The names are the links of a page that lead one step down. Index pages have only names: sizes and times come from a
-HEAD per name, when they are needed. Keys are paths on the host, without the leading slash, percent-decoded.
-"""
+Python's http.server, nginx, Apache and Caddy write index pages. The names are the links of a page that lead one step down;
+sizes and times come from a HEAD per name, when they are needed. Keys are paths on the host, without the leading slash,
+percent-decoded."""
 
 from __future__ import annotations
 

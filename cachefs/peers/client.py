@@ -799,12 +799,7 @@ class Client:
         raise failed
 
     async def _exchange(
-        self,
-        connection: Connection,
-        peer: _Peer,
-        target: str,
-        receive: Receive[T],
-        deadlines: Deadlines,
+        self, connection: Connection, peer: _Peer, target: str, receive: Receive[T], deadlines: Deadlines
     ) -> tuple[float, T]:
         """As `_ask`, on this connection. It is kept if the reply was received to its end, and closed otherwise."""
         address = connection.address

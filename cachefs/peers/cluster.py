@@ -188,8 +188,7 @@ class Cluster:
         """Have the member fetch and cache bytes [start, stop) of one extent. Raises `PeerFailed`."""
         request = self._request(version, start, stop, asked.rank)
         await self._judged(
-            asked.member,
-            lambda address: self._client.prefetch(address, request, working_s=self._deadline_s),
+            asked.member, lambda address: self._client.prefetch(address, request, working_s=self._deadline_s)
         )
 
     async def have(self, member: Member, version: ObjectId, start: int, stop: int) -> list[bool]:

@@ -5,21 +5,17 @@
     GET /v1/have?…        which of them this node has cached, as a bitmap
     GET /v1/handshake     this node's handshake
 
-The query has all that a node needs to fetch the object version itself. No part of it is used as a path. The fields have one
-order and none is optional, so each request can be written in one way only, and its signature covers it as it is written.
+The query has all that a node needs to fetch the object version itself. The fields have one order and none is optional, so
+each request can be written in one way only, and its signature covers it as it is written.
 
 The body of a blocks reply is, for each block, its bytes and then its *check*: the xxh3_64 of the bytes (8 bytes,
 big-endian), followed by a MAC of 16 bytes if the nodes share a key (`auth`). The check follows the bytes because the owner
-sends a block while it is still arriving from the origin. The request alone determines Content-Length, so a client notices a
-reply that was broken off: it is shorter. Either side cancels by closing the connection.
+sends a block while it is still arriving from the origin. Either side cancels by closing the connection.
 
 A node that must fetch the first block sends `102 Processing` at once and then every second, so a client's deadline detects
 a dead peer and not a slow origin. Within a body no such sign is possible: a server that would have to pause for longer
 breaks off the reply, and the client requests the rest again. A 102 carries no MAC, because it can do no more than renew a
-deadline, up to the deadline of the whole request.
-
-This module also has the interfaces to the rooms around the exchange: `Shares` gives bytes, `Sink` takes them.
-"""
+deadline, up to the deadline of the whole request."""
 
 from __future__ import annotations
 

@@ -1,25 +1,22 @@
 """How many files of a directory to prefetch. Pure.
 
-A job opens small files of one directory, none of them cached, in any order. The order does not tell whether it will read all
-of them or a few: a random twentieth of a directory looks like the beginning of a shuffled epoch. So a share of the directory
-may be fetched and not used yet, and that share grows with the share that was demanded: slowly until a twentieth was
-demanded, and steeply from there on.
-
-With N files of which D were demanded, d = D/N, the share is
+A job opens small files of one directory, none of them cached, in any order. The order does not tell whether it will read
+all of them or a few. So a share of the directory may be fetched and not used yet, and that share grows with the share that
+was demanded: slowly until a twentieth was demanded, and steeply from there on. With N files of which D were demanded, d =
+D/N, the share is
 
     u(d) = 1.5 d                    up to d = 0.05
     u(d) = 0.075 + 12 (d - 0.05)    beyond, at most 1
 
 Derived: when a job reads a twentieth, at most a thirteenth of the directory is fetched for nothing. When four workers read
 all of 4,000 files of 100 kB, at 20 ms a request and 100 MB/s, the epoch reaches 0.85 of the rate of 64 requests in flight
-(`tests/prefetch/test_directories.py` has the model). A steeper rise gains little, because the first part takes the time.
+(`tests/prefetch/test_directories.py` has the model).
 
 If the demanded files are not spread evenly (one class, one day), fewer of the prefetched files are used than their share of
 the remaining ones. Then nothing more is fetched until the ratio recovers.
 
 All counts are of one epoch of the data set, as the store detects it (`store/eviction.py`). A file that was read in this
-epoch is neither counted nor prefetched: in a directory larger than the cache it may have been evicted, and the job will not
-read it again soon."""
+epoch is neither counted nor prefetched: the job will not read it again soon."""
 
 from __future__ import annotations
 

@@ -1,14 +1,10 @@
 """Access plans: the files that a job will read, in order, one *plan* for each of its ranks. Pure.
 
-A plan has a list of files, and the orders of this epoch and of the next as numbers into it. The two orders are one sequence,
-the next one behind the current one. The job's opens show its progress. The *position* is the place behind the furthest of
-the recently opened files that lie together in the order, if at least half of them do. So files that are opened out of order
-or skipped do not hold the plan up. The plan follows a job that starts again, or elsewhere, forward and back. Another job on
-the same files does not move it, because its opens are scattered over this order. Opens that fit nowhere cost only the
-prefetch. When the position enters the next order, that becomes the current one.
-
-Memory, measured for 1.2 M paths of 50 bytes: 65 bytes a file for the list, which plans with the same files share, and 8
-bytes a file for each order."""
+A plan has a list of files, and the orders of this epoch and of the next as numbers into it. The two orders are one
+sequence, the next one behind the current one. The job's opens show its progress. The *position* is the place behind the
+furthest of the recently opened files that lie together in the order, if at least half of them do. So files that are opened
+out of order or skipped do not hold the plan up, the plan follows a job that starts again, or elsewhere, and another job on
+the same files does not move it. When the position enters the next order, that becomes the current one."""
 
 from __future__ import annotations
 

@@ -4,12 +4,11 @@ files of a group, without tasks; each other transfer has a task.
 Plans come first, then the next shards, then the rest of a directory. Two bounds hold for all of them together: transfers in
 flight, which leave the origin's last slots to readers, and bytes that were fetched and not used yet (`UNUSED_SHARE`). A
 prefetched file is *awaited* until it is opened; then it is *used*. A predicted shard is used when it was read
-(`shards.READ_SHARE`), since a process may open it for its footer only.
+(`shards.READ_SHARE`).
 
-The cache store refuses a block that would displace blocks worth more. Then prefetch pauses until a file was used or a second
-has passed. After a failure it pauses for a second, too, so that only readers send requests to an origin that is down. An
-error here costs only the prefetch.
-"""
+The cache store refuses a block that would displace blocks worth more. Then prefetch pauses until a file was used or a
+second has passed. After a failure it pauses for a second, too, so that only readers send requests to an origin that is
+down."""
 
 from __future__ import annotations
 

@@ -1,19 +1,18 @@
 """Which large file comes next. Pure.
 
-Large files (tar, parquet, record files) are read whole, one after the other. Their names or their places in the listing show
-the order: one process reads every shard, worker w of W reads every W-th, and workers that share a queue take turns on the
-directory's next shards. Their contents do not matter.
+Large files (tar, parquet, record files) are read whole, one after the other. Their names or their places in the listing
+show the order: one process reads every shard, worker w of W reads every W-th, and workers that share a queue take turns on
+the directory's next shards.
 
-A *step* leads from one shard to another: either one number in the name changes, or the second stands a few places behind the
-first in the listing. A *stream* is the sequence of shards that one process opens in one directory; all processes together
-are one more stream. After a near step the next shard is predicted, after a second equal step the next two. At the end of the
-directory nothing is predicted: a reader that begins again finds its shards cached.
+A *step* leads from one shard to another: either one number in the name changes, or the second stands a few places behind
+the first in the listing. A *stream* is the sequence of shards that one process opens in one directory; all processes
+together are one more stream. After a near step the next shard is predicted, after a second equal step the next two. At the
+end of the directory nothing is predicted: a reader that begins again finds its shards cached.
 
 A process that opens shards in order may read little of each: the footer, for a schema or a count of rows, or one column. So
 nothing is predicted before a shard of the stream was *read* (`READ_SHARE`), nor after `MOST_UNREAD` more were opened and
-none of them was read. Reads of a passthrough file never reach the daemon. So after half of those opens, the next prefetched
-shard should be opened without passthrough.
-"""
+none of them was read. Reads of a passthrough file never reach the daemon, so after half of those opens the next prefetched
+shard should be opened without passthrough."""
 
 from __future__ import annotations
 

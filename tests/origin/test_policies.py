@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachefs.origin.attempts import Backoff, Concurrency, Gate, RateLimit, Throughput, Ticket
-from cachefs.origin.http import Opened
+from cachefs.origin.fsspec_client import Opened
 
 
 def test_throttling_halves_once_per_window() -> None:
