@@ -123,12 +123,8 @@ def _examine(mountpoint: Path | None, cache_dir: Path | None, measure: bool) -> 
         yield from origins(status)
         yield from peers(status)
     if not statuses and not silent:
-        yield Finding(
-            "note",
-            "mounts",
-            "none of this user",
-            "name the mountpoint, or run this as the user who mounted it",
-        )
+        todo = "name the mountpoint, or run this as the user who mounted it"
+        yield Finding("note", "mounts", "none of this user", todo)
 
 
 def _statuses(mountpoint: Path | None) -> tuple[list[dict[str, Any]], list[Finding]]:
@@ -166,20 +162,12 @@ def machine() -> Iterator[Finding]:
 
 def kernel(text: str, uid: int) -> Finding:
     if release(text) < PASSTHROUGH_SINCE:
-        return Finding(
-            "note",
-            "kernel",
-            f"{text}: every read of a cached file goes through the daemon",
-            "from Linux 6.9 on, and as root, the kernel reads whole cached files by itself",
-        )
-    if uid != 0:
-        return Finding(
-            "note",
-            "kernel",
-            f"{text}, not root: every read of a cached file goes through the daemon",
-            "mounted by root, the kernel reads whole cached files by itself",
-        )
-    return Finding("ok", "kernel", f"{text}: reads whole cached files by itself")
+        todo = "from Linux 6.9 on, and as root, the kernel reads whole cached files by itself"
+    elif uid != 0:
+        text, todo = f"{text}, not root", "mounted by root, the kernel reads whole cached files by itself"
+    else:
+        return Finding("ok", "kernel", f"{text}: reads whole cached files by itself")
+    return Finding("note", "kernel", f"{text}: every read of a cached file goes through the daemon", todo)
 
 
 def rights() -> Iterator[Finding]:
@@ -196,14 +184,12 @@ def rights() -> Iterator[Finding]:
 def memory_left() -> Iterator[Finding]:
     """RAM tiers of killed daemons that a later mount can use. Removes those that none can use."""
     for left in remove_orphans():
-        stats = os.statvfs(left.path)
-        held = (
-            about_bytes((stats.f_blocks - stats.f_bfree) * stats.f_frsize) if left.path.is_mount() else "some"
-        )
+        stats, held = os.statvfs(left.path), "some"
+        if left.path.is_mount():
+            held = about_bytes((stats.f_blocks - stats.f_bfree) * stats.f_frsize)
+        found = f"{held} held for process {left.pid}, which is gone"
         todo = f"mount with --cache-dir {left.cache_dir} again, which uses it; or remove that directory, then cachefs doctor"
-        yield Finding(
-            "note", f"memory {left.path}", f"{held} held for process {left.pid}, which is gone", todo
-        )
+        yield Finding("note", f"memory {left.path}", found, todo)
 
 
 def limits(files: int, memory: int) -> Iterator[Finding]:
@@ -281,9 +267,8 @@ def speed(subject: str, place: Path) -> Finding:
     rates = [MEASURED_BYTES / max(seconds, 1e-9) for seconds in (written_s, read_s)]
     found = f"{about_bytes(rates[0])}/s written, {about_bytes(rates[1])}/s read"
     if min(rates) < SLOW_DISK:
-        return Finding(
-            "note", subject, found, "slower than an origin may be: see whether others use it, or choose NVMe"
-        )
+        todo = "slower than an origin may be: see whether others use it, or choose NVMe"
+        return Finding("note", subject, found, todo)
     return Finding("ok", subject, found)
 
 
@@ -306,10 +291,9 @@ def mount(status: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding("problem", f"{subject}, {tier['name']} tier", tier["state"], todo)
     metrics = status.get("metrics") or {}
     if metrics.get("checksum_failures"):
+        found = f"{metrics['checksum_failures']:,} cached blocks were damaged"
         todo = "they were fetched again; if there are more and more, replace the disk (or the memory)"
-        yield Finding(
-            "problem", subject, f"{metrics['checksum_failures']:,} cached blocks were damaged", todo
-        )
+        yield Finding("problem", subject, found, todo)
     uploads = status.get("uploads") or {}
     if uploads.get("failed"):
         todo = "they are tried again; cachefs flush says of each why"
@@ -403,20 +387,16 @@ def origins(status: Mapping[str, Any]) -> Iterator[Finding]:
                 "copies are compared instead; with --on-conflict fail, what another client writes in the moment between"
                 " a look and the write that follows it is overwritten"
             )
-            found = f"does not honour {', '.join(ignored)}"
-            yield Finding("note", f"origin {source['url']}", found, todo)
+            yield Finding("note", f"origin {source['url']}", f"does not honour {', '.join(ignored)}", todo)
     requests = sum(metrics.get(f"origin_{kind}", 0) for kind in ("get", "head", "list", "put", "put_part"))
     for name, outcome, todo in (
-        (
-            "origin_throttled",
-            "were answered with 503 or 429",
-            "lower --concurrency, or spread keys over prefixes",
-        ),
-        ("origin_retries", "were repeated", "the log at debug says why: cachefs log-level debug"),
-        ("origin_errors", "failed for good", "cachefs status has the last error of each origin"),
+        ("throttled", "were answered with 503 or 429", "lower --concurrency, or spread keys over prefixes"),
+        ("retries", "were repeated", "the log at debug says why: cachefs log-level debug"),
+        ("errors", "failed for good", "cachefs status has the last error of each origin"),
     ):
-        if requests and metrics.get(name, 0) > requests // 100:
-            found = f"{metrics[name]:,} of {requests:,} requests {outcome}"
+        count = metrics.get(f"origin_{name}", 0)
+        if requests and count > requests // 100:
+            found = f"{count:,} of {requests:,} requests {outcome}"
             yield Finding("note", f"origins of {status['mountpoint']}", found, todo)
 
 
@@ -441,18 +421,13 @@ def peers(status: Mapping[str, Any]) -> Iterator[Finding]:
         todo = "what they keep comes from the origin meanwhile; see their logs, and what lies between"
         yield Finding("problem", subject, f"{', '.join(silent)} do not answer", todo)
     if not any(member["here"] for member in known["members"]) and known.get("listen"):
+        found = f"this node, listening on {known['listen']}, is not among them"
         todo = (
             "--peers must name this machine's address: no node asks this one, and it keeps nothing for others"
         )
-        yield Finding(
-            "problem", subject, f"this node, listening on {known['listen']}, is not among them", todo
-        )
+        yield Finding("problem", subject, found, todo)
     if others and not silent:
         yield Finding("ok", subject, f"{len(others)} others answer")
     elif not others:
-        yield Finding(
-            "note",
-            subject,
-            f"no other node in group {known['group']}",
-            "the same --cache-group on all nodes?",
-        )
+        todo = "the same --cache-group on all nodes?"
+        yield Finding("note", subject, f"no other node in group {known['group']}", todo)
