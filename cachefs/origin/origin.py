@@ -273,12 +273,8 @@ class Origin:
         if not writer.limits.most_parts:
             raise Unsupported(f"{self._attempts.label}: this origin takes no parts; put the object whole")
         preconditions = Preconditions(token=new_token())
-        name = await self._attempts.call(
-            lambda: writer.begin(key, preconditions),
-            f"beginning to write {self.name(key)}",
-            "origin_upload",
-            key,
-        )
+        begin, what = partial(writer.begin, key, preconditions), f"beginning to write {self.name(key)}"
+        name = await self._attempts.call(begin, what, "origin_upload", key)
         return Upload(self, key, name, preconditions, {})
 
     def resume_upload(self, key: str, state: Mapping[str, Any]) -> Upload:
@@ -435,7 +431,6 @@ class Upload:
         """Send the first `length` bytes of `source` as part `number`; returns its etag. All parts but the last have at least
         `limits.least_part` bytes. Raises `NoSuchUpload` if the upload is gone."""
         writer = self._attempts.writer
-        self._within_limits(number, length)
         etag = await self._attempts.send(
             lambda body: writer.put_part(self.key, self.id, number, body),
             source,
@@ -450,27 +445,17 @@ class Upload:
 
     async def copy_part(self, number: int, key: str, etag: str, start: int, stop: int) -> str:
         """Bytes [start, stop) of the version `etag` of another object as part `number`, copied at the origin."""
-        writer = self._attempts.writer
-        self._within_limits(number, stop - start)
-        found = await self._attempts.call(
-            lambda: writer.copy_part(self.key, self.id, number, key, etag, start, stop),
-            f"copying part {number} of {self._label}",
-            "origin_put_part",
-            self.key,
-            patience=PATIENCE,
-        )
+        writer, what = self._attempts.writer, f"copying part {number} of {self._label}"
+        copy = partial(writer.copy_part, self.key, self.id, number, key, etag, start, stop)
+        found = await self._attempts.call(copy, what, "origin_put_part", self.key, patience=PATIENCE)
         self.known[number] = Part(found, stop - start)
         return found
 
     async def parts(self) -> dict[int, Part]:
         """The parts that the origin has now; they become `known`. Raises `NoSuchUpload` if the upload is gone."""
-        writer = self._attempts.writer
-        self.known = await self._attempts.call(
-            lambda: writer.parts(self.key, self.id),
-            f"looking up parts of {self._label}",
-            "origin_upload",
-            self.key,
-        )
+        look = partial(self._attempts.writer.parts, self.key, self.id)
+        what = f"looking up parts of {self._label}"
+        self.known = await self._attempts.call(look, what, "origin_upload", self.key)
         return self.known
 
     async def complete(
@@ -527,20 +512,9 @@ class Upload:
     async def abort(self) -> None:
         """Discard the upload; a missing upload is no error. No `part` may be in flight, because it could be written
         afterwards. Azure has no such request: it discards blocks a week after the last of them."""
-        writer = self._attempts.writer
-        await self._attempts.call(
-            lambda: writer.abort(self.key, self.id), f"aborting {self._label}", "origin_upload", self.key
-        )
+        abort = partial(self._attempts.writer.abort, self.key, self.id)
+        await self._attempts.call(abort, f"aborting {self._label}", "origin_upload", self.key)
 
     @property
     def _label(self) -> str:
         return f"the upload of {self._attempts.name(self.key)}"
-
-    def _within_limits(self, number: int, length: int) -> None:
-        limits = self._attempts.writer.limits
-        if not 1 <= number <= limits.most_parts:
-            raise Unsupported(f"{self._label}: part {number} is not within 1 and {limits.most_parts}")
-        if length > limits.largest_part:
-            raise Unsupported(
-                f"{self._label}: a part of {length} bytes is too long, {limits.largest_part} is most"
-            )

@@ -604,13 +604,6 @@ class _Peer:
         self.looked_up = False
         self.idle: deque[tuple[float, Connection]] = deque()  # (time of last use, connection), oldest first
 
-    async def enter(self) -> None:
-        """Wait until another request may begin. If one may begin now, there is no checkpoint."""
-        try:
-            self.room.acquire_nowait()
-        except trio.WouldBlock:
-            await self.room.acquire()
-
     def in_use(self) -> bool:
         return bool(self.idle) or self.room.value < CONNECTIONS_PER_PEER
 
@@ -703,22 +696,19 @@ class Client:
     ) -> float:
         """Have the peer fetch the blocks of `request`, for which it may take `working_s`. Returns the seconds to the first
         sign of life."""
-        deadlines = Deadlines(deadline_s, working_s, working_s + 2 * deadline_s)
-        first_s, _ = await self._ask_small(address, PREFETCH, request, bytes, deadlines)
+        first_s, _ = await self._ask_small(address, PREFETCH, request, bytes, deadline_s, working_s)
         return first_s
 
     async def handshake(self, address: Address, *, deadline_s: float = 2.0) -> Handshake:
         """The handshake of the node at this address."""
-        deadlines = Deadlines(deadline_s, 0.0, 2 * deadline_s)
-        _, found = await self._ask_small(address, HANDSHAKE, None, Handshake.parse, deadlines)
+        _, found = await self._ask_small(address, HANDSHAKE, None, Handshake.parse, deadline_s)
         return found
 
     async def have(self, address: Address, request: BlockRequest, *, deadline_s: float = 2.0) -> list[bool]:
         """For each block of the request, True if the peer has it. The request may span extents, and has at most
         `wire.MAX_HAVE_BLOCKS` blocks."""
         parse = partial(parse_bitmap, count=request.stop_block - request.start_block)
-        deadlines = Deadlines(deadline_s, 0.0, 2 * deadline_s)
-        _, cached = await self._ask_small(address, HAVE, request, parse, deadlines)
+        _, cached = await self._ask_small(address, HAVE, request, parse, deadline_s)
         return cached
 
     def host_of(self, address: Address) -> str:
@@ -747,13 +737,15 @@ class Client:
         path: str,
         request: BlockRequest | None,
         parse: Callable[[bytes], T],
-        deadlines: Deadlines,
+        deadline_s: float,
+        working_s: float = 0.0,
     ) -> tuple[float, T]:
         """As `_ask`, for a small body: the result is what `parse` makes of it. `parse` may raise `Malformed`."""
 
         async def receive(connection: Connection, head: Reply, macs: Macs | None) -> T:
-            return parse(await small_body(connection, head, macs, deadlines.first_s))
+            return parse(await small_body(connection, head, macs, deadline_s))
 
+        deadlines = Deadlines(deadline_s, working_s, working_s + 2 * deadline_s)
         return await self._ask(address, path, request, receive, deadlines)
 
     async def _ask(
@@ -773,8 +765,7 @@ class Client:
         try:
             target = path if request is None else request.target(path)
             with trio.move_on_after(deadlines.total_s):
-                await peer.enter()
-                try:
+                async with peer.room:
                     kept = peer.take(trio.current_time())
                     if kept is not None:
                         try:
@@ -783,8 +774,6 @@ class Client:
                             peer.drop_idle()  # the other idle connections have probably died, too
                     fresh = await self._connect(address, peer, deadlines.first_s)
                     return await self._exchange(fresh, peer, target, receive, deadlines)
-                finally:
-                    peer.room.release()
             failed = PeerFailed("timeout", f"{address} did not deliver within {deadlines.total_s:g} s")
         except PeerFailed as exc:
             failed = exc
