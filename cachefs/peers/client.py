@@ -642,7 +642,6 @@ class Client:
         self._stats = stats or PeerTable()
         self._metrics = metrics or Metrics()
         self._peers: dict[Address, _Peer] = {}
-        self._idle_at_most = 0
         self._receiver = Receiver()
 
     async def read(
@@ -890,12 +889,7 @@ class Client:
             connection.close()
             return
         peer.idle.append((trio.current_time(), connection))
-        self._idle_at_most += 1  # an upper bound, which is counted anew only when it exceeds `MAX_IDLE`
-        if self._idle_at_most <= MAX_IDLE:
-            return
-        self._idle_at_most = sum(len(other.idle) for other in self._peers.values())
-        if self._idle_at_most > MAX_IDLE:
-            self._idle_at_most -= 1
+        if sum(len(other.idle) for other in self._peers.values()) > MAX_IDLE:
             oldest = min((other for other in self._peers.values() if other.idle), key=lambda p: p.idle[0][0])
             oldest.idle.popleft()[1].close()
 

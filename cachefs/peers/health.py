@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import math
 import random
-from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Literal
 
 from cachefs.peers.wire import Kind
@@ -43,13 +41,12 @@ LONGEST_DEADLINE_S = 2.0
 origin. The lower bound covers a busy event loop. Measured: with 50 ms, four daemons on two processors gave each other up
 once in 300 requests, and each time the origin served the block twice."""
 
-MARGIN = 2.0
-"""The deadline is so many times the 99th percentile: one request in a hundred takes longer than that percentile, and must
-not be given up."""
+ANSWERS, FEWEST = 128, 20
+"""The deadline is set by that many recent answers, as soon as there are the fewest: by the second longest, because one may
+be the pause of a process. Derived: of 128 that is about the 98th percentile, of 20 the 95th."""
 
-FEWEST = 20
-"""Answers that are needed before the histogram sets the deadline. Derived: with fewer, its 95th percentile is the
-maximum."""
+MARGIN = 2.0
+"""The deadline is so many times that answer: one request in fifty takes longer, and must not be given up."""
 
 TIMES = 4.0
 """A peer may take so many times as long as the origin. The rates of both vary by a factor of two around their means, and a
@@ -70,43 +67,11 @@ MAX_PEERS = 2048
 ring is tested with, since addresses come and go with their nodes."""
 
 
-class Latencies:
-    """A histogram of how long recent answers took, in seconds. Its buckets grow by a quarter, from 0.1 ms to 4 s. At
-    `HALVED_AT` answers all counts are halved, so the last few hundred count most."""
-
-    SMALLEST_S = 1e-4
-    GROWTH = 1.25
-    BUCKETS = 49
-    HALVED_AT = 512.0
-
-    def __init__(self) -> None:
-        self._counts = [0.0] * self.BUCKETS
-        self.total = 0.0
-        """Answers in the histogram."""
-
-    def add(self, seconds: float) -> None:
-        index = math.ceil(math.log(max(seconds, self.SMALLEST_S) / self.SMALLEST_S, self.GROWTH) - 1e-9)
-        self._counts[min(index, self.BUCKETS - 1)] += 1
-        self.total += 1
-        if self.total >= self.HALVED_AT:
-            self._counts = [count / 2 for count in self._counts]
-            self.total = sum(self._counts)
-
-    def quantile(self, share: float) -> float:
-        """The upper edge, in seconds, of the bucket with this quantile: at most a quarter too long. 0 if there is no
-        answer."""
-        if not self.total:
-            return 0.0
-        cumulative = list(accumulate(self._counts))
-        index = min(bisect_left(cumulative, self.total * share - 1e-9), self.BUCKETS - 1)
-        return self.SMALLEST_S * self.GROWTH**index
-
-
 class Health:
     """The state of one peer. `now`, `sent_at` and `moment` are times of one steady clock."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.latencies = Latencies()
+        self._answers: deque[float] = deque(maxlen=ANSWERS)  # seconds to the first byte
         self.failures = 0
         """In a row."""
         self.lying = False
@@ -143,7 +108,7 @@ class Health:
 
     def succeeded(self, seconds: float) -> None:
         """Record that an answer's first byte came after `seconds`: the peer is healthy."""
-        self.latencies.add(seconds)
+        self._answers.append(seconds)
         self.failures = self._slow = 0
 
     def failed(self, sent_at: float, now: float) -> None:
@@ -160,7 +125,7 @@ class Health:
     def slow(self, sent_at: float, now: float) -> None:
         """Record that no byte came within the deadline. This counts as an answer that took so long, so the deadline grows
         for a peer that has become slower."""
-        self.latencies.add(now - sent_at)
+        self._answers.append(now - sent_at)
         if sent_at >= self._slow_at:
             self._slow += 1
             self._slow_at = now
@@ -169,9 +134,9 @@ class Health:
 
     def read_deadline(self) -> float:
         """Seconds to wait for the first byte, and between two pieces."""
-        if self.latencies.total < FEWEST:
+        if len(self._answers) < FEWEST:
             return LONGEST_DEADLINE_S
-        return min(LONGEST_DEADLINE_S, max(SHORTEST_DEADLINE_S, MARGIN * self.latencies.quantile(0.99)))
+        return min(LONGEST_DEADLINE_S, max(SHORTEST_DEADLINE_S, MARGIN * sorted(self._answers)[-2]))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -266,9 +266,8 @@ class Plans:
     """All plans, taken round-robin."""
 
     def __init__(self) -> None:
-        self.by_name: dict[str, Plan] = {}
+        self.by_name: OrderedDict[str, Plan] = OrderedDict()  # the next to take from comes first
         self.jumped = False  # any of them
-        self._round_robin: deque[Plan] = deque()
 
     def put(self, plan: Plan) -> Plan | None:
         """Add or replace a plan. Returns the plan that was dropped for it: the one unused for longest."""
@@ -278,14 +277,10 @@ class Plans:
             dropped = min(self.by_name.values(), key=lambda p: p.used_at)
             self.drop(dropped.name)
         self.by_name[plan.name] = plan
-        self._round_robin.append(plan)
         return dropped
 
     def drop(self, name: str) -> Plan | None:
-        plan = self.by_name.pop(name, None)
-        if plan is not None:
-            self._round_robin.remove(plan)
-        return plan
+        return self.by_name.pop(name, None)
 
     def expired(self, now: float) -> list[str]:
         """The names of plans whose jobs are over."""
@@ -302,9 +297,8 @@ class Plans:
 
     def take(self, now: float = 0.0) -> Item | None:
         """The next file of the next plan that has one and is not quiet."""
-        for _ in range(len(self._round_robin)):
-            self._round_robin.rotate(-1)
-            plan = self._round_robin[-1]
+        for plan in list(self.by_name.values()):
+            self.by_name.move_to_end(plan.name)
             if not plan.quiet(now) and (item := plan.take()) is not None:
                 return item
         return None

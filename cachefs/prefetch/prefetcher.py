@@ -457,7 +457,7 @@ class Prefetcher:
         return {
             "directories": self._directories.status(SHOWN),
             "shards": len(self._shards.shards),
-            "plans": [_shown(plan) for plan in self._plans.plans.by_name.values()],
+            "plans": [_shown(plan) for _, plan in sorted(self._plans.plans.by_name.items())],
             "in_flight": self._in_flight,
             "unused_bytes": self.awaited.bytes,
             "fetched_bytes": self._fetched_bytes,

@@ -16,7 +16,6 @@ from cachefs.peers.health import (
     LONGEST_DEADLINE_S,
     SHORTEST_DEADLINE_S,
     Health,
-    Latencies,
 )
 
 
@@ -119,7 +118,8 @@ def test_an_answer_between_two_slow_ones() -> None:
         ([0.001] * (FEWEST - 1), 2.0, 2.0),
         ([0.001] * 200, 0.25, 0.25),
         ([0.200] * 200, 0.4, 0.5),
-        ([0.001] * 150 + [0.300] * 10, 0.6, 0.75),  # the 99th percentile is the slow kind
+        ([0.001] * 150 + [0.300] * 10, 0.6, 0.75),  # one in sixteen is of the slow kind
+        ([0.001] * 200 + [1.5], 0.25, 0.25),  # a single pause
         ([3.0] * 50, 2.0, 2.0),
         ([0.300] * 300 + [0.001] * 3000, 0.25, 0.25),  # what was long ago is forgotten
     ],
@@ -174,22 +174,3 @@ def test_after_any_history(events: list[tuple[str, float, float]], seed: int) ->
         assert (peer.state == "dead") == (peer.failures >= DEAD_AFTER)
         assert SHORTEST_DEADLINE_S <= peer.read_deadline() <= LONGEST_DEADLINE_S
     assert peer.may_try(now + LONGEST_BACKOFF_S), "nobody is left alone for longer"
-
-
-@given(st.lists(st.floats(1e-4, 4.0), min_size=1, max_size=200), st.floats(0.01, 1.0))
-def test_quantiles_are_at_most_a_bucket_too_long(answers: list[float], share: float) -> None:
-    kept = Latencies()
-    for seconds in answers:
-        kept.add(seconds)
-    rank = max(0, -(-int(share * len(answers) * 1e6) // 1_000_000) - 1)
-    exact = sorted(answers)[min(rank, len(answers) - 1)]
-    assert exact * (1 - 1e-6) <= kept.quantile(share) <= exact * Latencies.GROWTH * (1 + 1e-6)
-
-
-@given(st.lists(st.floats(0.0, 1e9), max_size=2000))
-def test_a_histogram_is_bounded(answers: list[float]) -> None:
-    kept = Latencies()
-    for seconds in answers:
-        kept.add(seconds)
-    assert kept.total <= Latencies.HALVED_AT
-    assert 0 <= kept.quantile(0.99) <= 5.0
