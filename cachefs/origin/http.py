@@ -184,7 +184,9 @@ class SignedHttp:
             raise OriginFailed(f"{self.name(key)}: the origin's reply does not describe an object") from exc
 
     async def fetch(self, key: str, etag: str, start: int, stop: int, whole: bool, taker: Taker) -> None:
-        """As `Fetching.fetch`."""
+        """Give bytes [start, stop) of the version `etag` to `taker` as they arrive. `whole`: the range is the whole object,
+        so no Range header is needed. Raises `ObjectChanged` if the reply is of another version. A cancelled caller returns
+        at once; `taker` may be called once more after that."""
         sign = self.place.signer()
         reading = _Reading(self, sign or self.place.sign, key, etag, start, stop, whole, taker)
         if sign is None:
@@ -211,7 +213,8 @@ class SignedHttp:
         taker: Taker,
         ended: Callable[[Exception | None], None],
     ) -> Callable[[], None] | None:
-        """As `Fetching.begin`."""
+        """As `fetch`, without a task that waits. `ended` is called on the trio thread at the end,
+        and `taker` is not called after that. Returns a function that ends it early; None if it cannot begin at once."""
         sign = self.place.signer()
         if sign is None:
             return None
@@ -416,16 +419,9 @@ def seconds_ns(when: datetime) -> int:
     return int(when.timestamp()) * 1_000_000_000
 
 
-MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
-
-
 def http_date_ns(text: str) -> int:
-    """`Sat, 21 Nov 2026 08:06:30 GMT` in nanoseconds. Python's own parser takes ten times as long, and a page of a listing
-    has a thousand dates."""
-    _, day, month, year, clock, _ = text.split()
-    return seconds_ns(
-        datetime.fromisoformat(f"{year}-{MONTHS.index(month) + 1:02d}-{int(day):02d}T{clock}+00:00")
-    )
+    """`Sat, 21 Nov 2026 08:06:30 GMT` in nanoseconds. Raises `ValueError`."""
+    return seconds_ns(parsedate_to_datetime(text))
 
 
 # HTTP exchanges with object stores: libcurl's multi interface in one thread for each origin, which waits for nothing but
@@ -642,7 +638,7 @@ class Exchange:
 
     def deliver(self) -> None:
         """Give the receiver the bytes that are held."""
-        receiver, data = self.receiver, self._data[0] if len(self._data) == 1 else b"".join(self._data)
+        receiver, data = self.receiver, self.body
         assert receiver is not None
         self._data, self._held_bytes, self._wanted = [], 0, self._least
         if receiver.waits:

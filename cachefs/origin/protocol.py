@@ -297,37 +297,15 @@ class Taker(Protocol):
         """Bytes have arrived that `take` will be given later. Any thread may call it."""
 
 
-class Fetching(Protocol):
-    """A client that reads without a thread for each request. Other clients are a `BlockingReader`."""
-
-    async def fetch(self, key: str, etag: str, start: int, stop: int, whole: bool, taker: Taker) -> None:
-        """Give bytes [start, stop) of the version `etag` to `taker` as they arrive. `whole`: the range is the whole object,
-        so no Range header is needed. Raises `ObjectChanged` if the reply is of another version. A cancelled caller returns
-        at once; `taker` may be called once more after that."""
-
-    def begin(
-        self,
-        key: str,
-        etag: str,
-        start: int,
-        stop: int,
-        whole: bool,
-        taker: Taker,
-        ended: Callable[[Exception | None], None],
-    ) -> Callable[[], None] | None:
-        """As `fetch`, without a task that waits. `ended` is called on the trio thread at the end, and `taker` is not called
-        after that. Returns a function that ends it early; None if it cannot begin at once, and then nothing was begun."""
-
-
 class BlockingReader(Protocol):
     """A client that reads in the calling thread."""
 
     def read(
         self, key: str, etag: str, start: int, stop: int, whole: bool
     ) -> Generator[memoryview | bytes, None, None]:
-        """Bytes [start, stop) of the version `etag`, in chunks; `whole` as in `Fetching.fetch`. Raises `ObjectChanged` if
-        the object is another version. If a store has no conditional reads, the client compares the etag of the reply (or of
-        a HEAD)."""
+        """Bytes [start, stop) of the version `etag`, in chunks; `whole`: they are the whole object. Raises `ObjectChanged`
+        if the object is another version. If a store has no conditional reads, the client compares the etag of the reply (or
+        of a HEAD)."""
 
 
 class Lister(Protocol):
@@ -398,8 +376,8 @@ class Writer(Protocol):
 
 
 class Client(Lister, Protocol):
-    """One vendor's store: thread-safe, one attempt per call; raises only `cachefs.base.errors`. All calls block, except
-    those of `Fetching`: a client is either `Fetching` or a `BlockingReader`."""
+    """One vendor's store: thread-safe, one attempt per call; raises only `cachefs.base.errors`. All calls block. A
+    client is a `BlockingReader`, or reads without a thread for each request (`SignedHttp.fetch`, `begin`)."""
 
     can_list: bool
 

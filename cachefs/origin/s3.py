@@ -582,7 +582,7 @@ def _listed(node: Element, encoded: bool, key: str, size: str, modified: str, et
         raise ValueError(
             f"no {'Key' if name is None else 'Size' if length is None else 'LastModified'} in Contents"
         )
-    if encoded and ("%" in name or "+" in name):
+    if encoded:
         name = unquote_plus(name)
     return ObjectInfo(
         name, int(length), seconds_ns(datetime.fromisoformat(time)), quoted(node.findtext(etag, ""))

@@ -165,7 +165,7 @@ class PlainWire(Wire):
     async def send(self, data: bytes, *, more: bool) -> None:
         self._out.append(data)
         if not more:
-            await self._flush(_ignore_progress, None)
+            await self._flush(lambda: None, None)
 
     async def send_run(self, run: Sequence[Piece | bytes], progressed: Callable[[], None]) -> None:
         thread: trio.CapacityLimiter | None = None
@@ -305,10 +305,6 @@ class TlsWire(Wire):
             left -= len(data)
             self.file_bytes += len(data)
             progressed()
-
-
-def _ignore_progress() -> None:
-    """The `progressed` of a reply whose deadline does not move."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,13 +93,9 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-_PLAIN = re.compile(r'[A-Za-z0-9_.~/:"-]*')
-
-
 def _quoted(name: str) -> str:
-    """The name, percent-encoded. Most names need no encoding; quotation marks, which nearly all etags have, are left as
-    they are."""
-    return name if _PLAIN.fullmatch(name) else quote(name, safe='/:"', errors="surrogatepass")
+    """The name, percent-encoded but for quotation marks, which nearly all etags have."""
+    return quote(name, safe='/:"', errors="surrogatepass")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,14 +167,10 @@ def parse_query(query: str, block_size: int) -> BlockRequest:
     match = _QUERY.fullmatch(query)
     if match is None:
         raise Malformed("the query is not a source, a key, an etag and five numbers")
-    source, key, etag = match.group(1, 2, 3)
-    if "%" in query:
-        try:
-            source, key, etag = (
-                unquote(name, errors="surrogatepass") if "%" in name else name for name in (source, key, etag)
-            )
-        except UnicodeDecodeError as exc:
-            raise Malformed("a name is not UTF-8") from exc
+    try:
+        source, key, etag = (unquote(name, errors="surrogatepass") for name in match.group(1, 2, 3))
+    except UnicodeDecodeError as exc:
+        raise Malformed("a name is not UTF-8") from exc
     # With a zero byte in a name, two versions could have one digest (`ObjectId`).
     if "\0" in source or "\0" in etag:
         raise Malformed("a name is impossible")
