@@ -838,8 +838,8 @@ class Attempts:
             self.breaker.heard(now)
             gate.concurrency.succeeded()  # a refusal of this request is no sign of too many requests
         if transfer is not None:
-            if error is None:
-                self.transfer_rate.add(transfer.received, now - sent_at)
+            if error is None and transfer.resumes:
+                self.transfer_rate.add(transfer.moved, now - sent_at)
             self._count_bytes(transfer)
             gate.concurrency.finished(len(gate.queue) > 0, now)
         gate.leave(ticket)
@@ -867,8 +867,7 @@ class Attempts:
         for account in transfer.accounts:
             account[transfer.counter] += count
         self.gate.concurrency.arrived(count)
-        received = transfer.counter == "origin_bytes"
-        (self._download if received else self._upload).add(count, time.monotonic())
+        (self._download if transfer.resumes else self._upload).add(count, time.monotonic())
 
     def progressed(self, transfer: Transfer) -> None:
         """Called about once a second while bytes of a transfer arrive or leave."""
@@ -899,8 +898,10 @@ class Transfer(Stoppable):
     bytes; `counted` (bytes that the metrics have already) and `accounts` belong to `Attempts`, which hears of progress
     about once a second, while bytes move."""
 
-    counter = ""
+    counter: str
     """The metric that counts the bytes."""
+    resumes: bool
+    """True if an attempt goes on where the last one ended."""
 
     def __init__(self, attempts: Attempts, ticket: Ticket, limit: RateLimit | None) -> None:
         self.position = self.counted = self._began_at = 0
@@ -928,14 +929,14 @@ class Transfer(Stoppable):
         return True
 
     @property
-    def gained(self) -> bool:
-        """True if the last attempt brought bytes that the next one need not repeat."""
-        return False
+    def moved(self) -> int:
+        """Bytes of the last attempt."""
+        return self.position - self._began_at
 
     @property
-    def received(self) -> int:
-        """Bytes that the last attempt brought from the origin."""
-        return 0
+    def gained(self) -> bool:
+        """True if the last attempt brought bytes that the next one need not repeat."""
+        return self.resumes and self.moved > 0
 
     def shut(self) -> None:
         """As `close`, for a caller that knows that no call is running."""
@@ -979,7 +980,7 @@ class Receiving(Transfer):
     """Bytes [start, stop) of one version into a sink; implements `Taker`. `position` is the next byte to deliver,
     `sink_error` the exception that the sink raised."""
 
-    counter = "origin_bytes"
+    counter, resumes = "origin_bytes", True
 
     def __init__(self, attempts: Attempts, ticket: Ticket, start: int, stop: int, sink: Sink) -> None:
         super().__init__(attempts, ticket, attempts.download_limit)
@@ -987,14 +988,6 @@ class Receiving(Transfer):
         self.sink_error: Exception | None = None
         self._stop, self._sink = stop, sink
         self.waits = self._limit is not None or bool(getattr(sink, "waits", False))
-
-    @property
-    def gained(self) -> bool:
-        return self.position > self._began_at
-
-    @property
-    def received(self) -> int:
-        return self.position - self._began_at
 
     @property
     def complete(self) -> bool:
@@ -1044,7 +1037,7 @@ class Sending(Transfer):
     """The first `size` bytes of a source into a request (`Body`); each attempt starts at the first byte. `source_error`
     is the exception that the source raised, or that it ended early."""
 
-    counter = "origin_bytes_sent"
+    counter, resumes = "origin_bytes_sent", False
 
     def __init__(self, attempts: Attempts, ticket: Ticket, source: Source, size: int) -> None:
         super().__init__(attempts, ticket, attempts.upload_limit)
@@ -1054,7 +1047,7 @@ class Sending(Transfer):
 
     @property
     def heard(self) -> bool:
-        return self.position - self._began_at > READ_AHEAD
+        return self.moved > READ_AHEAD
 
     async def enter(self, gate: Gate, ticket: Ticket) -> None:
         """Wait for a slot, with the deadline suspended: a file may have more parts than there are slots, and the origin

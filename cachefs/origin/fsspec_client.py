@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -109,10 +109,8 @@ class FsspecClient:
     def list_page(self, prefix: str, token: str | None, limit: int) -> ListPage:
         """The whole directory in one page, whatever `limit` is: fsspec has no smaller listing."""
         directory = self.path(prefix).rstrip("/")
-        try:
+        with self.translated(prefix):
             entries = self.opened().ls(directory, detail=True)
-        except Exception as exc:
-            raise self.translated(exc, prefix) from exc
         objects, prefixes = [], []
         for entry in entries:
             name = entry["name"].rstrip("/")
@@ -128,10 +126,8 @@ class FsspecClient:
         return ListPage(objects, prefixes, None)
 
     def head(self, key: str) -> ObjectInfo:
-        try:
+        with self.translated(key):
             entry = self.opened().info(self.path(key))
-        except Exception as exc:
-            raise self.translated(exc, key) from exc
         if entry["type"] == "directory":
             raise NotFound(f"{self._label}/{key}: no such object")
         return self._info(key, entry)
@@ -140,11 +136,9 @@ class FsspecClient:
         self, key: str, etag: str, start: int, stop: int, whole: bool
     ) -> Generator[memoryview | bytes, None, None]:
         self._same_version(key, etag, self.head(key).etag)
-        try:
+        with self.translated(key):
             # By keyword: the second positional argument is a version in s3fs and a start elsewhere.
             data = self.opened().cat_file(self.path(key), start=start, end=stop)
-        except Exception as exc:
-            raise self.translated(exc, key) from exc
         self._same_version(key, etag, self.head(key).etag)
         yield data
 
@@ -173,8 +167,13 @@ class FsspecClient:
         if found != wanted:
             raise ObjectChanged(f"{self._label}/{key}: the object changed at the origin")
 
-    def translated(self, exc: BaseException, key: str) -> CachefsError:
-        return in_our_words(exc, f"{self._label}/{key}", self._advice())
+    @contextmanager
+    def translated(self, key: str) -> Iterator[None]:
+        """Turn what the filesystem raises into errors of `base.errors`."""
+        try:
+            yield
+        except Exception as exc:
+            raise in_our_words(exc, f"{self._label}/{key}", self._advice()) from exc
 
 
 class Filesystem(Writer):
@@ -190,40 +189,32 @@ class Filesystem(Writer):
         if preconditions.conditional:
             raise Unsupported(f"{key}: fsspec promises no conditional writes")
         path = self._client.path(key)
-        try:
+        with self._client.translated(key):
             filesystem = self._client.opened()
             if key.endswith("/") and not body.size:
                 filesystem.makedirs(path, exist_ok=True)
                 return Written("directory", 0)  # filesystems have no version of a directory
             data = b"".join(body.chunks()) if body.size <= CHUNK else None
             _in_directory(filesystem, path, lambda: self._write(filesystem, path, body, data))
-        except Exception as exc:
-            raise self._client.translated(exc, key) from exc
         return Written()
 
     def copy(self, key: str, to: str, etag: str | None) -> Written:
         if etag is not None and self._client.head(key).etag != etag:
             raise ObjectChanged(f"{key}: the object changed at the origin")
         source, target = self._client.path(key), self._client.path(to)
-        try:
+        with self._client.translated(key):
             filesystem = self._client.opened()
             _in_directory(filesystem, target, lambda: filesystem.cp_file(source, target))
-        except Exception as exc:
-            raise self._client.translated(exc, key) from exc
         return Written()
 
     def delete(self, key: str) -> None:
-        try:
+        with suppress(NotFound), self._client.translated(key):
             filesystem = self._client.opened()
             if not key.endswith("/"):
                 filesystem.rm_file(self._client.path(key))
             else:
                 with suppress(OSError):  # other keys are in it
                     filesystem.rmdir(self._client.path(key).rstrip("/"))
-        except Exception as exc:
-            error = self._client.translated(exc, key)
-            if not isinstance(error, NotFound):
-                raise error from exc
 
     def look(self, key: str) -> tuple[ObjectInfo, str]:
         return self._client.head(key), ""
@@ -407,11 +398,9 @@ class _StoreClient(FsspecClient):
         that, because opening it may wait for that loop."""
         from fsspec.asyn import sync
 
-        try:
+        with self.translated(key):
             filesystem = self.opened()
             return sync(filesystem.loop, call, filesystem, timeout=self._transport.stall_s + CONNECT_S)
-        except Exception as exc:
-            raise self.translated(exc, key) from exc
 
     def _open(self) -> Any:
         raise NotImplementedError

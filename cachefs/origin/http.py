@@ -786,7 +786,6 @@ class _Loop:
         self._multi.setopt(pycurl.M_SOCKETFUNCTION, self._watch)
         self._multi.setopt(pycurl.M_TIMERFUNCTION, self._set_timer)
         self._multi.setopt(pycurl.M_MAXCONNECTS, KEPT_CONNECTIONS)
-        self._watched: set[int] = set()
         self._poll = select.epoll()
         self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
@@ -1014,17 +1013,15 @@ class _Loop:
     def _watch(self, events: int, fd: int, *_: object) -> None:
         """Have epoll watch a socket for the events that libcurl wants."""
         if events == pycurl.POLL_REMOVE:
-            self._watched.discard(fd)
             with suppress(OSError):  # closed already
                 self._poll.unregister(fd)
             return
         mask = (select.EPOLLIN if events & pycurl.POLL_IN else 0) | (
             select.EPOLLOUT if events & pycurl.POLL_OUT else 0
         )
-        if fd in self._watched:
+        try:
             self._poll.modify(fd, mask)
-        else:
-            self._watched.add(fd)
+        except FileNotFoundError:
             self._poll.register(fd, mask)
 
     def _set_timer(self, timeout_ms: int) -> None:

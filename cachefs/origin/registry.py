@@ -146,8 +146,4 @@ def split_bucket(url: str, place: str) -> tuple[str, str]:
     bucket, _, prefix = place.partition("/")
     if not bucket:
         raise ConfigError(f"{url!r} names no bucket; write s3://BUCKET or s3://BUCKET/PREFIX")
-    return bucket, as_prefix(prefix)
-
-
-def as_prefix(path: str) -> str:
-    return path if not path or path.endswith("/") else path + "/"
+    return bucket, prefix if not prefix or prefix.endswith("/") else prefix + "/"
