@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import re
 import socket
 import ssl
 import struct
@@ -243,11 +244,15 @@ def test_a_connection_that_ends_as_its_body_goes_on_ends_no_other(
             wire.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             wire.sock.close()
 
+    def watched() -> set[int]:
+        about = Path(f"/proc/self/fdinfo/{loop._poll.fileno()}").read_text()
+        return {int(fd) for fd in re.findall(r"tfd:\s*(\d+)", about)}
+
     def see_the_reset(_: object) -> None:
         """On the loop's thread, just before what the next piece has posted."""
         held.set()
         time.sleep(0.3)  # the reset and the next piece have come
-        for fd in loop._watched - old:
+        for fd in watched() - old:
             loop._multi.socket_action(fd, pycurl.CSELECT_IN)
 
     def pieces() -> Iterator[bytes]:
@@ -263,7 +268,7 @@ def test_a_connection_that_ends_as_its_body_goes_on_ends_no_other(
     other.start()
     assert asked.wait(5)
     loop: Any = transport._loop
-    old = set(loop._watched)
+    old = watched()
     with pytest.raises(Transient):
         transport.send(Exchange("PUT", server.url + "/k", {}, size=2000), pieces())
     goes_on.set()
