@@ -54,7 +54,7 @@ from cachefs.origin.protocol import (
     conflicts,
 )
 
-LIMITS = Limits(5000 * MIB, 190 * TIB, 1, 4000 * MIB, 50_000, 150 * TIB)
+LIMITS = Limits(190 * TIB, 1, 4000 * MIB, 50_000, 150 * TIB)
 """As documented for block blobs, except for the largest: 190 TiB would need the largest blocks from the beginning, and
 growing ones reach 150. Keys have 1,024 characters; counting bytes instead is stricter."""
 

@@ -49,7 +49,7 @@ from cachefs.origin.protocol import (
 )
 from cachefs.origin.s3 import AMAZON, Bucket, S3Objects
 
-LIMITS = Limits(UNLIMITED, UNLIMITED, 1, UNLIMITED, 0, UNLIMITED, directories=True, longest_key=UNLIMITED)
+LIMITS = Limits(UNLIMITED, 1, UNLIMITED, 0, UNLIMITED, directories=True, longest_key=UNLIMITED)
 
 VERSIONS = ("ETag", "etag", "e_tag", "blob_id", "sha", "hex")
 """Fields of an entry that name its version. The last three are those of Hugging Face, GitHub and git, which tell no

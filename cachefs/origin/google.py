@@ -18,7 +18,7 @@ from cachefs.origin.http import Exchange, HttpClient, Sign, Signed, SignedHttp, 
 from cachefs.origin.protocol import GIB, HONOURED, MIB, STALL_S, TIB, Body, Limits
 from cachefs.origin.s3 import Dialect, S3Objects
 
-LIMITS = Limits(5 * TIB, 5 * TIB, 5 * MIB, 5 * GIB, 10_000, 5 * TIB)
+LIMITS = Limits(5 * TIB, 5 * MIB, 5 * GIB, 10_000, 5 * TIB)
 """As documented for the XML interface, which copies any size in one request. Keys have 1,024 bytes."""
 
 GOOGLE = Dialect("x-goog-", True, LIMITS)

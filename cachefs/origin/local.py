@@ -54,9 +54,7 @@ from cachefs.origin.protocol import (
     Written,
 )
 
-LIMITS = Limits(
-    UNLIMITED, UNLIMITED, 1, UNLIMITED, 1_000_000, UNLIMITED, directories=True, longest_key=UNLIMITED
-)
+LIMITS = Limits(UNLIMITED, 1, UNLIMITED, 1_000_000, UNLIMITED, directories=True, longest_key=UNLIMITED)
 """A file system has limits of its own, and reports them by failing. With `--writeback` a failure comes only after the file
 was saved, so two limits are known before: the length of a path, and the size of the disk. A sparse file is sent with its
 zeros, and one that can never be whole would fill the disk with its parts."""

@@ -240,10 +240,6 @@ class Origin:
         client has replaced the object since. An exception of `source` is raised unchanged; `source` is not read after this
         has returned or raised."""
         attempts, writer = self._attempts, self.writer
-        if size > writer.limits.largest_put:
-            raise Unsupported(
-                f"{self.name(key)}: {size} bytes are too many for one request; upload it in parts"
-            )
         if not token and (if_absent or if_match is not None):
             token = new_token()
         preconditions = Preconditions(if_match, if_absent, token)

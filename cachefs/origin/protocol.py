@@ -145,7 +145,6 @@ class Limits:
     that one deletion may name, 0 if it is one. `directories`: directories are real and must be empty to be deleted.
     `longest_key` is in bytes of UTF-8."""
 
-    largest_put: int
     largest_copy: int
     least_part: int
     largest_part: int

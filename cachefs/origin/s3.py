@@ -71,7 +71,7 @@ from cachefs.origin.protocol import (
     of_endpoint,
 )
 
-LIMITS = Limits(5 * GIB, 5 * GIB, 5 * MIB, 5 * GIB, 10_000, 5 * TIB, batch=1000)
+LIMITS = Limits(5 * GIB, 5 * MIB, 5 * GIB, 10_000, 5 * TIB, batch=1000)
 """As documented for AWS, where an object may be larger by now; other S3 stores kept to this. Keys have 1,024 bytes."""
 
 UNREAD_BYTES = 32 << 10

@@ -44,7 +44,7 @@ class SmallLimits(Limits):
         return max(PART, sent // (16 * PART) * PART)
 
 
-LIMITS = SmallLimits(1 << 30, 1 << 30, 1, 1 << 30, 1000, 1 << 30)
+LIMITS = SmallLimits(1 << 30, 1, 1 << 30, 1000, 1 << 30)
 
 
 class _Threads:
