@@ -949,9 +949,10 @@ class Transfer(Stoppable):
         if self._limit is not None:
             trio.from_thread.run(self._pay, self._limit, size, trio_token=self._trio)
         else:
-            self._report()
+            self.coming()
 
-    def _report(self) -> None:
+    def coming(self) -> None:
+        """Bytes have arrived or will leave: that renews the deadline, also while they wait to be taken."""
         now = time.monotonic()
         if now - self._reported > PROGRESS_S:
             self._reported = now
@@ -1008,10 +1009,6 @@ class Receiving(Transfer):
         """After an attempt that raised nothing: `Transient` if bytes are missing all the same."""
         if self.position != self._stop and self.sink_error is None and not self._closed:
             raise Transient(f"the body ended {self._stop - self.position} bytes too early")
-
-    def coming(self) -> None:
-        """As `Taker.coming`: bytes that have arrived renew the deadline, also while they wait to be taken."""
-        self._report()
 
     def take(self, chunk: memoryview | bytes) -> bool:
         """As `Taker.take`."""
@@ -1078,7 +1075,7 @@ class Sending(Transfer):
 
     def look(self) -> Iterator[bytes]:
         for at in range(0, self.size, 8 * CHUNK):
-            self._report()
+            self.coming()
             yield self._read(at, min(8 * CHUNK, self.size - at))
 
     def _read(self, at: int, count: int) -> bytes:

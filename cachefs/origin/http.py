@@ -286,7 +286,7 @@ class _Reading:
         self.exchange = Exchange("GET", http.place.url(), {}, receiver=self, first=first, least=least)
         self.exchange.prepare = self.signed
         self._key, self._etag, self._start, self._stop, self._whole = key, etag, start, stop, whole
-        self._taker = taker
+        self._taker, self.coming = taker, taker.coming
         self._at = start
         self._cut = False
 
@@ -343,9 +343,6 @@ class _Reading:
         at, self._at = self._at, self._at + len(data)
         wanted = data[max(0, self._start - at) : max(0, self._stop - at)]
         return (not wanted or self._taker.take(wanted)) and self._at < self._stop
-
-    def coming(self) -> None:
-        self._taker.coming()
 
 
 class HttpClient:

@@ -293,7 +293,11 @@ class Prefetcher:
         budget = self._budget()
         if not self._has_slots or self._enough(budget) or self._paused():
             return False
-        group = await self._next()
+        group = (
+            await self._plans.next(self._group)
+            or await self._shards.next()
+            or await self._directories.next(self._group)
+        )
         self._start(nursery, group, budget)
         return bool(group)
 
@@ -303,13 +307,6 @@ class Prefetcher:
 
     def _enough(self, budget: int) -> bool:
         return self.awaited.bytes >= budget or len(self.awaited.files) >= MOST_AWAITED
-
-    async def _next(self) -> list[Candidate]:
-        return (
-            await self._plans.next(self._group)
-            or await self._shards.next()
-            or await self._directories.next(self._group)
-        )
 
     def _wanted(self, obj: ObjectId) -> bool:
         return bool(obj.size) and obj.digest not in self.awaited.files and not self._fetcher.whole(obj)
@@ -345,15 +342,11 @@ class Prefetcher:
             else:
                 contained(nursery, "prefetch", self._fetch, origin, file, transfers)
         for origin, files in small.items():
-            self._start_small(nursery, origin, files)
-
-    def _start_small(self, nursery: trio.Nursery, origin: Origin, files: list[_Prefetched]) -> None:
-        others = self._fetcher.prefetch_small(
-            origin, [(file.object, partial(self._ended, file, 1)) for file in files]
-        )
-        for file in files if others else ():
-            if file.object in others:
-                contained(nursery, "prefetch", self._fetch, origin, file, 1)
+            begun = [(file.object, partial(self._ended, file, 1)) for file in files]
+            others = self._fetcher.prefetch_small(origin, begun)
+            for file in files:
+                if file.object in others:
+                    contained(nursery, "prefetch", self._fetch, origin, file, 1)
 
     async def _look_up(self, nursery: trio.Nursery, candidate: Candidate) -> None:
         """Look up a path that no listing has, then fetch it."""
