@@ -24,16 +24,8 @@ from cachefs.base.errors import (
     Transient,
     Unsupported,
 )
-from cachefs.origin.azure import AzureObjects, Container
-from cachefs.origin.http import (
-    CONNECT_S,
-    SignedHttp,
-    Transport,
-    one_line,
-    quoted,
-    refusal,
-    seconds_ns,
-)
+from cachefs.origin.azure import Container, azure_client
+from cachefs.origin.http import CONNECT_S, HttpClient, one_line, quoted, refusal, seconds_ns
 from cachefs.origin.protocol import (
     HONOURED,
     UNLIMITED,
@@ -45,9 +37,8 @@ from cachefs.origin.protocol import (
     Writer,
     Written,
     made_up,
-    of_endpoint,
 )
-from cachefs.origin.s3 import AMAZON, Bucket, S3Objects
+from cachefs.origin.s3 import Bucket, s3_client
 
 LIMITS = Limits(UNLIMITED, 1, UNLIMITED, 0, UNLIMITED, directories=True, longest_key=UNLIMITED)
 
@@ -100,7 +91,7 @@ class FsspecClient:
         advice: Callable[[], str] = lambda: ENVIRONMENT,
         credentials: Callable[[], object] = lambda: None,
     ) -> None:
-        self.writer: Writer = Filesystem(self)
+        self.writer: Writer | None = Filesystem(self)
         self._root = root
         self._label = label
         self._advice = advice
@@ -370,9 +361,7 @@ CHUNK = 1 << 20
 class _StoreClient(FsspecClient):
     """The common part of both."""
 
-    def __init__(
-        self, place: Bucket | Container, root: str, http: SignedHttp, objects: S3Objects | AzureObjects
-    ) -> None:
+    def __init__(self, place: Bucket | Container, root: str, curl: HttpClient) -> None:
         super().__init__(
             self._open,
             root=root,
@@ -380,18 +369,18 @@ class _StoreClient(FsspecClient):
             advice=lambda: place.credentials.advice,
             credentials=place.credentials.current,
         )
-        self.writer = objects
-        self._objects, self._transport, self._credentials = objects, http.transport, place.credentials
+        self.writer = curl.writer
+        self._curl, self._stall_s = curl, curl.patience_s
 
     def list_page(self, prefix: str, token: str | None, limit: int) -> ListPage:
-        return self._objects.list_page(prefix, token, limit)
+        return self._curl.list_page(prefix, token, limit)
 
     def renew(self, since: float) -> bool:
-        return self._credentials.renew(since)
+        return self._curl.renew(since)
 
     def close(self) -> None:
         super().close()
-        self._transport.close()
+        self._curl.close()
 
     def _call(self, key: str, call: Callable[[Any], Any]) -> Any:
         """The result of a coroutine function that is given the filesystem, on fsspec's loop. The filesystem is opened before
@@ -400,7 +389,7 @@ class _StoreClient(FsspecClient):
 
         with self.translated(key):
             filesystem = self.opened()
-            return sync(filesystem.loop, call, filesystem, timeout=self._transport.stall_s + CONNECT_S)
+            return sync(filesystem.loop, call, filesystem, timeout=self._stall_s + CONNECT_S)
 
     def _open(self) -> Any:
         raise NotImplementedError
@@ -410,9 +399,7 @@ class S3fsClient(_StoreClient):
     """An S3 bucket through s3fs."""
 
     def __init__(self, bucket: Bucket, stall_s: float) -> None:
-        http = SignedHttp(bucket, Transport(stall_s))
-        objects = S3Objects(http, bucket.name, AMAZON, of_endpoint(bucket.endpoint_url))
-        super().__init__(bucket, bucket.name, http, objects)
+        super().__init__(bucket, bucket.name, s3_client(bucket, stall_s))
         self._bucket = bucket
 
     def head(self, key: str) -> ObjectInfo:
@@ -453,7 +440,7 @@ class S3fsClient(_StoreClient):
             config_kwargs={
                 "retries": {"max_attempts": 0},
                 "connect_timeout": CONNECT_S,
-                "read_timeout": self._transport.stall_s,
+                "read_timeout": self._stall_s,
                 "max_pool_connections": 64,
             },
             **NO_CACHES,
@@ -467,8 +454,7 @@ class AdlfsClient(_StoreClient):
     piecewise."""
 
     def __init__(self, container: Container, stall_s: float) -> None:
-        http = SignedHttp(container, Transport(stall_s))
-        super().__init__(container, container.container, http, AzureObjects(http, container))
+        super().__init__(container, container.container, azure_client(container, stall_s))
         self._container = container
 
     def head(self, key: str) -> ObjectInfo:
@@ -511,5 +497,5 @@ class AdlfsClient(_StoreClient):
                 text = f"BlobEndpoint={place.endpoint};AccountName={place.account};{name}={value}"
                 access = {"connection_string": text}
         return adlfs.AzureBlobFileSystem(
-            **access, connection_timeout=CONNECT_S, read_timeout=self._transport.stall_s, **NO_CACHES
+            **access, connection_timeout=CONNECT_S, read_timeout=self._stall_s, **NO_CACHES
         )
