@@ -213,8 +213,8 @@ class SignedHttp:
         taker: Taker,
         ended: Callable[[Exception | None], None],
     ) -> Callable[[], None] | None:
-        """As `fetch`, without a task that waits. `ended` is called on the trio thread at the end,
-        and `taker` is not called after that. Returns a function that ends it early; None if it cannot begin at once."""
+        """As `fetch`, without a task that waits. `ended` is called on the trio thread at the end, and `taker` is not called
+        after that. Returns a function that ends it early; None if it cannot begin at once."""
         sign = self.place.signer()
         if sign is None:
             return None
