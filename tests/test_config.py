@@ -196,6 +196,7 @@ def test_derived_values() -> None:
     assert load("umask=027,file_mode=0444").file_mode == 0o444
     assert (load().uid, load().gid) == (os.getuid(), os.getgid())
     assert load(uid="root").uid == 0
+    assert load(uid="1847600513").uid == 1847600513  # directory services number their users so
     assert load().ram.resolve(0) == min(memory_limit() // 4, 4 << 30)
     assert load(foreground=True).log_file is None
     assert load().log_file == load().cache_dir / "cachefs.log"
@@ -270,6 +271,11 @@ def test_several_sources(tmp_path: Path) -> None:
         ('[[source]]\nnmae = "a"\nurl = "s3://a"', "did you mean name?"),
         ('[[source]]\nname = "a"\nurl = "s3://a"\nsecret_key = "SESAME"', SECRET_ADVICE),
         ('source = ["s3://a"]', "source 1: not a table"),
+        (
+            'read-only = true\nread_only = false\n[[source]]\nurl = "s3://a"',
+            "read_only: the same option as ",
+        ),
+        ('[[source]]\nurl = "s3://a"\nro = true\nread_only = false', "source 1: read_only: the same option as"),
     ],
 )
 def test_refused_sources(tmp_path: Path, tables: str, words: str) -> None:
@@ -308,7 +314,9 @@ def test_refused_sources(tmp_path: Path, tables: str, words: str) -> None:
         ("timeout=0", "'0' is no time to wait: write it like 60s"),
         ("mount_timeout=0s", "no time to wait"),
         ("frobnicate", "unknown option 'frobnicate'"),
-        ("print_config", "unknown option"),
+        ("print_config", "-o: print_config is for the command line alone: --print-config"),
+        ("config=/etc/c.toml", "-o: config is for the command line alone: --config"),
+        ("uid=4294967295", "not a user of this machine"),
         ("secret_access_key=SESAME", SECRET_ADVICE),
     ],
 )
@@ -325,6 +333,8 @@ def test_a_refusal_names_the_layer(tmp_path: Path) -> None:
     assert refusal(ram="lots").startswith("--ram: ")
     assert refusal(environ={"CACHEFS_RAM": "lots"}).startswith("CACHEFS_RAM: ")
     assert "did you mean CACHEFS_CACHE_SIZE?" in refusal(environ={"CACHEFS_CACHE_SZIE": "1G"})
+    twice = refusal(environ={"CACHEFS_RO": "yes", "CACHEFS_READ_ONLY": "no"})
+    assert twice == "CACHEFS_READ_ONLY: the same option as CACHEFS_RO: leave one of them out"
     assert load(environ={"CACHEFS_PORT": "tcp://10.0.0.1:80", "CACHEFS_SERVICE_HOST": "10.0.0.1"})
 
 
@@ -335,7 +345,7 @@ def test_a_refusal_names_the_layer(tmp_path: Path) -> None:
         ("ram = [1]\n", "ram: write a single value"),
         ("umask = 22\n", 'write it in quotes, "0644"'),
         ("cache_sizes = 1\n", "did you mean cache_size?"),
-        ("config = 'x'\n", "unknown option"),
+        ("config = 'x'\n", "config is for the command line alone: --config"),
     ],
 )
 def test_refused_files(tmp_path: Path, content: str, words: str) -> None:
@@ -351,6 +361,11 @@ def test_unreadable_files(tmp_path: Path) -> None:
     assert "directory" in refusal(environ={"CACHEFS_CONFIG": str(tmp_path)})
     (tmp_path / "latin.toml").write_bytes(b'region = "\xff"')
     assert "not UTF-8" in refusal(config=str(tmp_path / "latin.toml"))
+
+
+def test_a_file_from_a_windows_editor_begins_with_a_bom(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_bytes(b'\xef\xbb\xbfregion = "x"\r\n')
+    assert load(config=str(tmp_path / "c.toml")).region == "x"
 
 
 def test_places_are_needed() -> None:

@@ -136,6 +136,8 @@ def _known(name: str, origin: str, allowed: Iterable[str], kind: str = "option")
         return plain
     if looks_secret(plain):
         raise ConfigError(f"{origin}: unknown {kind}; {SECRET_ADVICE}")
+    if plain in ROWS and ROWS[plain].flag_only:
+        raise ConfigError(f"{origin}: {name} is for the command line alone: --{plain.replace('_', '-')}")
     near = difflib.get_close_matches(plain, allowed, 1, 0.5)
     raise ConfigError(f"{origin}: unknown {kind} {name!r}" + (f": did you mean {near[0]}?" if near else ""))
 
@@ -171,6 +173,7 @@ def _environment(environ: Mapping[str, str]) -> dict[str, Given]:
         name = _ALIASES.get(name, name)
         allowed = [*_EVERYWHERE, *_PLACES, "config"]
         if name in allowed:
+            _refuse_second(name, given, variable)
             given[name] = Given(value, variable)
         elif near := difflib.get_close_matches(name, allowed, 1, 0.8):
             # Only a likely typo is refused: for a service named cachefs, Kubernetes sets CACHEFS_PORT and others.
@@ -181,7 +184,7 @@ def _environment(environ: Mapping[str, str]) -> dict[str, Given]:
 def _file(path: Path) -> tuple[dict[str, Given], list[SourceTable]]:
     """(top-level options, ``[[source]]`` tables)."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a BOM
     except OSError as exc:
         raise ConfigError(f"--config {path}: {exc.strerror}: name a TOML file that can be read") from exc
     except UnicodeDecodeError as exc:
@@ -198,6 +201,7 @@ def _file(path: Path) -> tuple[dict[str, Given], list[SourceTable]]:
             raise ConfigError(f"{path}: {_flat(key, value)}")
         else:
             name = _known(key, str(path), [*_EVERYWHERE, *_PLACES])
+            _refuse_second(name, given, f"{path}: {key}")
             given[name] = _from_toml(name, value, f"{path}: {key}")
     return given, sources
 
@@ -217,9 +221,18 @@ def _flat(table: str, entries: Mapping[str, object]) -> str:
 def _source_table(entry: object, origin: str) -> SourceTable:
     if not isinstance(entry, dict):
         raise ConfigError(f'{origin}: not a table: write [[source]] with name = "…" and url = "…" below it')
-    known = {key: _known(key, origin, ["name", "url", *PER_SOURCE], "key") for key in entry}
-    options = {known[key]: _from_toml(known[key], value, f"{origin}: {key}") for key, value in entry.items()}
+    options: dict[str, Given] = {}
+    for key, value in entry.items():
+        name = _known(key, origin, ["name", "url", *PER_SOURCE], "key")
+        _refuse_second(name, options, f"{origin}: {key}")
+        options[name] = _from_toml(name, value, f"{origin}: {key}")
     return SourceTable(options, origin)
+
+
+def _refuse_second(name: str, given: Mapping[str, Given], origin: str) -> None:
+    """Raise `ConfigError` for two spellings of one option, of which one would win silently."""
+    if name in given:
+        raise ConfigError(f"{origin}: the same option as {given[name].origin}: leave one of them out")
 
 
 def _from_toml(name: str, value: object, origin: str) -> Given:

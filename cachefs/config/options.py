@@ -179,8 +179,12 @@ def _group(name: str) -> int:
     return grp.getgrnam(name).gr_gid
 
 
+NO_ID = (1 << 32) - 1
+"""The uid or gid that is none (-1)."""
+
+
 def _parse_id(kind: str, find: Callable[[str], int], text: str) -> int:
-    if re.fullmatch(r"[0-9]{1,9}", text.strip()):
+    if re.fullmatch(r"[0-9]{1,10}", text.strip()) and int(text) < NO_ID:
         return int(text)
     try:
         return find(text.strip())
