@@ -23,11 +23,12 @@ from click.testing import CliRunner, Result
 
 from cachefs import __version__
 from cachefs.base import logs
-from cachefs.base.client import control_path
+from cachefs.base.client import ControlError, control_path
 from cachefs.base.errors import CachefsError, ConfigError, MountError, NoRoom
 from cachefs.base.linux import mount_at, parse
 from cachefs.cli import status as statusview
 from cachefs.cli.main import VERBS, cli
+from cachefs.cli.places import paths_by_mount
 from cachefs.cli.show import say
 from cachefs.config.config import LOG_NAME, ROWS, Config, Source
 from cachefs.daemon import asking, background, mounting
@@ -106,11 +107,18 @@ def test_version() -> None:
         (["warm", "-T", "/etc/hosts", "/a", "/b"], 2, "-T takes one PATH"),
         (["warm", "--profile", "/dev/null"], 2, "--profile takes one PATH"),
         (["warm", "-p", "0", "/"], 2, "-p"),
+        (["warm", "--stop", "--check", "/"], 2, "--stop ends the jobs"),
+        (["evict", ""], 2, "an empty path: is a variable not set?"),
         (["evict", "-T", "/dev/null"], 2, "/dev/null has no paths"),
         (["free", "/"], 1, "is not below a cachefs mount"),
         (["pin", "/"], 1, "is not below a cachefs mount"),
         (["ls", "/"], 1, "is not below a cachefs mount"),
         (["du", "/"], 1, "is not below a cachefs mount"),
+        (["du", "-s", "-d", "1", "/"], 2, "it excludes --max-depth"),
+        (["top", "--json", "--by", "process", "/"], 2, "leave out --by or --json"),
+        (["top", "--json", "--total", "-n", "1", "/"], 2, "goes without --interval and --count"),
+        (["simulate", "--trace", "x", "--cache-size", "1G", "--seed", "0"], 2, "--seed are of a --shape"),
+        (["hint", "/", "--drop", "-T", "x"], 2, "--drop forgets a plan"),
         (["hint", "/", "-T", "/dev/null"], 1, "is not below a cachefs mount"),
         (["record", "/", "-o", "/dev/null"], 1, "is not below a cachefs mount"),
         (["flush", "/"], 1, "is not below a cachefs mount"),
@@ -301,8 +309,8 @@ def test_a_terminal_obeys_no_name(
 
     monkeypatch.setattr(asking, "status_of", broken)
     assert run("status", "/mnt/x").stderr == "cachefs: s3://b/a\\x1b]0;owned\\x07: is not there\n"
-    say("a\x1bc\nb")
-    assert capsys.readouterr().out == "a\\x1bc\nb\n"
+    say("a\x1bc\nb", "d")
+    assert capsys.readouterr().out == "a\\x1bc\\nb\nd\n"  # a name may not look like two
 
 
 def test_no_verb_prints_but_through_say() -> None:
@@ -353,6 +361,51 @@ def test_a_closed_pipe_is_not_talked_about() -> None:
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_caller_without_standard_output(closed: str) -> None:
+    """As some service managers and cron jobs start commands. A mount was made, and then it was an internal error."""
+    command = f"{shlex.quote(sys.executable)} -m cachefs version {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_output_to_a_full_disk() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "cachefs", "version"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert "the output cannot be written: No space left on device" in one_line(done.stderr)
+
+
+def test_jobs_of_a_daemon_that_does_not_answer_are_not_called_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(*_: object, **__: object) -> None:
+        raise ControlError("the daemon did not answer within 5 s")
+
+    monkeypatch.setattr(asking, "mount_of", lambda path: (path, ""))
+    monkeypatch.setattr(asking, "ask", silent)
+    result = run("warm", "--stop", "/x")
+    assert result.exit_code == 1
+    assert "did not answer" in one_line(result.stderr)
+    monkeypatch.setattr(asking, "ask", lambda *_, **__: 2)
+    assert json.loads(run("warm", "--stop", "--json", "/x").stdout) == {"ended": 2}
+
+
+def test_what_lies_below_another_path_is_not_counted_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        asking, "mount_of", lambda path: (Path("/m"), str(path).removeprefix("/m").lstrip("/"))
+    )
+    named = [Path("/m", name) for name in ("d/x", "d", "e/f", "d", "dd", "e/f/g/h")]
+    assert paths_by_mount(named, None) == {Path("/m"): ["d", "e/f", "dd"]}
+    (tmp_path / "list").write_text("d/x\nd\n./d/\ne\n")
+    assert paths_by_mount([Path("/m")], str(tmp_path / "list")) == {Path("/m"): ["d", "e"]}
+    (tmp_path / "list").write_text("d\n.\n")  # as `find` prints
+    assert paths_by_mount([Path("/m")], str(tmp_path / "list")) == {Path("/m"): [""]}
+    assert paths_by_mount([Path("/m/d"), Path("/m")], None) == {Path("/m"): [""]}
 
 
 def test_print_config(tmp_path: Path) -> None:

@@ -275,7 +275,10 @@ def test_several_sources(tmp_path: Path) -> None:
             'read-only = true\nread_only = false\n[[source]]\nurl = "s3://a"',
             "read_only: the same option as ",
         ),
-        ('[[source]]\nurl = "s3://a"\nro = true\nread_only = false', "source 1: read_only: the same option as"),
+        (
+            '[[source]]\nurl = "s3://a"\nro = true\nread_only = false',
+            "source 1: read_only: the same option as",
+        ),
     ],
 )
 def test_refused_sources(tmp_path: Path, tables: str, words: str) -> None:

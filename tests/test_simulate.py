@@ -117,6 +117,7 @@ def test_ranges_of_large_files_are_blocks(tmp_path: Path) -> None:
         ({"size": 1}, "no path"),
         ({"path": "a"}, "no size"),
         ({"path": 5, "size": 1}, "its path is not text"),
+        ('{"path": "a\\ud800", "size": 1}', "surrogates not allowed"),
         ({"path": "a", "size": -1}, "size, offset and length are bytes"),
         ({"path": "a", "size": True}, "size, offset and length are bytes"),
         ({"path": "a", "size": 1, "format": 2}, "its format is 2, this version reads 1"),

@@ -12,6 +12,7 @@ import threading
 import time
 from array import array
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
@@ -81,7 +82,11 @@ def warm(
     As the last run read:    cachefs warm --profile run.jsonl /mnt/data
     """
     if stop:
-        count = sum(asking.stop_jobs(mountpoint) for mountpoint in mounts_of(paths))
+        if list_file is not None or parallel or check or background or profile or cluster:
+            raise ConfigError("--stop ends the jobs of PATH's mount, and goes without other options")
+        count = sum(asking.ask(mountpoint, "warm_stop", job=None) for mountpoint in mounts_of(paths))
+        if as_json:
+            show.data({"ended": count})
         note(f"{count} jobs ended")
         return 0
     if profile and list_file is not None:
@@ -230,6 +235,8 @@ def hint(mountpoint: Path, list_file: str | None, plan: str, epoch: int, drop: b
     The daemon prefetches them, some files before the readers' position. The list of the next --epoch may be given while the
     present one is read. In Python, cachefs.hints does this for a DataLoader.
     """
+    if drop and list_file is not None:
+        raise ConfigError("--drop forgets a plan, and -T gives it files: leave one of them out")
     mount, _ = asking.mount_of(mountpoint)
     if drop:
         if not hints.drop(mount, plan):
@@ -277,9 +284,9 @@ def record(mountpoint: Path, output: str, how_long: str | None) -> None:
     note(f"{lines:,} lines{more}")
 
 
-def _opened(output: str) -> IO[str]:
+def _opened(output: str) -> AbstractContextManager[IO[str]]:
     try:
-        return sys.stdout if output == "-" else open(output, "w", encoding="utf-8")
+        return nullcontext(sys.stdout) if output == "-" else open(output, "w", encoding="utf-8")
     except OSError as exc:
         raise ConfigError(f"{output}: {exc.strerror}") from exc
 
@@ -331,10 +338,10 @@ SHOWN = 8
     "--policy", type=click.Choice([*POLICIES, "all"]), default="all", help="Policy of eviction.  [all]"
 )
 @click.option("--block-size", metavar="SIZE", default="1M", help="Block size of the mount.  [1M]")
-@click.option("--dataset-size", metavar="SIZE", default="10G", help="Size of a shape's dataset.  [10G]")
+@click.option("--dataset-size", metavar="SIZE", help="Size of a shape's dataset.  [10G]")
 @click.option("--file-size", metavar="SIZE", help="Size of a shape's files.  [64M for shards, else 1M]")
-@click.option("--epochs", type=click.IntRange(1, 1000), default=5, help="Epochs of a shape.  [5]")
-@click.option("--seed", type=int, default=0, help="Seed of a shape.  [0]")
+@click.option("--epochs", type=click.IntRange(1, 1000), help="Epochs of a shape.  [5]")
+@click.option("--seed", type=int, help="Seed of a shape.  [0]")
 @as_json()
 def simulate(
     trace: Path | None,
@@ -342,10 +349,10 @@ def simulate(
     cache_size: str,
     policy: str,
     block_size: str,
-    dataset_size: str,
+    dataset_size: str | None,
     file_size: str | None,
-    epochs: int,
-    seed: int,
+    epochs: int | None,
+    seed: int | None,
     as_json: bool,
 ) -> None:
     """Compute the hit ratio of each epoch and the bytes from the origin, for each cache size.
@@ -366,22 +373,26 @@ def simulate(
     if blocks < 4096:
         raise ConfigError(f"--block-size {block_size!r} is smaller than 4K")
     if trace is not None:
+        if any(of_shape is not None for of_shape in (dataset_size, file_size, epochs, seed)):
+            raise ConfigError(
+                "--dataset-size, --file-size, --epochs and --seed are of a --shape, not of a trace"
+            )
         played = simulation.load(trace)
     else:
         assert shape is not None
         each = _bytes(file_size or format_bytes(simulation.FILE_BYTES.get(shape, 1 << 20)), "file-size")
-        whole = _bytes(dataset_size, "dataset-size")
+        whole = _bytes(dataset_size or "10G", "dataset-size")
         if whole // each > simulation.MOST_FILES:
             raise ConfigError(
                 f"a shape of more than {simulation.MOST_FILES:,} files: give it a larger --file-size"
             )
-        played = simulation.shape(shape, whole, each, epochs, seed)
+        played = simulation.shape(shape, whole, each, epochs or 5, seed or 0)
     policies = POLICIES if policy == "all" else [p for p in POLICIES if p == policy]
     results = [simulation.simulate(played, size, p, blocks) for size in sizes for p in policies]
     if as_json:
         show.data([result.as_dict() for result in results])
     else:
-        say("\n".join(_table(results)))
+        say(*_table(results))
 
 
 def _bytes(text: str, option: str) -> int:

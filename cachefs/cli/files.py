@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import click
 
 from cachefs.base import client
-from cachefs.base.errors import MountError
+from cachefs.base.errors import ConfigError, MountError
 from cachefs.base.ledger import REASONS
 from cachefs.base.units import about_bytes, about_share
 from cachefs.cli import show
@@ -61,6 +61,8 @@ def list_cached(path: Path, as_json: bool) -> None:
 @as_json("A list of objects: path, files, size, cached.")
 def add_up(path: Path, max_depth: int | None, summarize: bool, as_json: bool) -> None:
     """Add up size and cached bytes of the files below PATH, directory by directory, the total last."""
+    if summarize and max_depth is not None:
+        raise ConfigError("--summarize shows the total alone, so it excludes --max-depth")
     _refuse_outside_mounts(path)
     found: list[dict[str, Any]] = []
     deepest = 0 if summarize else max_depth
@@ -143,7 +145,7 @@ def locate(paths: tuple[Path, ...], as_json: bool) -> None:
                     answer["path"],
                 )
             )
-    say("\n".join(show.table(("#HELD", "#SIZE", "#SHARE", "NODE", "PATH"), rows)))
+    say(*show.table(("#HELD", "#SIZE", "#SHARE", "NODE", "PATH"), rows))
     silent = {node: why for answer in answers for node, why in answer["unreachable"].items()}
     for why in silent.values():
         say(f"cachefs: {why}", err=True)

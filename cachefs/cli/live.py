@@ -11,6 +11,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -166,8 +167,10 @@ def top(
     \b
     cachefs top --json -i 60s -n 1 --pid $TRAINER /mnt/data | jq .processes[].blocked_share
     """
-    if total and not as_json:
-        raise ConfigError("--total needs --json")
+    if total and (not as_json or interval or count):
+        raise ConfigError("--total needs --json, and goes without --interval and --count")
+    if by and as_json:
+        raise ConfigError("--by chooses rows of the table: leave out --by or --json")
     mount, pids = resolve_mount(mountpoint), None if pid is None else descendants(pid)
     if total:
         show.data(process_waits(None, asking.ask(mount, "watch"), pids))
@@ -341,7 +344,7 @@ def ledger(mountpoint: Path | None, prices: Path | None, as_json: bool) -> None:
         )
         for entry in [*ordered, total]
     ]
-    say("\n".join(show.table(heads, rows)))
+    say(*show.table(heads, rows))
 
 
 def _entry(name: str, account: Mapping[str, int], price: Prices | None) -> dict[str, Any]:
@@ -365,10 +368,14 @@ class Prices:
     def read(cls, path: Path) -> Prices:
         """Read a price list. Raises `ConfigError`."""
         try:
-            table = tomllib.loads(path.read_text())
+            table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         except (OSError, ValueError) as exc:
             raise ConfigError(f"{path}: {getattr(exc, 'strerror', None) or exc}") from exc
         requests, moved = table.get("requests", {}), table.get("bytes", {})
+        if not isinstance(requests, dict) or not isinstance(moved, dict):
+            raise ConfigError(
+                f"{path}: requests and bytes are sections: write [requests] and get = … below it"
+            )
         unknown = (table.keys() - {"currency", "requests", "bytes"}) | (moved.keys() - {"in", "out"})
         unknown |= requests.keys() - set(ORIGIN_REQUESTS)
         if unknown:
@@ -376,9 +383,12 @@ class Prices:
                 f"{path}: {', '.join(sorted(unknown))}: not in a price list, which has currency, [requests] with "
                 f"{', '.join(ORIGIN_REQUESTS)}, and [bytes] with in, out"
             )
-        wrong = [name for name, value in {**requests, **moved}.items() if not isinstance(value, int | float)]
+        prices = {**requests, **moved}
+        wrong = [
+            name for name, price in prices.items() if type(price) not in (int, float) or not 0 <= price < inf
+        ]
         if wrong:
-            raise ConfigError(f"{path}: {', '.join(wrong)}: a price is a number")
+            raise ConfigError(f"{path}: {', '.join(wrong)}: a price is a number from 0 up")
         return cls(str(table.get("currency", "cost")), requests, moved)
 
     def cost(self, requests: Mapping[str, int], bytes_in: int, bytes_out: int) -> float:

@@ -7,6 +7,7 @@ for other errors. Verbs import modules that are slow to import, so that `status`
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -104,6 +105,8 @@ class OneLine(click.Group):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
         except Exception as exc:
+            if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT) and not exc.filename:
+                _fail(f"the output cannot be written: {exc.strerror}", 1)
             if isinstance(exc, FileNotFoundError) and not _has_working_directory():
                 _fail("the working directory does not exist any more: cd to another one first", 1)
             if _debugging():
@@ -467,4 +470,8 @@ def completion(ctx: click.Context, shell: str | None) -> None:
 
 def main() -> None:
     """The entry point of the command."""
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # closed by the caller: what is opened next would get its number
+            os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, open(fd, "w" if fd else "r", closefd=False))  # noqa: SIM115
     cli.main(prog_name="cachefs")

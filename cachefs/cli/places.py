@@ -26,6 +26,8 @@ class Place(click.Path):
     """The type of a path. click.Path would call stat while it parses the arguments, which may hang below a mount."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        if not value:
+            self.fail("an empty path: is a variable not set?", param, ctx)
         return Path(value)
 
 
@@ -64,8 +66,25 @@ def paths_by_mount(paths: Sequence[Path], list_file: str | None) -> dict[Path, l
         for path in paths:
             mountpoint, relative = asking.mount_of(path)
             wanted.setdefault(mountpoint, []).append(relative)
-        return wanted
-    return paths_in_list(list_file, single_path(paths, "-T") if paths else None)
+    else:
+        wanted = paths_in_list(list_file, single_path(paths, "-T") if paths else None)
+    return {mountpoint: _outermost(relatives) for mountpoint, relatives in wanted.items()}
+
+
+def _outermost(paths: Sequence[str]) -> list[str]:
+    """The paths that are not at or below an earlier or another one. `find` without ``-type f`` lists directories, too."""
+    given = dict.fromkeys(paths)
+    if given.keys() & {"", "."}:
+        return [""]
+    return [path for path in given if not any(above in given for above in _above(path))]
+
+
+def _above(path: str) -> Iterator[str]:
+    """The directories that a relative path is in."""
+    end = path.rfind("/")
+    while end > 0:
+        yield path[:end]
+        end = path.rfind("/", 0, end)
 
 
 def single_path(paths: Sequence[Path], option: str) -> Path:

@@ -81,9 +81,9 @@ def is_quiet() -> bool:
     return ctx is not None and bool(ctx.meta.get(QUIET))
 
 
-def say(text: str, *, err: bool = False) -> None:
+def say(*lines: str, err: bool = False) -> None:
     """Print lines: on stdout, or with `err` on stderr."""
-    click.echo("\n".join(printable(line) for line in text.split("\n")), err=err)
+    click.echo("\n".join(map(printable, lines)), err=err)
 
 
 def note(text: str) -> None:
@@ -150,7 +150,7 @@ def screens(frames: Iterable[Iterable[str]]) -> None:
     """Show frames: on a terminal each replaces the one before, elsewhere it follows."""
     if not sys.stdout.isatty():
         for frame in frames:
-            say("\n".join(frame))
+            say(*frame)
         return
     from rich.console import Console
     from rich.live import Live

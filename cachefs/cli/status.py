@@ -384,7 +384,7 @@ def peers(mountpoint: Path | None, as_json: bool) -> None:
     for other in found["incompatible"]:
         if other["wrong"]:
             say(f"cachefs: {other['name']} {other['why']}", err=True)
-    say("\n".join(show.table(PEER_HEADS, rows)))
+    say(*show.table(PEER_HEADS, rows))
 
 
 def _status(mountpoint: Path | None) -> Mapping[str, Any]:

@@ -180,7 +180,8 @@ def job(
             ask(mountpoint, "warm_add", 60.0, job=number, items=[], complete=True)
             yield number
         except BaseException:
-            stop_jobs(mountpoint, number)
+            with suppress(client.ControlError, MountError):
+                ask(mountpoint, "warm_stop", job=number)
             raise
 
 
@@ -196,14 +197,6 @@ def _uninterrupted() -> Iterator[Callable[[], object]]:
         yield interruptible
     finally:
         interruptible()
-
-
-def stop_jobs(mountpoint: Path, number: int | None = None) -> int:
-    """Stop one job of a mount, or all. Returns how many were running; 0 if the daemon does not answer."""
-    try:
-        return int(ask(mountpoint, "warm_stop", job=number))
-    except (client.ControlError, MountError):
-        return 0
 
 
 def follow_job(mountpoint: Path, number: int) -> Iterator[dict[str, Any]]:

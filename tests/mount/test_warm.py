@@ -288,6 +288,7 @@ def test_a_recording_is_replayed_on_an_empty_cache(
     nowhere = tmp_path / "nowhere" / "run.jsonl"
     assert "No such file" in said(mount, "record", mount.path, "-o", nowhere, code=2)
     assert not refused(mount)  # it did not stay behind
+    assert "0 lines" in said(mount, "record", mount.path, "-o", "-", "--for", "0")
     lines = [json.loads(line) for line in profile.read_text().splitlines()]
     assert f"{len(lines)} lines" in told
     parts = [(line["path"], line["offset"], line["length"]) for line in lines]

@@ -179,6 +179,10 @@ def test_the_ledger_adds_up_what_it_cost(daemon: Daemon, tmp_path: Path) -> None
         ("get = 1", "get: not in a price list"),
         ("[requests]\nfetch = 1", "fetch: not in a price list"),
         ("[bytes]\nin = 'much'", "in: a price is a number"),
+        ("[bytes]\nin = nan", "in: a price is a number"),
+        ("[bytes]\nin = -1", "in: a price is a number"),
+        ("[requests]\nget = true", "get: a price is a number"),
+        ("requests = 1", "requests and bytes are sections"),
         ("[bytes", "Expected"),
     ],
 )
