@@ -633,6 +633,7 @@ def test_mountpoints(tmp_path: Path, fuse: Path) -> None:
     assert "inside the cache directory" in refusal(config_for(place, cache_dir=tmp_path))
     (tmp_path / "file").touch()
     assert f"{tmp_path}/file is a file" in refusal(config_for(place, cache_dir=tmp_path / "file/cache"))
+    assert f"{tmp_path}/file is a file" in refusal(config_for(place, cache_dir=tmp_path / "file"))
     for url in (f"file://{tmp_path}", f"file://{place}/x", f"file://{place}"):
         assert "read itself" in refusal(config_for(place, sources=(Source("", url),)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -92,6 +93,22 @@ def test_a_tier_that_is_left_out_for_its_size_is_named(
     monkeypatch.setattr(cachedir, "open_store", lambda *_, **__: SimpleNamespace(warnings=[]))
     found = cachedir.open_cache(config(tmp_path, cache_size=Size.parse(cache_size)), Metrics())
     assert found.warnings == lines
+
+
+@pytest.mark.parametrize(
+    ("ram", "lines"),
+    [
+        ("3G", ["--ram 3G is more than the 2.0 GiB of memory that this process may use: lower it"]),
+        ("2G", []),
+        ("100%", []),
+    ],
+)
+def test_more_ram_than_there_is_has_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ram: str, lines: list[str]
+) -> None:
+    monkeypatch.setattr(cachedir, "memory_limit", lambda: 2 << 30)
+    monkeypatch.setattr(cachedir, "open_store", lambda *_, **__: SimpleNamespace(warnings=[]))
+    assert cachedir.open_cache(replace(config(tmp_path), ram=Size.parse(ram)), Metrics()).warnings == lines
 
 
 def test_a_cache_directory_below_what_fails_costs_the_ssd_tier_alone(tmp_path: Path) -> None:

@@ -43,7 +43,8 @@ def open_cache(config: Config, metrics: Metrics, *, killed: bool = False) -> Ope
     remove_orphans()
     free, total = _disk_of(config)
     cached_bytes = _bytes_at_last_stop(config.cache_dir)
-    ssd_bytes, ram_bytes = config.cache_size.resolve(free + cached_bytes), config.ram.resolve(memory_limit())
+    limit = memory_limit()
+    ssd_bytes, ram_bytes = config.cache_size.resolve(free + cached_bytes), config.ram.resolve(limit)
     opened = open_store(
         config.cache_dir,
         ssd_bytes,
@@ -63,6 +64,10 @@ def open_cache(config: Config, metrics: Metrics, *, killed: bool = False) -> Ope
             opened.warnings.append(
                 f"no {tier} tier: {option} {size} is {about_bytes(found)} here, less than one block"
             )
+    if ram_bytes > limit:
+        opened.warnings.append(
+            f"--ram {config.ram} is more than the {about_bytes(limit)} of memory that this process may use: lower it"
+        )
     return opened
 
 

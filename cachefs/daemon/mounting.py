@@ -86,7 +86,8 @@ def check_log(config: Config) -> None:
     # First without resolving links, as in `_check_overlap`.
     for resolve in (os.path.abspath, os.path.realpath):
         if log is not None and Path(resolve(log)).is_relative_to(mountpoint):
-            raise MountError(f"the log {log} is inside the mountpoint: choose another --log-file")
+            option = "--log-file" if "log_file" in config.origins else "--cache-dir"
+            raise MountError(f"the log {log} is inside the mountpoint: choose another {option}")
 
 
 def dead_mount(config: Config) -> Mount | None:
@@ -110,7 +111,7 @@ def _check_descriptors() -> None:
 
 
 def _check_cache_directory(path: Path) -> None:
-    for above in path.parents:
+    for above in (path, *path.parents):
         if os.path.exists(above):  # Path.exists raises without permission
             if not above.is_dir():
                 raise MountError(

@@ -219,6 +219,9 @@ def cache_disk(place: Path, *, measure: bool) -> Iterator[Finding]:
     except OSError as exc:
         yield Finding("problem", subject, exc.strerror or str(exc), "choose another --cache-dir")
         return
+    if not os.path.isdir(place):
+        yield Finding("problem", subject, "is a file", "choose another --cache-dir")
+        return
     free, whole = stats.f_bavail * stats.f_frsize, stats.f_blocks * stats.f_frsize
     kind = _file_system(place)
     if kind in NO_DISKS:

@@ -77,7 +77,8 @@ class TestMountpoint:
 
     def test_a_cache_inside_of_it(self, mounted: Mounted, bucket: Bucket) -> None:
         mount = mounted(bucket, start=False)
-        refused(mount, words=mount.arguments(cache_dir=mount.path / "cache"))
+        words = [word for word in mount.arguments(cache_dir=mount.path / "cache") if "log" not in word]
+        assert "inside the mountpoint: choose another --cache-dir" in refused(mount, words=words)
         assert os.listdir(mount.path) == []
 
     @pytest.mark.parametrize("flags", [[], ["-f"]], ids=" ".join)

@@ -524,6 +524,9 @@ def test_a_directory_that_cannot_be_examined_is_no_internal_error(tmp_path: Path
     """stat(2) fails, as without permission for a directory above."""
     unseen = tmp_path / ("x" * 300) / "cache"
     mounting._check_cache_directory(unseen)
+    (tmp_path / "file").touch()
+    [a_file] = doctor.cache_disk(tmp_path / "file", measure=True)
+    assert (a_file.level, a_file.found) == ("problem", "is a file")
     [found] = doctor.cache_disk(unseen, measure=False)
     assert found.subject == f"cache disk {tmp_path}"
     for verb, code, words in (
