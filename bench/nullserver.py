@@ -126,7 +126,7 @@ class NullServer:
 
 def main() -> None:
     tree, mountpoint = Path(sys.argv[1]), Path(sys.argv[2])
-    device, _ = Device.connect("null", allow_other=False, stack_depth=1)
+    device, _ = Device.connect("null", (), stack_depth=1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         server = NullServer(tree, device, passthrough="--passthrough" in sys.argv)

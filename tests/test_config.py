@@ -186,6 +186,14 @@ def test_fstab_options() -> None:
     assert layers.split_options("a\\\\,b\\") == ["a\\", "b\\"]
 
 
+def test_noexec_of_fstab_is_an_option() -> None:
+    assert load("nosuid,nodev").exec
+    assert not load("noexec,nosuid").exec
+    assert load("noexec,exec").exec  # the last one counts, as for mount(8)
+    assert load("noexec", exec=True).exec
+    assert "unknown option 'noexec'" in refusal("noexec=yes")
+
+
 def test_derived_values() -> None:
     assert (load().metadata_ttl, load().negative_ttl) == (60, 5)
     assert (load("consistency=strict").metadata_ttl, load("consistency=strict").negative_ttl) == (0, 0)

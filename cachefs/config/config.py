@@ -237,6 +237,9 @@ class Config:
         "Mode of directories.", default="0777 less umask: 0755", derive=lambda config: 0o777 & ~config.umask
     )
     allow_other: bool = SWITCH("Let other users access the mount, as far as the modes allow.", value=False)
+    exec: bool = SWITCH(
+        "Let programs be run from the mount. --no-exec is noexec in fstab.", value=True, default="yes"
+    )
 
     concurrency: int = COUNT("Most requests in flight to the origin; fewer while it throttles.", value=64)
     download_limit: int = RATE("Most bytes a second from the origin: 200M. 0 is no limit.", value=0)

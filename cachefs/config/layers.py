@@ -25,8 +25,8 @@ ENV_PREFIX = "CACHEFS_"
 
 GENERIC_OPTIONS = frozenset(
     """
-    defaults auto noauto nofail _netdev user nouser users owner group dev nodev suid nosuid exec
-    noexec atime noatime diratime nodiratime relatime norelatime strictatime nostrictatime lazytime
+    defaults auto noauto nofail _netdev user nouser users owner group dev nodev suid nosuid
+    atime noatime diratime nodiratime relatime norelatime strictatime nostrictatime lazytime
     nolazytime sync async dirsync iversion noiversion mand nomand silent loud default_permissions
     """.split()  # noqa: SIM905 (forty words read better than forty strings)
 )
@@ -52,6 +52,9 @@ class SourceTable(NamedTuple):
 _ALIASES = {
     flag[2:].replace("-", "_"): name for name, row in ROWS.items() for flag in row.flags if flag[:2] == "--"
 }
+_NEGATIONS = {"rw": "read_only", "noexec": "exec"}
+"""An option of mount(8) → the option here that it turns off."""
+
 _EVERYWHERE = [name for name, row in ROWS.items() if not row.flag_only]
 _PLACES = ["source", "mountpoint"]
 
@@ -148,8 +151,8 @@ def _mount_options(arguments: Iterable[str]) -> dict[str, Given]:
         name, equals, value = option.partition("=")
         if name.lower().startswith("x-") or name.replace("-", "_") in GENERIC_OPTIONS or name == "comment":
             continue
-        if name == "rw" and not equals:
-            given["read_only"] = Given("false", "-o rw")
+        if name in _NEGATIONS and not equals:
+            given[_NEGATIONS[name]] = Given("false", f"-o {name}")
             continue
         known = _known(name, "-o", _EVERYWHERE)
         if not equals and _row(known).metavar:

@@ -33,7 +33,7 @@ class Backend(Protocol):
     max_background: int
     operations: Operations
 
-    def mount(self, mountpoint: Path, name: str, *, allow_other: bool) -> None:
+    def mount(self, mountpoint: Path, name: str, flags: Sequence[str]) -> None:
         """Make the mount visible. Its requests wait until `serve` runs. Raises `MountError`, OSError."""
 
     async def serve(self, ready: Callable[[], None]) -> None:
@@ -113,7 +113,7 @@ def choose(
                 return chosen
             clear()
             try:
-                chosen.backend.mount(config.mountpoint, title, allow_other=config.allow_other)
+                chosen.backend.mount(config.mountpoint, title, _flags(config))
             except OSError as exc:
                 chosen.backend.close()
                 why = f"this mount cannot be attached: {exc.strerror}"
@@ -126,7 +126,7 @@ def choose(
     backend = Pyfuse3Backend(fs, metrics, _deadline_s(config), writable=writable)
     if config.descriptor is None:
         clear()
-        backend.mount(config.mountpoint, title, allow_other=config.allow_other)
+        backend.mount(config.mountpoint, title, _flags(config))
         return Chosen(backend, why, {}, passthrough=False)
     backend.take(config.descriptor, title)
     if config.fuse == "auto":
@@ -158,7 +158,7 @@ def _native(
     if held is not None and held.taking_over:
         device, agreed, refused = adopt(held, config.mountpoint, places, writable=writable)
     elif config.descriptor is None and os.geteuid() == 0:
-        device, agreed, refused = connect(title, config.allow_other, places, writable=writable)
+        device, agreed, refused = connect(title, _flags(config), places, writable=writable)
     elif config.descriptor is None:
         device, agreed, refused = connect_with_help(config, title, places, writable=writable)
     else:
@@ -187,15 +187,18 @@ def _native(
     return Chosen(backend, why, refused, passthrough)
 
 
-def connect(name: str, allow_other: bool, places: Sequence[Path], *, writable: bool = False) -> Connected:
+def _flags(config: Config) -> list[str]:
+    """The options of the kernel's mount that have no value."""
+    return ["allow_other"] * config.allow_other + ["noexec"] * (not config.exec)
+
+
+def connect(name: str, flags: Sequence[str], places: Sequence[Path], *, writable: bool = False) -> Connected:
     """Connect through a new, detached mount. Raises `NotHere`."""
     # Backing files may lie on a stacked filesystem (overlayfs, in a container without a volume), which needs depth 2. No
     # other filesystem can be stacked on a mount of depth 2, so depth 1 is tried first.
     for depth in (1, 2):
         try:
-            device, agreed = Device.connect(
-                name, allow_other=allow_other, stack_depth=depth, writable=writable
-            )
+            device, agreed = Device.connect(name, flags, stack_depth=depth, writable=writable)
         except (OSError, MountError) as exc:
             raise NotHere(f"no connection through /dev/fuse: {_reason(exc)}") from exc
         refused = _try_passthrough(device, agreed, places)
@@ -208,9 +211,7 @@ def connect(name: str, allow_other: bool, places: Sequence[Path], *, writable: b
 def connect_with_help(config: Config, name: str, places: Sequence[Path], *, writable: bool) -> Connected:
     """Connect through a new mount at the mountpoint, for a user without rights. Raises `NotHere`."""
     try:
-        device, agreed = Device.connect_with_help(
-            config.mountpoint, name, allow_other=config.allow_other, writable=writable
-        )
+        device, agreed = Device.connect_with_help(config.mountpoint, name, _flags(config), writable=writable)
     except (OSError, MountError) as exc:
         raise NotHere(f"no connection through fusermount3: {_reason(exc)}") from exc
     return Connected(device, agreed, dict.fromkeys(places, "only root may register backing files"))

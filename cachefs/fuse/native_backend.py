@@ -18,7 +18,7 @@ import os
 import select
 import struct
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -103,7 +103,7 @@ filesystem has to clear set-uid and set-gid bits itself, at the requests that th
 # System call numbers, the same on all architectures but Alpha.
 _FSOPEN, _FSCONFIG, _FSMOUNT, _MOVE_MOUNT = 430, 431, 432, 429
 _SET_FLAG, _SET_STRING, _CMD_CREATE = 0, 1, 6
-_CLOEXEC, _RDONLY, _NOSUID, _NODEV = 1, 1, 2, 4
+_CLOEXEC, _RDONLY, _NOSUID, _NODEV, _NOEXEC = 1, 1, 2, 4, 8
 _FROM_FD, _AT_FDCWD = 4, -100
 
 _READ_AGAIN = (errno.EINTR, errno.ENOENT, errno.ENOMEM)
@@ -185,12 +185,12 @@ class Device:
 
     @classmethod
     def connect(
-        cls, name: str, *, allow_other: bool, stack_depth: int, writable: bool = False
+        cls, name: str, flags: Sequence[str], *, stack_depth: int, writable: bool = False
     ) -> tuple[Device, Negotiated]:
         """Make a detached mount and negotiate. Raises OSError or `MountError`."""
         device = cls(os.open("/dev/fuse", os.O_RDWR | os.O_NONBLOCK), writable=writable)
         try:
-            device._make(name, allow_other)
+            device._make(name, flags)
             return device, device._shake_hands(stack_depth)
         except BaseException:
             device.close()
@@ -198,11 +198,11 @@ class Device:
 
     @classmethod
     def connect_with_help(
-        cls, mountpoint: Path, name: str, *, allow_other: bool, writable: bool = False
+        cls, mountpoint: Path, name: str, flags: Sequence[str], *, writable: bool = False
     ) -> tuple[Device, Negotiated]:
         """Mount with fusermount3, for a user without rights, and negotiate. The mount is visible at once."""
-        options = [f"fsname={name}", "subtype=cachefs", "default_permissions"]
-        options += ["allow_other"] * allow_other + ["ro"] * (not writable)
+        options = [f"fsname={name}", "subtype=cachefs", "default_permissions", *flags]
+        options += ["ro"] * (not writable)
         fd = connection.mount_with_help(mountpoint, options)
         return cls.take(fd, stack_depth=1, writable=writable, mountpoint=mountpoint)
 
@@ -232,7 +232,7 @@ class Device:
         os.set_blocking(fd, False)
         return device
 
-    def _make(self, name: str, allow_other: bool) -> None:
+    def _make(self, name: str, flags: Sequence[str]) -> None:
         context = syscall(_FSOPEN, b"fuse", _CLOEXEC)
         try:
             for key, value in {
@@ -246,11 +246,11 @@ class Device:
                 syscall(_FSCONFIG, context, _SET_STRING, key.encode(), value.encode(), 0)
             # In a writable superblock each passthrough read invalidates the inode's times, and the next fstat is a
             # GETATTR. Measured: a read-only superblock serves 1.75 times as many small files a second.
-            flags = ["default_permissions", *(["allow_other"] if allow_other else [])]
-            for flag in flags if self._writable else ["ro", *flags]:
+            own = ["default_permissions"] if self._writable else ["ro", "default_permissions"]
+            for flag in [*own, *(flag for flag in flags if flag != "noexec")]:
                 syscall(_FSCONFIG, context, _SET_FLAG, flag.encode(), None, 0)
             syscall(_FSCONFIG, context, _CMD_CREATE, None, None, 0)
-            attributes = _NOSUID | _NODEV | (0 if self._writable else _RDONLY)
+            attributes = _NOSUID | _NODEV | (0 if self._writable else _RDONLY) | _NOEXEC * ("noexec" in flags)
             self._mount = syscall(_FSMOUNT, context, _CLOEXEC, attributes)
         finally:
             os.close(context)
@@ -550,7 +550,7 @@ class NativeBackend:
 
     # -- the backend ---------------------------------------------------------------------------------
 
-    def mount(self, mountpoint: Path, name: str, *, allow_other: bool) -> None:
+    def mount(self, mountpoint: Path, name: str, flags: Sequence[str]) -> None:
         """Attach the mount that the device has made, unless it was taken over and is attached already."""
         if not self._device.held:
             self._device.attach(mountpoint)

@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
@@ -63,12 +63,10 @@ class Pyfuse3Backend(pyfuse3.Operations):
 
     # -- the backend ---------------------------------------------------------------------------------
 
-    def mount(self, mountpoint: Path, name: str, *, allow_other: bool) -> None:
-        options = {f"fsname={name}", "subtype=cachefs", "default_permissions"}
+    def mount(self, mountpoint: Path, name: str, flags: Sequence[str]) -> None:
+        options = {f"fsname={name}", "subtype=cachefs", "default_permissions", *flags}
         if not self._writable:
             options.add("ro")
-        if allow_other:
-            options.add("allow_other")
         self._begin(str(mountpoint), options)
         self._mountpoint = mountpoint
         mount = mount_at(mountpoint)

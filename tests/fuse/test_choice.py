@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ class Machine:
                     machine.open.remove(self)
 
         def connect(
-            name: str, *, allow_other: bool, stack_depth: int, writable: bool = False
+            name: str, flags: Sequence[str], *, stack_depth: int, writable: bool = False
         ) -> tuple[Device, Negotiated]:
             assert not writable
             machine.depths.append(stack_depth)
@@ -323,7 +323,7 @@ def test_connecting_leaves_one_device(machine: Machine, places: list[Path]) -> N
             said = {1: dict(zip(places, first, strict=True)), 2: dict(zip(places, second, strict=True))}
             machine.takes = lambda depth, place, said=said: said[depth][place]  # type: ignore[misc]
             machine.depths.clear()
-            device, _, refused = connect("x", False, places)
+            device, _, refused = connect("x", (), places)
             assert machine.open == [device]
             assert refused.keys() == {place for place, no in said[machine.depths[-1]].items() if no}
             assert machine.depths == ([1, 2] if errno.ELOOP in first else [1])
@@ -365,9 +365,9 @@ def test_a_connection_that_fails_closes_its_device(fails: str, monkeypatch: pyte
     def fail(self: Device, *_: Any) -> None:
         raise failure(errno.EPERM)
 
-    monkeypatch.setattr(Device, "_make", lambda self, name, allow_other: None)
+    monkeypatch.setattr(Device, "_make", lambda self, name, flags: None)
     monkeypatch.setattr(Device, fails, fail)
     before = descriptors()
     with pytest.raises(PermissionError):
-        Device.connect("x", allow_other=False, stack_depth=1)
+        Device.connect("x", (), stack_depth=1)
     assert descriptors() == before

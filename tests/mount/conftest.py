@@ -52,7 +52,7 @@ def why_no_native_backend() -> str:
     with tempfile.TemporaryDirectory() as place:
         (Path(place) / "tag").touch()  # as every tier has one
         try:
-            device, _, refused = backends.connect("probe", False, [Path(place)])
+            device, _, refused = backends.connect("probe", (), [Path(place)])
         except backends.NotHere as exc:
             return str(exc)
         device.close()

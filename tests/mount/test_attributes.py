@@ -5,6 +5,7 @@ docs/reference/differences.md names them. The program is `local_disk.py`.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -80,3 +81,14 @@ def test_as_on_a_local_disk(
         differs = {**DIFFERENT.get(row, {}), **(WITH_PYFUSE3.get(row, {}) if backend == "pyfuse3" else {})}
         expected = {**expected, **differs} if differs else expected
         assert here[row] == expected, row
+
+
+def test_programs_are_run_unless_the_mount_forbids_it(mounted: Mounted, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/program").write_text("#!/bin/sh\necho it runs\n")
+    mount = mounted(f"file://{tmp_path}/data", file_mode="755")
+    assert subprocess.check_output([mount.path / "program"], text=True) == "it runs\n"
+    mount.stop()
+    mount.start(no_exec=True)
+    with pytest.raises(PermissionError):
+        subprocess.check_output([mount.path / "program"])

@@ -458,6 +458,15 @@ gone
         assert (done.returncode, done.stdout) == (0, "file\n"), done.stderr
 
     @as_nobody
+    def test_a_user_forbids_programs(self, stage: Stage, bucket: Bucket) -> None:
+        done = stage.play(
+            f"mount_it -o noexec {bucket.url}; grep $M /proc/self/mountinfo; cachefs umount $M",
+            before=f"cd {stage.home}; {device('666')}",
+            user=True,
+        )
+        assert "noexec" in done.stdout, done.stderr
+
+    @as_nobody
     def test_a_mountpoint_of_somebody_else(self, stage: Stage, bucket: Bucket) -> None:
         done = stage.play(
             f"mount_it {bucket.url}",
