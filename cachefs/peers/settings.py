@@ -28,7 +28,7 @@ from cachefs.peers.auth import (
     server_tls,
     why_untrusted,
 )
-from cachefs.peers.wire import MAX_RANK, Address
+from cachefs.peers.wire import MAX_HANDSHAKE_TEXT, MAX_RANK, Address
 
 READABLE_BY_ALL = 0o004
 
@@ -116,6 +116,8 @@ def settings(config: Config) -> Settings | None:
         raise ConfigError(f"--peers: {config.peers!r} is {exc}") from None
     if config.replicas > MAX_RANK // 2:
         raise ConfigError(f"--replicas: {config.replicas} is too many: at most {MAX_RANK // 2} are kept")
+    if len(config.cache_group) > MAX_HANDSHAKE_TEXT:
+        raise ConfigError(f"--cache-group: the name is too long: at most {MAX_HANDSHAKE_TEXT} characters")
     key = _key(config.peer_key_file)
     server, client = _certificates(config)
     listen = _listen(config, peers)

@@ -13,6 +13,7 @@ import trustme
 from cachefs.base.errors import ConfigError
 from cachefs.config.config import ROWS, Config, Source
 from cachefs.peers.settings import NEED_PEERS, settings
+from cachefs.peers.wire import MAX_HANDSHAKE_TEXT
 
 ALONE = Config(sources=(Source("", "file:///x"),), mountpoint=Path("/mnt"))
 
@@ -41,6 +42,13 @@ def test_what_does_nothing_without_peers_is_refused(option: str, value: Any, sai
 
 def test_without_any_of_them_there_are_no_peers() -> None:
     assert settings(ALONE) is None
+
+
+def test_a_group_that_no_node_would_accept_is_refused() -> None:
+    node = replace(ALONE, peers="static:127.0.0.1:7070", cache_group="ä" * MAX_HANDSHAKE_TEXT)
+    assert settings(node) is not None
+    with pytest.raises(ConfigError, match="--cache-group: the name is too long: at most 256 characters"):
+        settings(replace(node, cache_group=node.cache_group + "x"))
 
 
 @pytest.mark.parametrize("text", ["1e9", "1000000", "0", "-1", "nan"])
