@@ -92,6 +92,7 @@ def test_version() -> None:
         (["mount", "s3://b", "/mnt", "--config", "/nowhere.toml"], 2, "/nowhere.toml: No such file"),
         (["mount", "s3://b", "/no/such/place"], 1, "mkdir -p /no/such/place"),
         (["dismount", "/mnt"], 2, "No such command 'dismount'"),
+        (["mount.cachefs", "s3://b"], 1, "Missing argument 'MOUNTPOINT' (see man mount.cachefs)"),
         (["unmount", "/"], 1, "not a cachefs"),
         (["warm", "-f", "/etc/hosts"], 2, "No such option '-f'"),
         (["config", "check"], 2, "no FILE"),

@@ -23,6 +23,7 @@ from cachefs.base.errors import ConfigError, MountError, NotFound
 from cachefs.base.units import about_bytes, about_share, format_bytes, parse_capacity
 from cachefs.cli import show
 from cachefs.cli.places import (
+    PathText,
     Place,
     list_option,
     mounts_of,
@@ -54,7 +55,12 @@ parallel_option = click.option(
 )
 @click.option("--background", is_flag=True, help="Return at once; cachefs status shows the progress.")
 @click.option("--stop", is_flag=True, help="End the jobs of PATH's mount.")
-@click.option("--profile", metavar="FILE", help="Fetch the ranges that cachefs record has written to FILE.")
+@click.option(
+    "--profile",
+    metavar="FILE",
+    type=PathText(),
+    help="Fetch the ranges that cachefs record has written to FILE.",
+)
 @click.option("--cluster", is_flag=True, help="Tell the other nodes to fetch their shares, too.")
 @as_json("The result as JSON.")
 def warm(
@@ -257,7 +263,12 @@ def hint(mountpoint: Path, list_file: str | None, plan: str, epoch: int, drop: b
 @click.command(short_help="Record what is opened and read.")
 @click.argument("mountpoint", type=Place())
 @click.option(
-    "-o", "--output", metavar="FILE", required=True, help="The file to write; - is standard output."
+    "-o",
+    "--output",
+    metavar="FILE",
+    type=PathText(),
+    required=True,
+    help="The file to write; - is standard output.",
 )
 @click.option("--for", "how_long", metavar="TIME", help="End after this time, like 5m.  [until Ctrl-C]")
 def record(mountpoint: Path, output: str, how_long: str | None) -> None:

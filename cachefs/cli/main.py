@@ -24,7 +24,7 @@ import click
 from cachefs import __version__
 from cachefs.base.errors import AlreadyMounted, CachefsError, ConfigError, MountError
 from cachefs.cli import cache, files, live, show, status, writing
-from cachefs.cli.places import Place
+from cachefs.cli.places import PathText, Place
 from cachefs.cli.show import as_json, note, say
 from cachefs.config.config import GROUPS, ROWS, Config
 from cachefs.config.options import Row, base_directory
@@ -93,7 +93,11 @@ class OneLine(click.Group):
             sys.exit(2)
         except click.ClickException as exc:
             command = getattr(exc, "ctx", None)
-            _fail(exc.format_message(), 2, f" (see {command.command_path} --help)" if command else "")
+            more = ""
+            if command:
+                has_help = command.help_option_names
+                more = f" (see {command.command_path} --help)" if has_help else " (see man mount.cachefs)"
+            _fail(exc.format_message(), 2, more)
         except ConfigError as exc:
             _fail(str(exc), 2)
         except CachefsError as exc:
@@ -147,7 +151,7 @@ class TableOption(click.Option):
         negative = f"/--no-{flag[2:]}" if switch and not row.flag_only else ""
         super().__init__(
             [name, flag + negative, *row.flags],
-            type=click.BOOL if switch else click.STRING,
+            type=click.BOOL if switch else PathText() if row.metavar == "PATH" else click.STRING,
             is_flag=switch,
             default=None,
             metavar=row.metavar or None,
@@ -198,7 +202,7 @@ cli.params.extend(show.COMMON_OPTIONS)
 
 
 @cli.command(cls=MountCommand, short_help="Show an origin as files below a directory.")
-@click.argument("places", nargs=-1, metavar="[SOURCE] MOUNTPOINT")
+@click.argument("places", nargs=-1, metavar="[SOURCE] MOUNTPOINT", type=PathText())
 @click.option(
     "-o", "o", multiple=True, metavar="K=V,…", help="The options above as in fstab, with - or _ in names."
 )
@@ -402,7 +406,7 @@ def config() -> None:
 
 
 @config.command("check", short_help="Check a config file.")
-@click.argument("file", required=False, envvar="CACHEFS_CONFIG")
+@click.argument("file", required=False, envvar="CACHEFS_CONFIG", type=PathText())
 @as_json("file, sources and options; or error.")
 def check(file: str | None, as_json: bool) -> int:
     """Read the TOML file FILE (or $CACHEFS_CONFIG) as cachefs mount would, and print the first mistake.

@@ -31,9 +31,21 @@ class Place(click.Path):
         return Path(value)
 
 
+class PathText(click.Path):
+    """The type of a text that shells complete as a path. It may be something else: a URL, or - for standard input."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return str(value)
+
+
 # -T as in tar: -f means --foreground or --follow in all verbs.
 list_option = click.option(
-    "-T", "--files-from", "list_file", metavar="LIST", help="Paths, one a line; - reads standard input."
+    "-T",
+    "--files-from",
+    "list_file",
+    metavar="LIST",
+    type=PathText(),
+    help="Paths, one a line; - reads standard input.",
 )
 mountpoint = click.argument("mountpoint", required=False, type=Place())
 

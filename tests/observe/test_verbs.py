@@ -541,35 +541,28 @@ def test_a_directory_that_cannot_be_examined_is_no_internal_error(tmp_path: Path
 # -- the rest --------------------------------------------------------------------------------------
 
 
+def completions(line: str) -> list[str]:
+    """What bash proposes for the last word of a line."""
+    words = line.split(" ")
+    asked = {"_CACHEFS_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    command = [sys.executable, "-m", "cachefs"]
+    done = subprocess.run(command, env=os.environ | asked, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
 def test_completion() -> None:
     for shell in ("bash", "zsh", "fish"):
         assert "_CACHEFS_COMPLETE" in run("completion", shell).output
-    done = subprocess.run(
-        [sys.executable, "-m", "cachefs"],
-        env={
-            **os.environ,
-            "_CACHEFS_COMPLETE": "bash_complete",
-            "COMP_WORDS": "cachefs log-level ",
-            "COMP_CWORD": "2",
-        },
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split() == ["plain,debug", "plain,info", "plain,warning", "plain,error"]
-    done = subprocess.run(
-        [sys.executable, "-m", "cachefs"],
-        env={
-            **os.environ,
-            "_CACHEFS_COMPLETE": "bash_complete",
-            "COMP_WORDS": "cachefs st",
-            "COMP_CWORD": "1",
-        },
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split() == ["plain,stats", "plain,status"]
+    levels = ["plain,debug", "plain,info", "plain,warning", "plain,error"]
+    assert completions("cachefs log-level ") == levels
+    assert completions("cachefs st") == ["plain,stats", "plain,status"]
+
+
+@pytest.mark.parametrize(
+    "words", ["mount s3://b", "mount --config", "mount --cache-dir", "warm -T", "record -o", "config check"]
+)
+def test_paths_are_completed(words: str) -> None:
+    assert completions(f"cachefs {words} /m") == ["file,/m"]
 
 
 @pytest.mark.parametrize(
