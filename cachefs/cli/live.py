@@ -48,15 +48,20 @@ def _samples(mountpoint: Path, interval: str, count: int | None) -> Iterator[Sam
     interval_s = parse_seconds(interval, "--interval")
     if not 0.05 <= interval_s <= 86400:
         raise ConfigError(f"--interval: {interval!r} is not between 50ms and 1d")
-    before, at = asking.ask(mountpoint, "watch"), time.monotonic()
     try:
-        for _ in itertools.count() if count is None else range(count):
-            time.sleep(max(0.0, at + interval_s - time.monotonic()))
-            after, now = asking.ask(mountpoint, "watch"), time.monotonic()
-            yield before, after, now - at
-            before, at = after, now
+        yield from itertools.islice(_differences(mountpoint, interval_s), count)
     except KeyboardInterrupt:
         return
+
+
+def _differences(mountpoint: Path, interval_s: float) -> Iterator[Sample]:
+    before, at = asking.ask(mountpoint, "watch"), time.monotonic()
+    while True:
+        time.sleep(max(0.0, at + interval_s - time.monotonic()))
+        after, now = asking.ask(mountpoint, "watch"), time.monotonic()
+        if after["started"] == before["started"]:  # else another daemon has begun to count
+            yield before, after, now - at
+        before, at = after, now
 
 
 def _grown(now: Mapping[str, int], before: Mapping[str, int]) -> Counter[str]:

@@ -43,6 +43,7 @@ class Daemon:
 
     def __init__(self) -> None:
         self.now = 100.0
+        self.started_again = 0
         self.metrics = Metrics()
         self.metrics.ledger.waits.clock = lambda: self.now
         self.metrics.ledger.waits.total.since = self.now
@@ -52,7 +53,8 @@ class Daemon:
     def answer(self) -> dict[str, Any]:
         if self.happens:
             self.happens.pop(0)()
-        return json.loads(json.dumps({**STATUS, "metrics": self.metrics.as_dict(), **shown(self.metrics)}))
+        status = {**STATUS, "started": STATUS["started"] + self.started_again}
+        return json.loads(json.dumps({**status, "metrics": self.metrics.as_dict(), **shown(self.metrics)}))
 
     def wait(self, thread: int, seconds: float, on: str = "origin", key: str = "train/1") -> None:
         wait = self.metrics.ledger.waits.begin(thread, ObjectId("s3://b", key, "e", 1 << 20), 0)
@@ -96,6 +98,24 @@ def test_stats_is_what_grew(daemon: Daemon) -> None:
     assert head.split()[:4] == ["HIT", "DAEMON", "READS", "OPENS"]
     assert first.split()[:2] == ["75", "%"] and " 75 %" in first[6:]
     assert after.split()[0] == "-"
+
+
+@pytest.mark.parametrize("words", [["stats", "--json"], ["top", "--json"]], ids=" ".join)
+def test_what_another_daemon_has_counted_is_not_compared(daemon: Daemon, words: list[str]) -> None:
+    """One that was started again, or upgraded, counts from 0: all that grew would be negative."""
+    daemon.metrics.fuse_read = 1000
+    daemon.wait(7, 5)
+
+    def die() -> None:
+        fresh = Daemon()
+        fresh.metrics.ledger.waits.clock = lambda: daemon.now
+        fresh.metrics.ledger.waits.total.since = daemon.now
+        daemon.metrics, daemon.started_again = fresh.metrics, 1
+        daemon.wait(7, 1)
+
+    daemon.happens = [lambda: None, die, lambda: daemon.wait(7, 0.5)]
+    (line,) = run(*words, "-n", "1", "/").stdout.splitlines()
+    assert json.loads(line)["blocked_s"] == 0.5
 
 
 def test_top_names_who_waits(daemon: Daemon) -> None:
