@@ -321,6 +321,8 @@ def test_refused_sources(tmp_path: Path, tables: str, words: str) -> None:
         ("cache_sise=1G", "unknown option 'cache_sise': did you mean cache_size?"),
         ("cache_size", "needs a value: write -o cache_size=SIZE"),
         ("endpoint_url=minio:9000", "not the address of a server: write it like http://minio:9000"),
+        ("endpoint_url=http://minio:99999", "not the address of a server: write it like http://minio:9000"),
+        ("endpoint_url=http://no such host", "not the address of a server"),
         ("endpoint_url=s3://minio", "write it like http://minio:9000"),
         ("timeout=0", "'0' is no time to wait: write it like 60s"),
         ("mount_timeout=0s", "no time to wait"),

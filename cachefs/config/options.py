@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
+from urllib.parse import urlsplit
 
 from cachefs.base.names import OnOutage
 from cachefs.base.units import (
@@ -162,7 +163,12 @@ def _parse_timeout(text: str) -> float:
 
 def _parse_endpoint(text: str) -> str:
     _refuse_secrets(text)
-    if not re.match(r"https?://[^/]", text.strip(), re.IGNORECASE):
+    try:
+        server = urlsplit(text.strip())
+        known = server.scheme in ("http", "https") and server.hostname and server.port != 0
+    except ValueError:  # a port above 65535
+        known = False
+    if not known or re.search(r"\s", text.strip()):
         raise ValueError("not the address of a server: write it like http://minio:9000")
     return check_url(text.strip())
 
