@@ -911,7 +911,8 @@ def test_a_busy_mount_names_its_users(place: Place) -> None:
 def test_a_dead_mount_is_taken_away_and_never_stacked_on(place: Place) -> None:
     assert place.mount().returncode == 0
     place.kill()
-    assert "has died" in one_line(cachefs("status", place.mountpoint).stderr)
+    for verb in ("status", "ls", "du"):
+        assert "has died: cachefs umount" in one_line(cachefs(verb, place.mountpoint).stderr)
     assert (
         f"its daemon has died: cachefs umount {place.mountpoint}, then mount it again"
         in cachefs("status").stdout

@@ -6,6 +6,7 @@ container.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import time
@@ -46,7 +47,7 @@ def list_cached(path: Path, as_json: bool) -> None:
                 (entry.name, entry, _measure(entry, may_be_missing=True)) for entry in sorted(path.iterdir())
             ]
     except OSError as exc:
-        raise MountError(f"{exc.filename or path}: {exc.strerror}") from exc
+        raise _failure(path, exc) from exc
     if as_json:
         show.data([{"path": str(entry), **known._asdict()} for _, entry, known in rows if known])
         return
@@ -85,9 +86,15 @@ def add_up(path: Path, max_depth: int | None, summarize: bool, as_json: bool) ->
     try:
         visit(path, 0)
     except OSError as exc:
-        raise MountError(f"{exc.filename or path}: {exc.strerror}") from exc
+        raise _failure(path, exc) from exc
     if as_json:
         show.data(found)
+
+
+def _failure(path: Path, exc: OSError) -> MountError:
+    if exc.errno == errno.ENOTCONN:
+        asking.ask(asking.mount_of(path)[0], "status")  # raises what to do, if the daemon has died
+    return MountError(f"{exc.filename or path}: {exc.strerror}")
 
 
 class _Measured(NamedTuple):
