@@ -702,3 +702,26 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--serve", "demo"], "--serve demo: write BUCKET=DIR"),
+        (["--serve", "demo=/nowhere"], "with a directory that is there"),
+        (["--port", "70000"], "choose another --port"),
+        (["--port", "USED"], "Address already in use"),
+    ],
+)
+def test_what_it_cannot_do_is_one_line(tmp_path: Path, words: list[str], said: str) -> None:
+    """It is the first command that the README shows."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        used = str(other.getsockname()[1])
+        command = [sys.executable, "-m", "bench.lab.store", "--root", str(tmp_path)]
+        command += [used if word == "USED" else word for word in words]
+        done = subprocess.run(
+            command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=30
+        )
+    assert done.returncode == 2
+    assert said in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr

@@ -87,8 +87,14 @@ def main() -> None:
     lab.shape(options.latency_ms / 1000, options.bandwidth)
     for pair in options.serve:
         bucket, _, tree = pair.partition("=")
+        if not (bucket and tree and os.path.isdir(tree)):
+            parser.error(f"--serve {pair}: write BUCKET=DIR, with a directory that is there")
         lab.warehouse.serve(bucket, Path(tree))
-    with socket.create_server((options.host, options.port), backlog=1024) as listener:
+    try:
+        listener = socket.create_server((options.host, options.port), backlog=1024)
+    except (OSError, OverflowError) as exc:
+        parser.error(f"cannot listen at {options.host}:{options.port}: {exc}: choose another --port")
+    with listener:
         print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         serve(lab, listener)
