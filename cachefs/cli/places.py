@@ -84,7 +84,7 @@ def paths_by_mount(paths: Sequence[Path], list_file: str | None) -> dict[Path, l
 
 
 def _outermost(paths: Sequence[str]) -> list[str]:
-    """The paths that are not at or below an earlier or another one. `find` without ``-type f`` lists directories, too."""
+    """The paths that lie below no other one, each once, because `find` without ``-type f`` prints directories, too."""
     given = dict.fromkeys(paths)
     if given.keys() & {"", "."}:
         return [""]

@@ -75,9 +75,7 @@ def parsed(text: str) -> Line:
         raise ValueError(f"its format is {form}, this version reads {FORMAT}")
     if type(path) is not str:
         raise ValueError("its path is not text")
-    path.encode(
-        "utf-8", "surrogateescape"
-    )  # "\ud800" is JSON, and no path: UnicodeEncodeError is a ValueError
+    path.encode("utf-8", "surrogateescape")  # a ValueError for "\ud800", which is JSON and no path
     if any(type(value) is not int or not 0 <= value < MOST_BYTES for value in (size, offset, length)):
         raise ValueError("size, offset and length are bytes")
     if offset + length > size:
