@@ -186,16 +186,17 @@ def parse_query(query: str, block_size: int) -> BlockRequest:
 
 def pack_bitmap(held: list[bool]) -> bytes:
     """The bitmap of a list: bit i, least significant first, is for the i-th block of the request."""
-    bits = sum(1 << index for index, is_held in enumerate(held) if is_held)
-    return bits.to_bytes((len(held) + 7) // 8, "little")
+    bitmap = bytearray((len(held) + 7) // 8)
+    for index, is_held in enumerate(held):
+        bitmap[index >> 3] |= is_held << (index & 7)
+    return bytes(bitmap)
 
 
 def parse_bitmap(body: bytes, count: int) -> list[bool]:
     """The inverse of `pack_bitmap`. Raises `Malformed`."""
     if len(body) != (count + 7) // 8:
         raise Malformed("the bitmap has another length")
-    bits = int.from_bytes(body, "little")
-    return [bool(bits >> index & 1) for index in range(count)]
+    return [bool(body[index >> 3] >> (index & 7) & 1) for index in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
