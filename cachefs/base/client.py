@@ -36,6 +36,8 @@ MAX_REPLY_BYTES = 64 << 20
 """Longest reply that is read: root asks daemons of users, who could send without end. A bound of memory:
 far more than any verb's."""
 
+_TIMEVAL = struct.Struct("ll")
+
 CREDENTIALS = struct.Struct("3i")
 """pid, uid and gid of the process that listens (SO_PEERCRED)."""
 
@@ -155,15 +157,23 @@ def connected(path: Path, timeout_s: float, owners: Collection[int] = ()) -> soc
     if not stat.S_ISDIR(directory.st_mode) or directory.st_uid not in trusted or directory.st_mode & 0o022:
         raise foreign
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(timeout_s)
+    # The kernel waits so long for a place in the queue of a daemon that has many clients. With a timeout of Python's own,
+    # connect(2) would fail at once.
+    connection.setsockopt(
+        socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(*divmod(int(timeout_s * 1e6), 10**6))
+    )
     try:
         connection.connect(str(path))
     except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError) as exc:
         connection.close()
         raise NotRunning(f"no cachefs answers at {path}") from exc
+    except BlockingIOError as exc:
+        connection.close()
+        raise ControlError(f"the daemon at {path} did not answer within {timeout_s:g} s") from exc
     except OSError as exc:
         connection.close()
         raise ControlError(f"cannot ask the daemon at {path}: {exc.strerror or exc}") from exc
+    connection.settimeout(timeout_s)
     _, uid, _ = CREDENTIALS.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     )

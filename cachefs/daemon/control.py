@@ -25,14 +25,14 @@ from cachefs.base import ownership
 from cachefs.base.client import CREDENTIALS, MAX_REQUEST_BYTES, ControlError, NotRunning, connected
 from cachefs.base.errors import CachefsError
 from cachefs.base.listening import Listener
-from cachefs.base.tasks import containing
+from cachefs.base.tasks import contained
 
 log = logging.getLogger(__name__)
 
 Verbs = Mapping[str, Callable[..., Awaitable[Any]]]
 
 MAX_CONNECTIONS = 16
-"""Most connections at a time: people and a metrics scraper connect, not a workload."""
+"""Most connections at a time. As many again wait in the kernel, and further clients wait in connect(2)."""
 
 TALK_DEADLINE_S = 5.0
 """How long a client may take to send its line, and again to receive the reply."""
@@ -48,25 +48,20 @@ async def serve(path: Path, verbs: Verbs, *, task_status: Any = None) -> None:
     slots = trio.Semaphore(MAX_CONNECTIONS)
 
     async def handle(stream: trio.SocketStream) -> None:
-        async with stream:
-            try:
-                slots.acquire_nowait()
-            except trio.WouldBlock:
-                await _send(stream, {"ok": False, "error": "too many control connections: try again"})
-                return
-            try:
+        try:
+            async with stream:
                 await _answer(stream, verbs)
-            finally:
-                slots.release()
+        finally:
+            slots.release()
 
-    if task_status is None:
-        task_status = trio.TASK_STATUS_IGNORED
+    if task_status is not None:
+        task_status.started()
+    accepting = Listener(trio.SocketListener(trio.socket.from_stdlib_socket(listener)), "the control socket")
     try:
-        await trio.serve_listeners(
-            containing("a control connection", handle),
-            [Listener(trio.SocketListener(trio.socket.from_stdlib_socket(listener)), "the control socket")],
-            task_status=task_status,
-        )
+        async with accepting, trio.open_nursery() as nursery:
+            while True:
+                await slots.acquire()
+                contained(nursery, "a control connection", handle, await accepting.accept())
     finally:
         with suppress(OSError):
             if os.stat(path).st_ino == inode:  # else another daemon has its socket there
