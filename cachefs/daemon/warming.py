@@ -153,17 +153,24 @@ class Job:
 
 class Jobs:
     """All jobs of a mount. `nursery` runs them. `at_once` is how many paths each looks up or lists at a time by default, and
-    as many files are fetched at a time."""
+    as many files are fetched at a time. `restarts` is how many daemons this mount had before."""
 
     def __init__(
-        self, tree_queries: TreeQueries, fetcher: Fetcher, store: Store, nursery: trio.Nursery, at_once: int
+        self,
+        tree_queries: TreeQueries,
+        fetcher: Fetcher,
+        store: Store,
+        nursery: trio.Nursery,
+        at_once: int,
+        restarts: int = 0,
     ) -> None:
         self._tree_queries = tree_queries
         self._fetcher = fetcher
         self._store = store
         self._nursery = nursery
         self._at_once = at_once
-        self._numbers = count(1)
+        # Clients that follow a job of an earlier daemon of this mount must not find another job under its number.
+        self._numbers = count(restarts * 1_000_000 + 1)
         self._jobs: OrderedDict[int, Job] = OrderedDict()
         self._actions: dict[str, Callable[[Job, Wanted], Awaitable[None]]] = {
             "warm": self._warm,
@@ -235,7 +242,9 @@ class Jobs:
         try:
             return self._jobs[number]
         except KeyError:
-            raise NotFound(f"no job {number}: cachefs status shows those that run") from None
+            raise NotFound(
+                f"no job {number} any more, as after a restart of the daemon: run the command again"
+            ) from None
 
     # -- running -----------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from tests.conftest import LEVEL
 from tests.mount import restarting
 from tests.mount.conftest import Bucket, Mounted, why_no_native_backend
 from tests.mount.mounts import (
+    COMMAND,
     Completed,
     Mount,
     alive,
@@ -109,6 +110,26 @@ def test_the_next_daemons_write_the_same_log(mounted: Mounted, bucket: Bucket) -
     assert "the daemon has died" in mount.log()
     eventually(lambda: "mounted " in mount.log(), "the next daemon says so, too")
     mount.log_file.with_name(f"{LOG_NAME}.1").unlink()  # its zeros
+
+
+def test_a_job_of_the_daemon_before_is_not_taken_for_one_of_the_next(
+    mounted: Mounted, bucket: Bucket, lab: LabStore
+) -> None:
+    """The command that follows it fails, and says so."""
+    bucket.put("large", MIB)
+    bucket.put("small", 10)
+    mount = held_mount(mounted, bucket, prefetch="off")
+    lab.fault("hang", key="large")
+    with subprocess.Popen(
+        [*COMMAND, "pin", mount.path / "large"], env=mount.env, stderr=subprocess.PIPE, text=True
+    ) as pinning:
+        eventually(lambda: [job for job in mount.ask("status")["jobs"] if job["files"]], "the job fetches")
+        os.kill(pinning.pid, signal.SIGSTOP)
+        kill(mount)
+        assert mount.cli("evict", mount.path / "small").returncode == 0
+        os.kill(pinning.pid, signal.SIGCONT)
+        _, said = pinning.communicate(timeout=30)
+    assert pinning.returncode == 1 and "run the command again" in said, (pinning.returncode, said)
 
 
 class Readers:
