@@ -105,8 +105,8 @@ class WalksAgain:
             return found
 
     async def _hold(self, fh: int, walk: _Walk) -> None:
-        try:
-            with trio.move_on_after(self.held_s):
-                await walk.over.wait()
-        finally:
-            self._fs.release(fh)
+        with trio.move_on_after(self.held_s):
+            await walk.over.wait()
+        self._fs.release(
+            fh
+        )  # not when the daemon ends, which cancels this task last: the filesystem is closed then

@@ -16,7 +16,7 @@ from cachefs.base.errors import NotFound, ObjectChanged
 from cachefs.base.names import ObjectId
 from cachefs.fs.attributes import Attributes
 from cachefs.fuse.operations import Operations, Pending, Waiting
-from cachefs.fuse.walks import ASKED, TOLD_BEFORE_S, WALKS, WalksAgain
+from cachefs.fuse.walks import ASKED, TOLD_BEFORE_S, WALKS, WalksAgain, _Walk
 from cachefs.origin.protocol import ObjectInfo
 from tests.fs.bucket import Bucket, WritableBucket, content_of
 from tests.fs.mount import ROOT, Mount, mounted
@@ -454,6 +454,16 @@ async def test_a_create_that_is_told_estale_is_a_walk_too(monkeypatch: pytest.Mo
                 await p.create()
         await p.walk()
         assert p.files == 1
+
+
+async def test_what_a_walk_holds_is_left_at_the_end_of_the_daemon() -> None:
+    """trio cancels such a task when everything else has ended. The uploads take nothing any more."""
+    async with program() as p:
+        fh = await p.mount.open("f")
+        with trio.move_on_after(p.operations.deadline_s / 2):
+            await p.operations.walks._hold(fh, _Walk())
+        assert p.files == 1
+        p.operations.release(fh)
 
 
 async def test_walks_are_bounded() -> None:
