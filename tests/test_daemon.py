@@ -21,7 +21,7 @@ from cachefs.base.tasks import RETRY_S
 from cachefs.base.units import Size
 from cachefs.config.config import Config, Source
 from cachefs.daemon import cachedir
-from cachefs.daemon.daemon import Daemon, retried
+from cachefs.daemon.daemon import Daemon, retried, ttls_of
 from cachefs.daemon.stopping import Stopping
 from tests import threads
 
@@ -42,6 +42,13 @@ def daemon(place: Path, reread: Callable[[], Config]) -> Daemon:
     """A daemon that has not started yet."""
     opened = cast("Any", SimpleNamespace(store=SimpleNamespace(pins=SimpleNamespace()), state_dir=place))
     return Daemon(config(place), opened, cast("Any", None), Metrics(), lambda: None, Stopping(), reread)
+
+
+def mounted(place: Path, reread: Callable[[], Config]) -> Daemon:
+    """A daemon that a reload does not wait for."""
+    made = daemon(place, reread)
+    made._mounted.set()
+    return made
 
 
 def test_housekeeping_that_fails_is_logged_and_run_again_later(caplog: pytest.LogCaptureFixture) -> None:
@@ -153,7 +160,7 @@ def test_a_configuration_on_a_disk_that_hangs_holds_up_no_stop(tmp_path: Path) -
         send, signals = trio.open_memory_channel[int](2)
         with trio.fail_after(SLACK_S / 2):
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(daemon(tmp_path, reread)._stop_on_signal, signals, stopped.set)
+                nursery.start_soon(mounted(tmp_path, reread)._stop_on_signal, signals, stopped.set)
                 send.send_nowait(signal.SIGHUP)
                 await trio.to_thread.run_sync(reading.wait, SLACK_S)
                 send.send_nowait(signal.SIGTERM)
@@ -197,7 +204,7 @@ def test_the_last_of_several_reloads_counts(tmp_path: Path, monkeypatch: pytest.
         return config(tmp_path, metadata_ttl=1.0 if first else 2.0)
 
     async def main() -> float:
-        reloaded = daemon(tmp_path, reread)
+        reloaded = mounted(tmp_path, reread)
         async with trio.open_nursery() as nursery:
             for _ in range(2):
                 nursery.start_soon(reloaded._reload, reread)
@@ -206,3 +213,23 @@ def test_the_last_of_several_reloads_counts(tmp_path: Path, monkeypatch: pytest.
         return reloaded._config.metadata_ttl
 
     assert trio.run(main) == 2.0
+
+
+def test_a_reload_during_the_start_is_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the mount is there: what the start makes later would have the values from before."""
+    monkeypatch.setattr(logs, "set_level", lambda level: None)
+
+    def reread() -> Config:
+        return config(tmp_path, metadata_ttl=1.0)
+
+    async def main() -> None:
+        starting = daemon(tmp_path, reread)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(starting._reload, reread)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            made = ttls_of(starting._config, starting._config.sources[0])
+            starting._ttls = [made]
+            starting._mounted.set()
+        assert made.ttl == 1.0
+
+    trio.run(main)

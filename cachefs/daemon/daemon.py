@@ -193,6 +193,7 @@ class Daemon:
         self._orphan_warning = ""  # from the last listing of orphaned staging files
         self._orphan_lookup = trio.CapacityLimiter(1)
         self._reloading = trio.CapacityLimiter(1)
+        self._mounted = trio.Event()
         self._watch = Watch(metrics, self._status, config.mountpoint)
         self._endpoint: Endpoint | None = None
         self._pauses = Pauses()
@@ -200,6 +201,7 @@ class Daemon:
     async def main(self) -> int:
         # The receiver is open until the end: a second signal must not end the process while RAM is being saved.
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # see `Holder._load`
             try:
                 async with trio.open_nursery() as lasting:  # uploads go on when the mount has gone
                     try:
@@ -405,7 +407,10 @@ class Daemon:
             nursery.start_soon(retried, self._trim_loop, "giving memory back")
             if self._prefetcher is not None:
                 nursery.start_soon(retried, self._prefetcher.run, "prefetch")
-            self._jobs = Jobs(self._fs.tree_queries, fetcher, self._store, nursery, config.concurrency)
+            restarts = self._held.restarts if self._held is not None else 0
+            self._jobs = Jobs(
+                self._fs.tree_queries, fetcher, self._store, nursery, config.concurrency, restarts
+            )
             self._locator = Locator(self._fs.tree_queries, fetcher, upstream.cluster, config.block_size)
             self._explainer = Explainer(
                 self._fs.tree_queries,
@@ -442,7 +447,7 @@ class Daemon:
             self._watch.ready = False
             if peers is not None:
                 with trio.move_on_after(3, shield=True):
-                    await peers.leave()
+                    await peers.leave(handed_over=handed_over)
             with trio.move_on_after(1, shield=True):
                 await notices.quiet()  # the session must not be closed while a thread uses it
             # A crash leaves the mount: programs would write into the bare directory, which the next mount would hide.
@@ -575,6 +580,7 @@ class Daemon:
             log.info("%s", line)
         log.info("mounted %s on %s", self._title(), self._config.mountpoint)
         self._watch.ready = True
+        self._mounted.set()
         self._on_ready()
         await self._notifier.attend(
             self._watch.illness, f"shows {self._title()} at {self._config.mountpoint}"
@@ -596,6 +602,9 @@ class Daemon:
 
     async def _reload(self, reread: Callable[[], Config]) -> None:
         """Apply the `LIVE` options of the present configuration, and log which changed options need a remount."""
+        await (
+            self._mounted.wait()
+        )  # the parts of a daemon that starts are built from the configuration that it has read
         try:
             # One at a time, so that the last one counts. The file may be on a disk that hangs.
             fresh = await in_thread(reread, limiter=self._reloading, abandon_on_cancel=True)

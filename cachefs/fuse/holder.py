@@ -187,7 +187,8 @@ class Holder:
                 os.chdir(self._directory)
                 os.set_inheritable(self._state, True)
                 os.set_inheritable(theirs.fileno(), True)
-                signal.pthread_sigmask(signal.SIG_SETMASK, self._usual)
+                # SIGHUP would end a daemon that does not handle it yet. It waits until `Daemon.main` unblocks it.
+                signal.pthread_sigmask(signal.SIG_SETMASK, self._usual | {signal.SIGHUP})
                 os.execv(self._command[0], self._command)
             finally:
                 os._exit(127)

@@ -180,11 +180,13 @@ class Membership:
         """Listed addresses whose nodes are no members, and why."""
         self.on_change = on_change
         self.source = source
+        self.stays = False
+        """Another daemon goes on as this node."""
         self._handshake = handshake
         self._wake = trio.Event()
 
     async def run(self) -> None:
-        """Poll the source until cancelled; then leave it."""
+        """Poll the source until cancelled; then leave it, unless this node `stays`."""
         try:
             while True:
                 self._wake = trio.Event()
@@ -196,7 +198,8 @@ class Membership:
                     await self._wake.wait()
                     await trio.sleep(SOON_S)
         finally:
-            await self.source.leave()
+            if not self.stays:
+                await self.source.leave()
 
     def handshake_requested(self, host: str) -> Handshake:
         """Our handshake, for a node at this IP address. Polls early if that node may be new, so nodes that start together

@@ -209,8 +209,10 @@ class PeerNode:
         """For the status: what is wrong with this node's certificate and with the source of members."""
         return [line for line in (self._chosen.warning, self._membership.source.trouble) if line]
 
-    async def leave(self) -> None:
-        """Stop serving and unregister, before the mount goes. Replies in progress have `DRAIN_S`."""
+    async def leave(self, *, handed_over: bool) -> None:
+        """Stop serving and unregister, before the mount goes. Replies in progress have `DRAIN_S`. If `handed_over`, it
+        stays registered for the next daemon, so the others keep its share where it is."""
+        self._membership.stays = handed_over
         self._membership_scope.cancel()
         if self._server is not None:
             with trio.move_on_after(DRAIN_S):

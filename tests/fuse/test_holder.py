@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -132,6 +133,30 @@ def test_a_standby_that_cannot_be_started_is_loaded_later() -> None:
         waits.append(round(keeps._load_at - time.monotonic()) if keeps._load_at else 0)
     assert waits == [2, 4, 0] and keeps._standby is not None
     keeps._standby[1].close()
+
+
+def test_a_reload_does_not_end_a_daemon_that_has_just_been_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no handler for SIGHUP before it has loaded its modules."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(holder.DESCRIPTORS, "")
+    keeps: Holder = object.__new__(Holder)
+    keeps._directory, keeps._usual, keeps._state = str(tmp_path), set(), os.memfd_create("state")
+    signalled = "import os, signal; os.kill(os.getpid(), signal.SIGHUP); os._exit(7)"
+    keeps._command = [
+        sys.executable,
+        "-c",
+        f"import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL); {signalled}",
+    ]
+    usual = signal.signal(signal.SIGIO, signal.SIG_IGN)  # the holder's socket sends it
+    try:
+        pid, ours = keeps._load()
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        ours.close()
+    finally:
+        signal.signal(signal.SIGIO, usual)
+        os.close(keeps._state)
 
 
 @in_trio

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import trio
@@ -11,8 +12,12 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cachefs.base.metrics import Metrics
+from cachefs.peers import settings as peer_settings
 from cachefs.peers.membership import POLL_S, Member, Membership, Sighting, fingerprint
+from cachefs.peers.node import PeerNode
 from cachefs.peers.wire import VERSION, Address, Handshake
+from tests.peers.test_settings import ALONE
 
 ME = Handshake("me", VERSION, "g", "f", 1.0, "life", 1 << 20, "s3://a")
 OTHER = replace(ME, node="other", life="another")
@@ -232,3 +237,22 @@ def test_a_fingerprint_is_of_the_set_of_sources_and_the_block_size() -> None:
         ]
     }
     assert len(different) == 5
+
+
+@pytest.mark.parametrize("handed_over", [True, False])
+def test_a_node_whose_mount_is_handed_over_stays_registered(tmp_path: Path, handed_over: bool) -> None:
+    """Its share would go to other nodes, and come back seconds later."""
+    config = replace(ALONE, peers="static:127.0.0.1:7070", peer_listen="127.0.0.1:7070")
+    chosen = peer_settings.settings(config)
+    assert chosen is not None
+    node = PeerNode(config, chosen, chosen.listen, ["s3://b"], Metrics(), tmp_path)
+    node._membership.source = source = Scripted()
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(node._follow)
+            await trio.testing.wait_all_tasks_blocked()
+            await node.leave(handed_over=handed_over)
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert source.left is not handed_over
