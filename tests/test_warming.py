@@ -264,7 +264,7 @@ async def test_more_than_may_be_pinned_is_not_fetched_and_what_is_pinned_is_said
     assert job["state"] == "failed"
     assert job["error"].startswith(
         "11 files of 11.0 MiB so far cannot be pinned: all pins together may take 20.0 MiB, of which 10.0 MiB "
-        "are in use; give fewer, or mount with a larger --pin-budget"
+        "are in use; give fewer, end all pins with cachefs unpin MOUNTPOINT, or mount with a larger --pin-budget"
     )
     assert len(world.calls) <= 10 and set(world.pins) <= {key for key, *_ in world.calls}
     pinned = (

@@ -185,7 +185,10 @@ def pin(paths: tuple[Path, ...], list_file: str | None, parallel: int | None, as
 @list_option
 @as_json("The result as JSON.")
 def unpin(paths: tuple[Path, ...], list_file: str | None, as_json: bool) -> None:
-    """Allow the files at and below PATH to be evicted again. They stay cached until their space is needed."""
+    """Allow the files at and below PATH to be evicted again. They stay cached until their space is needed.
+
+    With the mountpoint as PATH, all pins end, those of versions that were replaced or removed at the origin, too.
+    """
     done = _jobs("unpin", paths_by_mount(paths, list_file), as_json=as_json)
     note(f"unpinned {done['done_files']:,} files")
 

@@ -293,6 +293,10 @@ class Jobs:
                         wanted = Wanted(found, origin, obj, min(offset, stop), stop)
                         self._count(job, wanted)
                         await send.send(wanted)
+                if job.action == "unpin" and not path:
+                    # The walk does not meet pinned versions that were replaced or removed.
+                    await self._store.flush()
+                    await self._store.pins.unpin_all()
             except CachefsError as exc:
                 job.fail(path, exc)
 
@@ -341,7 +345,8 @@ class Jobs:
             in_use = f", of which {about_bytes(others)} are in use" if others else ""
             job.give_up(
                 f"{job.files:,} files of {about_bytes(job.own_bytes)} so far cannot be pinned: all pins together may "
-                f"take {about_bytes(budget)}{in_use}; give fewer, or mount with a larger --pin-budget"
+                f"take {about_bytes(budget)}{in_use}; give fewer, end all pins with cachefs unpin MOUNTPOINT, or mount "
+                "with a larger --pin-budget"
             )
 
     def _own_bytes(self, job: Job, wanted: Wanted) -> int:

@@ -194,12 +194,20 @@ class Index:
             yield from (_KEY.unpack(key)[2] for key, _ in rows if len(key) == _KEY.size)
             start = rows[-1][0] + b"\0"
 
-    def digests(self, tier: int, after: bytes, limit: int) -> tuple[list[bytes], bytes]:
+    def digests(
+        self, tier: int, after: bytes, limit: int, *, pinned: bool = False
+    ) -> tuple[list[bytes], bytes]:
         """(digests of the next `limit` rows of a tier, next cursor) after the cursor `after`; b"" is the first and the
-        last."""
+        last. `pinned`: of rows of pinned copies only."""
         start = after + b"\0" if after else _KEY.pack(tier, b"", 0)
         rows = self._scan("copies", start, bytes([tier + 1]), limit)
-        found = dict.fromkeys(key[1:17] for key, _ in rows if len(key) == _KEY.size)
+        if pinned:
+            rows_of = [
+                key for key, row in rows if len(row) >= _HEAD.size and _HEAD.unpack_from(row)[4] & _PINNED
+            ]
+        else:
+            rows_of = [key for key, _ in rows]
+        found = dict.fromkeys(key[1:17] for key in rows_of if len(key) == _KEY.size)
         return list(found), rows[-1][0] if rows else b""
 
     def oldest(self, tier: int, after: bytes, limit: int) -> list[Row]:
@@ -799,9 +807,10 @@ class Catalog:
             else:
                 self._removed.setdefault(key, clock)
 
-    def listed(self, tier: int, after: bytes) -> tuple[list[bytes], bytes]:
-        """(next digests for which the index has rows of the tier, cursor for the next call); an empty cursor is the end."""
-        return self._index.digests(tier, after, 1000)
+    def listed(self, tier: int, after: bytes, *, pinned: bool = False) -> tuple[list[bytes], bytes]:
+        """(next digests for which the index has rows of the tier, cursor for the next call); an empty cursor is the end.
+        `pinned`: rows of pinned copies only."""
+        return self._index.digests(tier, after, 1000, pinned=pinned)
 
     def forget_tier(self, tier: int) -> None:
         """Forget all copies of a tier whose files are being removed."""

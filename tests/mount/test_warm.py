@@ -215,6 +215,23 @@ def data_gets(bucket: Bucket, keys: list[str]) -> int:
     return sum(count for key, count in gets(bucket).items() if key in keys)
 
 
+def test_pins_of_versions_that_are_gone_can_be_ended(mounted: Mounted, bucket: Bucket) -> None:
+    """No path leads to them: only `unpin` of the mountpoint does."""
+    for key in ("d/stays", "d/replaced", "d/removed"):
+        bucket.put(key, 2 * MIB)
+    mount = mounted(bucket, ram=0, prefetch="off")
+    assert "pinned 3 files" in said(mount, "pin", mount.path)
+    bucket.put("d/replaced", 2 * MIB, version=2)
+    bucket.delete("d/removed")
+    mount.refresh()
+    assert "unpinned 2 files" in said(mount, "unpin", mount.path / "d")
+    assert mount.ask("status")["pinned_bytes"] == 4 * MIB
+    mount.stop()
+    mount.start()
+    assert "unpinned 2 files" in said(mount, "unpin", mount.path)
+    assert mount.ask("status")["pinned_bytes"] == 0
+
+
 def test_pins_have_a_budget(mounted: Mounted, bucket: Bucket) -> None:
     for n in range(20):
         bucket.put(f"{n:03}.bin", 2 * MIB)
