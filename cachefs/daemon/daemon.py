@@ -407,10 +407,9 @@ class Daemon:
             nursery.start_soon(retried, self._trim_loop, "giving memory back")
             if self._prefetcher is not None:
                 nursery.start_soon(retried, self._prefetcher.run, "prefetch")
-            restarts = self._held.restarts if self._held is not None else 0
-            self._jobs = Jobs(
-                self._fs.tree_queries, fetcher, self._store, nursery, config.concurrency, restarts
-            )
+            # A client that goes on after a restart must not find another job or recording under the number of its own.
+            first = 1 + 1_000_000 * (self._held.restarts if self._held is not None else 0)
+            self._jobs = Jobs(self._fs.tree_queries, fetcher, self._store, nursery, config.concurrency, first)
             self._locator = Locator(self._fs.tree_queries, fetcher, upstream.cluster, config.block_size)
             self._explainer = Explainer(
                 self._fs.tree_queries,
@@ -423,7 +422,7 @@ class Daemon:
             paths = Paths(volumes)
             if upstream.comparing is not None:
                 upstream.comparing.on_lie = lambda origin, obj: self._fs.refresh(paths.of(origin, obj))
-            self._recordings = Recordings(self._fs, paths.of, nursery)
+            self._recordings = Recordings(self._fs, paths.of, nursery, first)
             await nursery.start(control.serve, control_path(config.mountpoint), self._verbs())
             if self._endpoint is not None:
                 log.info("metrics at http://%s/metrics", self._endpoint.address)

@@ -191,15 +191,20 @@ class RecordedReader:
 
 
 class Recordings:
-    """The recording of a mount: one at a time. `nursery` runs the task that ends it if no client drains it."""
+    """The recording of a mount: one at a time. `nursery` runs the task that ends it if no client drains it. `first` is the
+    number of the first one."""
 
     def __init__(
-        self, fs: FileSystem, path_of: Callable[[Origin, ObjectId], str], nursery: trio.Nursery
+        self,
+        fs: FileSystem,
+        path_of: Callable[[Origin, ObjectId], str],
+        nursery: trio.Nursery,
+        first: int = 1,
     ) -> None:
         self._fs = fs
         self._path_of = path_of
         self._nursery = nursery
-        self._numbers = count(1)
+        self._numbers = count(first)
         self._number = 0
         self._recorder: Recorder | None = None
         self._unhook: Callable[[], None] | None = None

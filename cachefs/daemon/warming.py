@@ -153,7 +153,7 @@ class Job:
 
 class Jobs:
     """All jobs of a mount. `nursery` runs them. `at_once` is how many paths each looks up or lists at a time by default, and
-    as many files are fetched at a time. `restarts` is how many daemons this mount had before."""
+    as many files are fetched at a time. `first` is the number of the first job."""
 
     def __init__(
         self,
@@ -162,15 +162,14 @@ class Jobs:
         store: Store,
         nursery: trio.Nursery,
         at_once: int,
-        restarts: int = 0,
+        first: int = 1,
     ) -> None:
         self._tree_queries = tree_queries
         self._fetcher = fetcher
         self._store = store
         self._nursery = nursery
         self._at_once = at_once
-        # Clients that follow a job of an earlier daemon of this mount must not find another job under its number.
-        self._numbers = count(restarts * 1_000_000 + 1)
+        self._numbers = count(first)
         self._jobs: OrderedDict[int, Job] = OrderedDict()
         self._actions: dict[str, Callable[[Job, Wanted], Awaitable[None]]] = {
             "warm": self._warm,

@@ -132,6 +132,27 @@ def test_a_job_of_the_daemon_before_is_not_taken_for_one_of_the_next(
     assert pinning.returncode == 1 and "run the command again" in said, (pinning.returncode, said)
 
 
+def test_a_recording_goes_to_the_client_that_began_it(
+    mounted: Mounted, bucket: Bucket, tmp_path: Path
+) -> None:
+    """Not to one that began one with the daemon before."""
+    bucket.put("file", 10)
+    mount = held_mount(mounted, bucket)
+    written = tmp_path / "written"
+    with subprocess.Popen(
+        [*COMMAND, "record", "-o", written, mount.path], env=mount.env, stderr=subprocess.PIPE, text=True
+    ) as recording:
+        eventually(written.exists, "the recording has begun")
+        os.kill(recording.pid, signal.SIGSTOP)
+        kill(mount)
+        number = mount.ask("record_start")
+        os.kill(recording.pid, signal.SIGCONT)
+        _, said = recording.communicate(timeout=30)
+        assert (recording.returncode, said.strip()) == (1, "cachefs: recording 1 has ended")
+        (mount.path / "file").read_bytes()
+        assert len(mount.ask("record_drain", recording=number)["lines"]) == 1 and not written.read_text()
+
+
 class Readers:
     """Threads that repeat something until told to stop, and note what went wrong."""
 
