@@ -70,12 +70,12 @@ class Copy:
     """The blocks of one extent that one tier holds.
 
     `bitmap` and `verified` have a bit per block of the extent; `checksums` are xxh3_64 of each block. `clock` is the
-    logical time of the last use, `stored_clock` the one in the index (None: not there yet). `pins` counts the users of
-    the bytes across an await: cache writes, moves and threaded reads; `space.py` alone changes it. `in_progress` are blocks
-    that one cache write or move is writing; `forgotten` are dropped blocks whose bytes stay in the file until the last pin
-    is gone. `first_use` is when an SSD copy was first read in this process. `used` is `clock`, or 0 while prefetched blocks
-    wait for a reader. `pinned` copies stay until they are unpinned. `dataset_version` is the version of the `Datasets` that
-    gave `dataset`.
+    logical time of the last use, `stored_clock` the one in the index (None: not there). `stored`: the index may have a row
+    of it. `pins` counts the users of the bytes across an await: cache writes, moves and threaded reads; `space.py` alone
+    changes it. `in_progress` are blocks that one cache write or move is writing; `forgotten` are dropped blocks whose bytes
+    stay in the file until the last pin is gone. `first_use` is when an SSD copy was first read in this process. `used` is
+    `clock`, or 0 while prefetched blocks wait for a reader. `pinned` copies stay until they are unpinned. `dataset_version`
+    is the version of the `Datasets` that gave `dataset`.
     """
 
     tier: int
@@ -86,6 +86,7 @@ class Copy:
     verified: int = 0
     clock: int = 0
     stored_clock: int | None = None
+    stored: bool = False
     pins: int = 0
     first_use: float = 0.0
     in_progress: int = 0
@@ -135,6 +136,7 @@ def unpack_copy(key: CopyKey, row: bytes) -> Copy | None:
         bitmap=bitmap,
         clock=clock,
         stored_clock=None if flags & _UNORDERED else clock,
+        stored=True,
         dataset=dataset,
         used=clock,
         pinned=bool(flags & _PINNED),
@@ -694,7 +696,7 @@ class Catalog:
             copy = Copy(tier, obj.id.digest, extent, object_size, dataset=dataset, pinned=obj.pinned)
             if copy.key in self._removed:
                 # The index still has an old row of this key, with blocks that are gone: the next flush replaces it.
-                copy.stored_clock = self._removed.pop(copy.key)
+                copy.stored_clock, copy.stored = self._removed.pop(copy.key), True
                 self._dirty[copy.key] = copy
             obj.copies[tier, extent] = copy
             self._loaded += self.remembers(obj)
@@ -726,7 +728,9 @@ class Catalog:
             self._loaded -= self.remembers(obj)
         key = copy.key
         self._dirty.pop(key, None)
-        self._removed[key] = copy.stored_clock
+        if copy.stored:
+            # Other keys would only add up here while the index cannot be written.
+            self._removed[key] = copy.stored_clock
 
     def damaged(self, key: CopyKey, clock: int) -> None:
         """Have the next flush remove a row in the order of eviction whose copy has no row, or a damaged one."""
@@ -751,15 +755,15 @@ class Catalog:
         saved: list[Saved] = []
         placed: list[Placed] = []
         gone = list(removing.items())
-        before = {}
+        before: dict[CopyKey, tuple[int | None, bool]] = {}
         for key, copy in saving.items():
-            before[key] = copy.stored_clock
+            before[key] = copy.stored_clock, copy.stored
             if copy.bitmap:
                 # A copy pinned on the last tier cannot be evicted or moved, so it gets no row in the order.
                 clock = None if copy.pinned and copy.tier == self._tiers[-1].number else copy.clock
                 row = pack_copy(copy, ordered=clock is not None)
                 saved.append((key, row, copy.dataset, clock, copy.stored_clock))
-                copy.stored_clock = clock
+                copy.stored_clock, copy.stored = clock, True
                 if clock is not None:
                     placed.append(Placed(key, clock, copy.dataset))
             else:  # all its blocks are forgotten, but a user still has a pin
@@ -791,19 +795,22 @@ class Catalog:
         self,
         saving: dict[CopyKey, Copy],
         removing: dict[CopyKey, int | None],
-        before: dict[CopyKey, int | None],
+        before: dict[CopyKey, tuple[int | None, bool]],
     ) -> None:
         """After a failed flush: have the next one write all of it, with what has changed since."""
         for key, copy in saving.items():
-            copy.stored_clock = before[key]
+            copy.stored_clock, copy.stored = before[key]
             if key in self._removed:
-                self._removed[key] = copy.stored_clock
-            else:
-                self._dirty.setdefault(key, copy)
+                del self._removed[key]
+                if copy.stored:
+                    self._removed[key] = copy.stored_clock
+            elif copy.bitmap or copy.stored or key in self._dirty:
+                # Another copy may be in the place of this one by now.
+                newer = self._dirty.setdefault(key, copy)
+                newer.stored_clock, newer.stored = before[key]
         for key, clock in removing.items():
-            newer = self._dirty.get(key)
-            if newer is not None:
-                newer.stored_clock = clock
+            if (made := self._dirty.get(key)) is not None:
+                made.stored_clock, made.stored = clock, True
             else:
                 self._removed.setdefault(key, clock)
 

@@ -118,6 +118,7 @@ def check_counted(store: Store) -> None:
             assert row is None, f"{copy.key}: a row of no block"
             continue
         assert row is not None, f"{copy.key}: no row"
+        assert copy.stored, f"{copy.key}: its row would be left behind"
         said = (row.bitmap, row.clock, row.pinned, row.stored_clock, row.dataset, row.object_size)
         assert said == (
             copy.bitmap,

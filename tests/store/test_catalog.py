@@ -199,3 +199,68 @@ async def test_memory_is_bounded(cache_dir: Path, monkeypatch: pytest.MonkeyPatc
                     assert again is not None and rows.object(ids[number - 4]) is again
         assert most == 16 and all(lab.store.cached_bytes(object_id) for object_id in ids)
         monkeypatch.undo()
+
+
+@in_trio
+async def test_a_copy_made_anew_during_a_flush_that_fails_has_one_place_in_the_order(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index still has the place that the copy before it had, and not the one that the flush was about to write."""
+    async with running(cache_dir) as lab:
+        store, object_id = lab.store, lab.origin.put("k", bytes(BLOCK))
+        obj, index = store.object(object_id), store.catalog._index
+
+        def cache() -> None:
+            cache_write = store.begin_write(obj, 0, 1)
+            assert cache_write is not None
+            cache_write.write(bytes(BLOCK))
+            store.end_write(obj, cache_write)
+
+        cache()
+        await store.flush()
+        store.renew(obj)
+
+        def made_anew() -> None:
+            store.evict(obj)
+            cache()
+
+        def refuse(*_: Any) -> None:
+            trio.from_thread.run_sync(made_anew, trio_token=token)
+            raise NoRoom("full")
+
+        token = trio.lowlevel.current_trio_token()
+        with monkeypatch.context() as patch:
+            patch.setattr(index, "write", refuse)
+            await store.flush()
+        assert store.index_error
+        await store.flush()
+        assert len(index._db.scan("order")) == 1
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@in_trio
+async def test_an_index_that_cannot_be_written_costs_no_memory_for_what_it_never_had(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, stored: bool
+) -> None:
+    """As when the disk of the index was mounted read-only after an error, and the RAM tier goes on for weeks."""
+    async with running(cache_dir, ssd=0, ram=8 * BLOCK) as lab:
+        catalog, index = lab.store.catalog, lab.store.catalog._index
+        ids = [lab.origin.put(f"k{n}", bytes(BLOCK)) for n in range(60)]
+        for object_id in ids[:8]:
+            await lab.read(object_id)
+        await lab.quiet()
+        if stored:
+            await lab.store.flush()
+
+        def refuse(*_: Any) -> None:
+            raise NoRoom("read-only")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(index, "write", refuse)
+            for object_id in ids:
+                await lab.read(object_id)
+                await lab.quiet()
+                await lab.store.flush()
+                assert len(catalog._dirty) <= 8 and len(catalog._removed) <= 8 * stored
+        await lab.store.flush()
+        assert len(counters.rows(lab.store)) == 8
