@@ -156,6 +156,8 @@ class Index:
         self._db = Database(path, tables, version=f"blocks-2-{block_size}", fsync=True, killed=killed)
         self.dropped = self._db.dropped is not None
         self.was_clean = self._db.was_clean
+        # The daemon before was killed, or no scrub has ended since one was. A new index has no rows of `meta`.
+        self.unfinished = not self.was_clean and self._db.count("meta") > 0
         # Skipping checksums is safe only if each daemon since the cache was empty has synced all files before it closed.
         self.trusted = self._db.count("copies") == 0 or (
             self.was_clean and self._db.get("meta", b"trusted") == b"yes"
@@ -486,7 +488,7 @@ class Catalog:
         self.clock = index.newest_clock() + 1
         self.recent = self.clock  # the clock at the last flush: the next one writes copies used after it
         self.index_error = ""
-        self.unfinished = False  # True if files are left that are in no row
+        self.unfinished = index.unfinished  # files may be left that are in no row, until a scrub has ended
         for tier in tiers:
             tier.used_bytes, tier.blocks, tier.pinned_bytes = index.totals(tier.number)
 
@@ -835,6 +837,12 @@ class Catalog:
             # A full disk must not prevent a stop. The index is then not closed cleanly.
             self.index_error = str(exc)
 
+    def remove_leaving(self) -> None:
+        """Remove the files whose blocks are all forgotten. Their users have them open, but no row has them."""
+        for obj in self._objects.values():
+            for number in obj.leaving:
+                self._tier[number].unlink(obj.id.digest)
+
     def abandon(self) -> None:
         """Close the index as unclean: the next start compares all of it with the files."""
         self._index.close(whole=False)
@@ -843,7 +851,5 @@ class Catalog:
         """Close the index after the last flush, cleanly if it is `whole`. `trusted`: all files are on the disk, too."""
         for obj in self._objects.values():
             obj.close_files()
-            for number in obj.leaving:  # readers keep the file open, and no row has it
-                self._tier[number].unlink(obj.id.digest)
         whole = whole and not (self.index_error or self.unfinished)
         await trio.to_thread.run_sync(self._index.close, whole, trusted)

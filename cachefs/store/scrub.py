@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 async def scrub(store: Store) -> None:
-    """One pass over the rows and the files of all tiers."""
+    """One pass over the rows and the files of all tiers. Until one has ended, the index is not closed as clean."""
     for tier in store.tiers:
         changed = 0
         async for digest, on_disk in _rows_then_files(store, tier):
@@ -34,6 +34,7 @@ async def scrub(store: Store) -> None:
             log.info(
                 "%s tier: %d bytes were in no row or no file (unclean stop): put right", tier.name, changed
             )
+    store.catalog.unfinished = False
 
 
 async def _rows_then_files(store: Store, tier: Tier) -> AsyncIterator[tuple[bytes, int]]:

@@ -459,6 +459,7 @@ class Store:
     async def _close_index(self, disposal_s: float) -> None:
         """Close the index, cleanly unless removals are not done after `disposal_s` seconds: the next daemon's scrub finishes
         those."""
+        self.catalog.remove_leaving()
         for tier in self.tiers:
             if not await trio.to_thread.run_sync(tier.disposal.idle, disposal_s, abandon_on_cancel=True):
                 self.catalog.unfinished = True

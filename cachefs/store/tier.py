@@ -243,6 +243,7 @@ class Disposal:
         self._pending: Counter[bytes] = Counter()
         self._changed = threading.Condition()
         self._running = False
+        self._left = False  # a removal has failed, so its bytes are on the disk and in no row
 
     def remove(self, digest: bytes, path: str, ranges: Sequence[tuple[int, int]], count: int) -> None:
         """Queue the removal of `ranges` of the version's file, or of the file if there are none. They take `count` bytes."""
@@ -267,9 +268,9 @@ class Disposal:
                 self._run()
 
     def idle(self, seconds: float) -> bool:
-        """Wait at most `seconds` until all removals are done. True if they are. Blocking."""
+        """Wait at most `seconds` until all removals are done. True if all were, without an error. Blocking."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._pending, seconds)
+            return self._changed.wait_for(lambda: not self._pending, seconds) and not self._left
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -300,6 +301,7 @@ class Disposal:
             except FileNotFoundError:
                 pass
             except OSError as exc:
+                self._left = True
                 self._failed(exc)
             with self._changed:
                 self.going_bytes -= job.count

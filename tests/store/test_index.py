@@ -177,12 +177,13 @@ def test_files_are_trusted_if_all_was_told_before_the_end(
     tmp_path: Path, empty: bool, whole: bool, trusted: bool
 ) -> None:
     index, plain = Index(tmp_path / "index", 4096), Plain()
-    assert index.trusted and not index.was_clean
+    assert index.trusted and not index.was_clean and not index.unfinished, "it is new"
     if not empty:
         write(index, plain, random.Random(3), 0)
     index.close(whole=whole, trusted=trusted)
     index = Index(tmp_path / "index", 4096)
     assert index.was_clean is whole and index.trusted is (empty or (whole and trusted))
+    assert index.unfinished is not (whole or (empty and not trusted))
     index.close(whole=True, trusted=False)
     index = Index(tmp_path / "index", 4096)
     assert index.trusted is empty, "one daemon that promised nothing is enough"

@@ -31,7 +31,7 @@ class Index:
     def __init__(self, trusted: bool = True, clock: int = 0) -> None:
         self.was_clean, self.trusted, self.clock = True, trusted, clock
         self.told: list[tuple[object, ...]] = []
-        self.fails = False
+        self.fails = self.unfinished = False
 
     def newest_clock(self) -> int:
         return self.clock
@@ -82,7 +82,10 @@ async def test_what_a_store_is_made_of(verify: str, trusted: bool, numbers: tupl
 @pytest.mark.parametrize("clock", [0, 5])
 def test_a_catalog_begins_behind_the_newest_row(clock: int) -> None:
     index: Any = Index(clock=clock)
-    assert Catalog(index, [], 4096, trust=False).clock > clock
+    rows = Catalog(index, [], 4096, trust=False)
+    assert rows.clock > clock and not rows.unfinished
+    index.unfinished = True
+    assert Catalog(index, [], 4096, trust=False).unfinished
 
 
 class Ending:
@@ -106,6 +109,7 @@ class Ending:
         if store._moves is not None:
             changed._moves.save_all = self.save_all
         changed.flush = self.flush
+        changed.catalog.remove_leaving = lambda: self.called.append("remove leaving")
         changed.catalog.forget_tier = lambda number: self.called.append(f"forget rows {number}")
         changed.eviction.forget_tier = lambda number: self.called.append(f"forget places {number}")
         changed.catalog.aclose = self.close
@@ -143,6 +147,7 @@ async def test_a_stop_takes_its_steps_in_order(trouble: str, verify: str, number
         *(["save", "saved"] if both else []),
         "flush",
         *forgets,
+        "remove leaving",
         *(f"idle {number} {HANGS_AFTER_S}" for number in numbers),
         *syncs,
         "flush, closing",
@@ -229,9 +234,11 @@ async def test_a_catalog_says_at_its_end_how_it_ends(
     gone: list[bytes] = []
     rows._tier[SSD].unlink = gone.append  # type: ignore[method-assign,assignment]
     rows.index_error, rows.unfinished = "full" if trouble == "an error" else "", trouble == "files are left"
+    rows.remove_leaving()
+    assert gone == [obj.id.digest] and obj.fds
     await rows.aclose(whole=whole, trusted=trusted)
     assert index.told == [("close", whole and not trouble, trusted)]
-    assert not obj.fds and gone == [obj.id.digest]
+    assert not obj.fds
     rows.abandon()
     assert index.told[1:] == [("close", False, False)]
 

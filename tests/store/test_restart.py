@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -373,3 +374,68 @@ async def test_files_that_are_still_to_go_when_it_is_handed_over_are_looked_for(
         await lab.store.hand_over()
     async with running(cache_dir) as lab:
         assert not lab.store.was_clean, "so the scrub runs"
+
+
+@in_trio
+async def test_a_scrub_that_a_stop_cut_short_is_begun_again_by_the_next_daemon(cache_dir: Path) -> None:
+    """The bytes that a kill left in no row took space for ever, beside what the cap counts."""
+    killed = cache_dir.with_name("killed")
+    async with running(cache_dir) as lab:
+        await lab.read(lab.origin.put("k", content(1, BLOCK)))
+        await lab.quiet()
+        as_kill_leaves_it(cache_dir, killed)
+    for _ in range(2):
+        async with running(killed) as lab:
+            assert not lab.store.was_clean and lab.used() == 0
+            assert len(cache_files(killed)) == 1
+    async with running(killed) as lab:
+        await scrub(lab.store)
+        lab.check_accounts()
+        assert not cache_files(killed)
+    async with running(killed) as lab:
+        assert lab.store.was_clean
+
+
+@in_trio
+async def test_a_file_that_could_not_be_removed_is_looked_for_by_the_next_daemon(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(cache_dir) as lab:
+        object_id = lab.origin.put("k", content(1, BLOCK))
+        await lab.read(object_id)
+        await lab.quiet()
+
+        def refuse(path: str) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with monkeypatch.context() as patch:
+            patch.setattr("cachefs.store.tier._remove", refuse)
+            assert lab.store.evict(lab.store.object(object_id))
+    assert cache_files(cache_dir)
+    async with running(cache_dir) as lab:
+        assert not lab.store.was_clean
+        await scrub(lab.store)
+        assert not cache_files(cache_dir)
+
+
+@pytest.mark.parametrize("removed", [True, False])
+@in_trio
+async def test_a_stop_waits_for_the_removal_of_files_in_use_that_no_row_has(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, removed: bool
+) -> None:
+    """As of a file that was evicted while a program had it open in passthrough."""
+    async with running(cache_dir) as lab:
+        object_id = lab.origin.put("k", content(1, BLOCK))
+        await lab.read(object_id)
+        await lab.quiet()
+        lab.counts = False  # the file stays open
+        backing = lab.store.open_backing(lab.store.object(object_id))
+        assert backing is not None
+        assert lab.store.evict(lab.store.object(object_id))
+        (tier,) = lab.store.tiers
+        if not removed:  # its thread does not come to it
+            monkeypatch.setattr(tier.disposal, "_begin", lambda: None)
+            monkeypatch.setattr(tier.disposal, "idle", lambda within_s: not tier.disposal.going_files)
+    assert bool(cache_files(cache_dir)) is not removed
+    async with running(cache_dir) as lab:
+        assert lab.store.was_clean is removed
