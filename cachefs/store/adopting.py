@@ -280,8 +280,8 @@ class Adopting:
 
     async def recast(self, old: ObjectId, new: ObjectId) -> bool:
         """Make the cache file of `old` that of `new`, because the origin's object has the same bytes under a new name or
-        version. `old` is dropped. False unless all of `old` lies on one tier, verified and immutable; then `new` is fetched
-        when it is read."""
+        version. `old` is dropped. False unless all of `old` lies on one tier, verified and immutable, and `new` is not open
+        in passthrough; then `new` is fetched when it is read."""
         old_obj, obj, size = self._catalog.object(old), self._catalog.object(new), new.size
         having = (tier for tier in self._tiers.values() if self._copies_of_all(old_obj, tier) is not None)
         tier = next(having, None)
@@ -300,7 +300,8 @@ class Adopting:
                 log.debug("cannot keep %s under its new name: %s", new.key, exc)
                 return False
             copies = self._copies_of_all(old_obj, tier)  # asked again, after the await above
-            if copies is not None:
+            # A version has one backing file, and that of `old` would replace one of `new` on another tier.
+            if copies is not None and obj.backing is None:
                 checksums = [c for copy in copies for c in copy.checksums[: copy.bitmap.bit_count()]]
                 for copy in copies:
                     # An empty copy was dropped with the first, because an immutable file is dropped as a whole.

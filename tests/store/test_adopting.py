@@ -963,3 +963,24 @@ async def test_what_a_disk_does_after_it_was_given_up_is_undone(
         await lab.quiet()
         assert lab.store.cached_bytes(object_id) == len(data) and tier.errors_in_a_row == 0
         lab.check_accounts()
+
+
+@in_trio
+async def test_a_recast_takes_no_backing_file_from_a_version_that_has_one(cache_dir: Path) -> None:
+    """As `cp a b; mv a b`: the new name has the version already, and it is open in passthrough from the RAM tier."""
+    data = content(1, 3 * BLOCK)
+    async with running(cache_dir, ram=64 * BLOCK) as lab:
+        store, old, new = lab.store, lab.origin.put("a", data), lab.origin.put("b", data)
+        await lab.read(new)
+        await lab.quiet()
+        opened = store.open_backing(store.object(new))
+        assert await store.adopt(old, dirty_file(lab, data))
+        other = store.open_backing(store.object(old))
+        assert opened is not None and other is not None and opened.tier is not other.tier
+        for number, backing in enumerate((opened, other), 1):
+            backing.registered(number)
+        assert not await store.recast(old, new)
+        assert (store.object(new).backing, store.object(old).backing) == (opened, other)
+        for backing in (opened, other):
+            store.release_backing(backing)
+        assert [tier.registered for tier in store.tiers] == [1, 1]
