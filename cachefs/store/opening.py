@@ -93,8 +93,8 @@ def open_store(
             try:
                 place = ram.provide(cache_dir, cap) if number == RAM else _on_disk(cache_dir, keep_free_bytes)
                 if number == RAM:
-                    undo.callback(ram.take_away, place.path)
                     claims.append(ram.claim(place.path, cache_dir))
+                    undo.callback(ram.take_away, place.path)
                 tier = Tier(
                     number,
                     name,
@@ -109,6 +109,7 @@ def open_store(
             except (CacheUnusable, NoRoom, OSError) as exc:
                 warnings.append(f"no {name} tier: {exc}")
                 if number == RAM:
+                    _close_all(claims)
                     ram.forget(own, shared)
         if not tiers:
             warnings.append("no tier at all: nothing is cached but what the kernel keeps")

@@ -134,7 +134,7 @@ def _lock(fd: int) -> None:
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() >= until:
-                raise
+                raise OSError(errno.EBUSY, "another daemon of this user has it") from None
         time.sleep(LOOK_AGAIN_S)
 
 
@@ -159,7 +159,7 @@ def remove_orphans() -> list[Left]:
                 log.info(
                     "%s was left by process %d, and %s is gone: taken away", path, found.pid, found.cache_dir
                 )
-                forget(path)
+                _forget(path)
         except (OSError, ValueError, KeyError, TypeError):
             continue  # a daemon has locked the file, or is about to write it
         finally:
@@ -209,11 +209,27 @@ def take_away(path: Path) -> None:
 
 
 def forget(*paths: Path) -> None:
-    """`take_away`, but the memory is freed in the background, so that cleaning never delays a mount."""
+    """`take_away`, but the memory is freed in the background, so that cleaning never delays a mount. A tier that a daemon
+    has is left: in another mount namespace a cache directory with the same path may be another directory."""
     for path in paths:
-        fd = _detach(path)
-        if fd >= 0:
-            threading.Thread(target=_delete, args=(fd, path), daemon=True).start()
+        try:
+            fd = os.open(path / OWNER, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError:
+            _forget(path)
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _forget(path)
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(fd)
+
+
+def _forget(path: Path) -> None:
+    fd = _detach(path)
+    if fd >= 0:
+        threading.Thread(target=_delete, args=(fd, path), daemon=True).start()
 
 
 # -- a tmpfs of its own --------------------------------------------------------------------------------

@@ -582,3 +582,38 @@ async def test_a_file_in_the_way_of_a_small_version_goes(cache_dir: Path) -> Non
         assert await lab.read(object_id) == data
         assert await lab.read(object_id) == data
         assert len(lab.origin.gets) <= 2
+
+
+@pytest.mark.parametrize("cap, own", [(32 * BLOCK, False), (0, False), (32 * BLOCK, True)])
+@in_trio
+async def test_a_tier_that_another_daemon_has_is_left_to_it(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, cap: int, own: bool
+) -> None:
+    """Two cache directories have one path in two mount namespaces, as with a /tmp of each job, and share /dev/shm."""
+    monkeypatch.setattr(ram, "LOOK_S", 0.0)
+    monkeypatch.setattr(ram, "_name", lambda cache_dir: f"cachefs-{os.getuid()}-{'0' * 12}")
+    mount = ram._own
+
+    def refused(path: Path, cap_bytes: int) -> str:
+        raise PermissionError(errno.EPERM, "only root can mount")
+
+    try:
+        monkeypatch.setattr(ram, "_own", refused)
+        async with running(cache_dir, ssd=0, ram=32 * BLOCK) as lab:
+            object_id = lab.origin.put("k", content(1, BLOCK))
+            await lab.read(object_id)
+            await lab.quiet()
+            (tier,) = lab.store.tiers
+            assert tier.path.parent == ram.SHM
+            if own:
+                monkeypatch.setattr(ram, "_own", mount)
+            async with running(cache_dir.with_name("other"), ssd=0, ram=cap) as other:
+                assert [one.name for one in other.store.tiers] == ["ram"] * own
+                assert any("another daemon" in line for line in other.opened.warnings) is bool(
+                    cap and not own
+                )
+            assert tier.file_path(object_id.digest).exists() and tier.state == "normal"
+            assert await lab.read(object_id) == content(1, BLOCK)
+            assert len(lab.origin.gets) == 1
+    finally:
+        ram.remove_ram(cache_dir)
