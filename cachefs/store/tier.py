@@ -474,9 +474,10 @@ class Tier:
         return max(0, min(self.cap_bytes, room))
 
     def spare_bytes(self) -> int:
-        """Free bytes of the disk now, minus those that are kept free. May be negative."""
+        """Free bytes of the disk now, with those of files that are about to be removed, minus those that are kept free. May
+        be negative."""
         self._read_free()
-        return self._free_bytes - self._keep_free_bytes
+        return self._free_bytes + self.disposal.going_bytes - self._keep_free_bytes
 
     @property
     def takes_files(self) -> bool:

@@ -556,6 +556,27 @@ async def test_more_room_than_asked_for_is_not_made_where_bytes_are_freed_later(
 
 
 @in_trio
+async def test_several_writers_do_not_each_have_the_same_room_made_while_files_wait_for_their_removal(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does one writer that looks again before the disk has removed them: the whole cache could go for a few bytes."""
+    disk = Disk(cache_dir, 8 * EXTENT, monkeypatch)
+    async with running(cache_dir, ssd=64 * EXTENT, keep_free=2 * EXTENT) as lab:
+        for i in range(6):
+            await lab.read(lab.origin.put(f"k{i}", content(i, EXTENT)))
+            await lab.quiet()
+        disposal = lab.store.tiers[0].disposal
+        with monkeypatch.context() as patch:
+            patch.setattr(disposal, "_begin", lambda: None)
+            for _ in range(3):
+                assert await lab.store.evict_to_hold(EXTENT)
+                assert lab.metrics.evicted_blocks == 16 and disk.free == 2 * EXTENT
+        disposal._begin()
+        assert disk.free == 3 * EXTENT
+        assert await lab.store.evict_to_hold(EXTENT) and lab.metrics.evicted_blocks == 16
+
+
+@in_trio
 async def test_the_daemon_goes_on_while_much_room_is_made(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
