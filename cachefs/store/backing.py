@@ -289,12 +289,13 @@ class Passthrough:
             self.retire(backing)
             self._space.unpin(obj, *copies)
         else:
-            recent, changed = self._catalog.recent, False
+            recent, old = self._catalog.recent, False
+            # No bytes wait for these pins: an immutable file is dropped as a whole, and is leaving then.
             for copy in copies:
                 copy.pins -= 1
-                if copy.used <= recent or copy.forgotten or not copy.bitmap:
-                    changed = True
-            if changed:
+                if copy.used <= recent:
+                    old = True
+            if old:
                 self._note_end(backing)
             self._idle[backing] = True
             if len(self._idle) > IDLE_BACKINGS:
@@ -303,9 +304,7 @@ class Passthrough:
             obj.rest()
 
     def _note_end(self, backing: Backing) -> None:
-        """Clean up after the last user: remove copies that have no blocks any more, and note the use, once between two
-        flushes (a second apart)."""
-        self._space.unpinned(backing.object, *backing.copies)
+        """Note the use that the last user ends, once between two flushes (a second apart)."""
         if backing.reused:
             self._note_use(backing)
         for copy in backing.copies:

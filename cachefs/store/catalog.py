@@ -71,11 +71,11 @@ class Copy:
 
     `bitmap` and `verified` have a bit per block of the extent; `checksums` are xxh3_64 of each block. `clock` is the
     logical time of the last use, `stored_clock` the one in the index (None: not there). `stored`: the index may have a row
-    of it. `pins` counts the users of the bytes across an await: cache writes, moves and threaded reads; `space.py` alone
-    changes it. `in_progress` are blocks that one cache write or move is writing; `forgotten` are dropped blocks whose bytes
-    stay in the file until the last pin is gone. `first_use` is when an SSD copy was first read in this process. `used` is
-    `clock`, or 0 while prefetched blocks wait for a reader. `pinned` copies stay until they are unpinned. `dataset_version`
-    is the version of the `Datasets` that gave `dataset`.
+    of it. `pins` counts the users of the bytes across an await: cache writes, moves and threaded reads. `space.py` changes
+    it, and `backing.py`, where a call would cost an open too much. `in_progress` are blocks that one cache write or move is
+    writing; `forgotten` are dropped blocks whose bytes stay in the file until the last pin is gone. `first_use` is when an
+    SSD copy was first read in this process. `used` is `clock`, or 0 while prefetched blocks wait for a reader. `pinned`
+    copies stay until they are unpinned. `dataset_version` is the version of the `Datasets` that gave `dataset`.
     """
 
     tier: int
