@@ -196,10 +196,8 @@ class InFlightFetch:
         waiter = (target, event)
         self._waiters.append(waiter)
         self.cache_write.wake_at = min(self.cache_write.wake_at, target)
-        if (
-            self.cache_write.written >= target
-        ):  # the writing thread may have passed it before `wake_at` was set
-            self.wake()
+        if self.cache_write.written >= target:
+            self.wake()  # the writing thread may have passed it before `wake_at` was set
         try:
             await event.wait()
         except trio.Cancelled:

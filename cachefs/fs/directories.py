@@ -46,9 +46,8 @@ class DirectoryHandle:
     version: int = 0
     renewals: int = 0
     chunk: list[Entry] = field(default_factory=list)
-    places: dict[int, int] = field(
-        default_factory=dict
-    )  # cookie → index in the chunk of what comes behind it
+    # Cookie → index in the chunk of what comes behind it.
+    places: dict[int, int] = field(default_factory=dict)
     last: bytes = b""  # the mark the chunk ends with
 
 

@@ -179,9 +179,7 @@ class DirtyFiles:
         try:
             own = await self._writer.open_backing(node.dirty_file)
         except CachefsError:
-            own = (
-                None  # write it through the daemon, because an open that fails must not have emptied the file
-            )
+            own = None  # through the daemon, because an open that fails must not have emptied the file
         others = [other for other in self._files.under(handle.ino) if other is not handle]
         backing = self._files.backing_of(others) if others else own
         if backing is None:

@@ -215,9 +215,8 @@ class OpenFiles:
         self.warm: dict[int, Warm] = {}
         # The recently looked up files, for the opens that follow. Dropped with `warm`.
         self.walked: dict[int, Walked] = {}
-        self.nameless: dict[
-            int, Attributes
-        ] = {}  # of open inodes only; nlink is 0 if the name was removed here
+        # Of open inodes only; nlink is 0 if the name was removed here.
+        self.nameless: dict[int, Attributes] = {}
         # Directories that were removed here, and the attributes that they show, by inode.
         self.removed_directories: dict[int, tuple[Directory, Attributes]] = {}
         self._reader = reader

@@ -98,9 +98,8 @@ class FileSystem:
         times: Times | None = None,
     ) -> None:
         self.on_invalidate: InvalidateHook = lambda ino, parent, name: None
-        self.told: Callable[[], Awaitable[None]] = (
-            trio.lowlevel.checkpoint
-        )  # waits until all notifications so far are sent to the kernel
+        # Waits until all notifications so far are sent to the kernel.
+        self.told: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
         self._options = options
         self._metrics = metrics
         wall = clock or time.time

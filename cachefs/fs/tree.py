@@ -414,9 +414,8 @@ class Tree:
     def replace(self, directory: Directory, parent: Directory, mark: bytes) -> list[Directory]:
         """Give a directory another parent and mark. Returns it and the directories in use below it, which all have other
         prefixes now."""
-        directory.listed.refreshed = self.epoch_needed(
-            directory
-        )  # refreshes of its former parents still apply
+        # Refreshes of its former parents still apply.
+        directory.listed.refreshed = self.epoch_needed(directory)
         directory.parent, directory.mark = parent, mark
         before, after = directory.prefix, parent.prefix + mark.decode()
         moved = [one for one in self.in_use() if is_below(one, directory)]

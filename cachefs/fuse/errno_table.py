@@ -60,10 +60,8 @@ TABLE: dict[type[BaseException], tuple[int, int]] = {
 
 def errno_of(exc: BaseException) -> tuple[int, int]:
     """(errno, log level) of an exception, by its nearest class in the table."""
-    for kind in type(exc).__mro__:
-        if kind in TABLE:
-            return TABLE[kind]
-    return errno.EIO, logging.ERROR
+    known = (TABLE[kind] for kind in type(exc).__mro__ if kind in TABLE)
+    return next(known, (errno.EIO, logging.ERROR))
 
 
 def tell(operation: str, exc: Exception, metrics: Metrics, deadline_s: float, repeats: Repeats) -> int:

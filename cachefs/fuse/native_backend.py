@@ -16,6 +16,7 @@ import fcntl
 import logging
 import os
 import select
+import stat
 import struct
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -307,9 +308,8 @@ class Device:
             else:
                 connection.abort(self.number)  # unmounted lazily, and still in use
         elif self.number and self.fd >= 0 and not self._ended():
-            connection.abort(
-                self.number
-            )  # another process may have a copy of the descriptor, and not read from it
+            # Another process may have a copy of the descriptor, and not read from it.
+            connection.abort(self.number)
         fds, self._mount, self.fd = (self._mount, self.fd), -1, -1
         for fd in fds:
             if fd >= 0:
@@ -531,10 +531,10 @@ class NativeBackend:
             Op.READLINK: self._readlink,
             Op.IOCTL: self._ioctl,
             Op.CREATE: self._create,
-            Op.MKNOD: self._mknod,
-            Op.MKDIR: self._mkdir,
-            Op.UNLINK: self._unlink,
-            Op.RMDIR: self._rmdir,
+            Op.MKNOD: partial(self._make, protocol.MKNOD_IN, self.operations.mknod),
+            Op.MKDIR: partial(self._make, protocol.MKDIR_IN, self.operations.mkdir),
+            Op.UNLINK: partial(self._remove, self.operations.unlink),
+            Op.RMDIR: partial(self._remove, self.operations.rmdir),
             Op.RENAME: partial(self._rename, protocol.RENAME_IN),
             Op.RENAME2: partial(self._rename, protocol.RENAME2_IN),
             Op.SETATTR: self._setattr,
@@ -556,17 +556,17 @@ class NativeBackend:
             self._device.attach(mountpoint)
             if self._records is not None and self.agreed.flags & Init.HAS_RESEND:
                 # The next daemon can answer what this one leaves only if the kernel can repeat it.
-                self._records.hold(self._device.fd, mountpoint, self._device.number, *self.agreed)
+                self._records.held.hold(self._device.fd, mountpoint, self._device.number, *self.agreed)
                 self._device.held = True
                 self._device.notify_beside()
 
     async def serve(self, ready: Callable[[], None]) -> None:
-        if self._records is not None and self._records.follows:
+        if self._records is not None and self._records.held.taking_over:
             for number in self._records.take_over(self.operations.writers):
                 self._unregister(number)
             self._device.repeat_requests()
             self.operations.took_over()
-            self._records.answering()
+            self._records.held.answering()
         self._reopen, self._close_known = self._fs.open_known, self._fs.close_known
         ready()
         async with trio.open_nursery() as self._nursery:
@@ -819,7 +819,7 @@ class NativeBackend:
             thread,
             inode,
             size=size if valid & Setattr.SIZE else None,
-            mode=mode if valid & Setattr.MODE else None,
+            mode=stat.S_IMODE(mode) if valid & Setattr.MODE else None,
             uid=uid if valid & Setattr.UID else None,
             gid=gid if valid & Setattr.GID else None,
             atime_ns=atime_ns if valid & (Setattr.ATIME | Setattr.ATIME_NOW) else None,
@@ -1010,9 +1010,8 @@ class NativeBackend:
             # Before the reply, after which a killed daemon would leave the record for ever.
             self._records.released(fh)
         try:
-            self._write(
-                _pack_header(_REPLY, 0, unique)
-            )  # before the rest, so that the calling process does not wait for it
+            # Before the rest, so that the calling process does not wait for it.
+            self._write(_pack_header(_REPLY, 0, unique))
         finally:
             if self._close_known(fh):
                 self._metrics.fuse_release += 1
@@ -1068,28 +1067,29 @@ class NativeBackend:
 
     # -- changes of names --------------------------------------------------------------------------
 
-    def _mknod(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
-        mode, *_ = protocol.MKNOD_IN.unpack_from(body)
-        name = name_of(body[protocol.MKNOD_IN.size :])
-        again = bool(unique & RESENT)
-        pending = self.operations.mknod(thread, inode, name, mode, self._uid, self._gid, again=again)
+    def _make(
+        self,
+        arguments: struct.Struct,
+        make: Callable[..., Pending[Shown]],
+        unique: int,
+        inode: int,
+        thread: int,
+        body: memoryview,
+    ) -> None:
+        mode, *_ = arguments.unpack_from(body)
+        name = name_of(body[arguments.size :])
+        pending = make(thread, inode, name, mode, self._uid, self._gid, again=bool(unique & RESENT))
         self._begin(unique, pending, self._entered)
 
-    def _mkdir(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
-        mode, _ = protocol.MKDIR_IN.unpack_from(body)
-        name = name_of(body[protocol.MKDIR_IN.size :])
-        again = bool(unique & RESENT)
-        pending = self.operations.mkdir(thread, inode, name, mode, self._uid, self._gid, again=again)
-        self._begin(unique, pending, self._entered)
-
-    def _unlink(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
-        pending = self.operations.unlink(thread, inode, name_of(body))
-        if unique & RESENT:
-            pending = self.operations.gone_again(pending)
-        self._begin(unique, pending, self._done)
-
-    def _rmdir(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
-        pending = self.operations.rmdir(thread, inode, name_of(body))
+    def _remove(
+        self,
+        remove: Callable[[int, int, bytes], Pending[None]],
+        unique: int,
+        inode: int,
+        thread: int,
+        body: memoryview,
+    ) -> None:
+        pending = remove(thread, inode, name_of(body))
         if unique & RESENT:
             pending = self.operations.gone_again(pending)
         self._begin(unique, pending, self._done)

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import trio
 
@@ -52,9 +51,8 @@ SHARE = 4
 REQUEST_BYTES = 16 << 10
 """Memory of a waiting request besides its data. Measured: 9 to 14 KiB for the task, its scope and its closures."""
 
-FIRST_PAGE, SMALLEST_PAGE, LARGEST_PAGE = 32, 8, 1024
-"""Directory entries that are requested from the filesystem at a time: first, least and most. The kernel's buffer takes about
-25 (4 KiB, READDIRPLUS) to 1,000 (128 KiB); the number follows what the last buffer took."""
+MOST_ENTRIES = 1024
+"""Directory entries that the kernel's largest buffer takes: READDIRPLUS, 128 KiB."""
 
 
 class Errno(Exception):
@@ -211,7 +209,6 @@ class Operations:
         self._writable = writable
         self._repeats = Repeats()
         self._turns: dict[int, trio.Lock] = {}  # by directory
-        self._page = FIRST_PAGE
 
     def took_over(self) -> None:
         """Go on with the mount of a daemon that has died. Only if names can be changed here may it have answered ESTALE to
@@ -272,16 +269,10 @@ class Operations:
         self.metrics.fuse_opendir += 1
         return self._fs.opendir(inode)
 
-    def readdir(self, thread: int, dh: int, offset: int, most: int = 0) -> Pending[list[Entry]]:
-        """At least as many entries as the kernel's buffer takes, if there are. `most` is how many it takes. A backend that
-        does not know (0) gets a few more than the last buffer took, and tells how many this one took (`listed`)."""
+    def readdir(self, thread: int, dh: int, offset: int, most: int = MOST_ENTRIES) -> Pending[list[Entry]]:
+        """At most as many entries as the kernel's buffer takes, if the backend knows that number."""
         self.metrics.fuse_readdir += 1
-        return Pending(READDIR, thread, partial(self._fs.readdir, dh, offset, most or self._page + 4))
-
-    def listed(self, count: int, fitted: int) -> None:
-        """Note that the kernel's buffer took `fitted` of `count` entries."""
-        full = fitted < count
-        self._page = max(SMALLEST_PAGE, fitted) if full else min(LARGEST_PAGE, self._page + 16)
+        return Pending(READDIR, thread, partial(self._fs.readdir, dh, offset, most))
 
     def releasedir(self, dh: int) -> None:
         self._fs.releasedir(dh)
@@ -373,8 +364,6 @@ class Operations:
     def create(
         self, thread: int, parent: int, name: bytes, flags: int, mode: int, uid: int, gid: int
     ) -> Pending[Created]:
-        self._changing()
-        self.metrics.fuse_create += 1
         work = partial(self._create, thread, parent, name, flags, mode, uid, gid)
         return self._in_turn(CREATE, thread, work, parent)
 
@@ -391,10 +380,6 @@ class Operations:
         self, thread: int, parent: int, name: bytes, mode: int, uid: int, gid: int, *, again: bool = False
     ) -> Pending[Shown]:
         """`again`: the kernel repeats the request."""
-        self._changing()
-        self.metrics.fuse_create += 1
-        if not stat.S_ISREG(mode):
-            raise Errno(errno.EPERM)  # pipes, sockets, devices
         work = partial(self._fs.mknod, parent, name, mode, thread, uid, gid, again=again)
         return self._in_turn(MKNOD, thread, work, parent)
 
@@ -402,19 +387,13 @@ class Operations:
         self, thread: int, parent: int, name: bytes, mode: int, uid: int, gid: int, *, again: bool = False
     ) -> Pending[Shown]:
         """For `again` see `mknod`."""
-        self._changing()
-        self.metrics.fuse_change += 1
         work = partial(self._fs.mkdir, parent, name, mode, uid, gid, again=again)
         return self._in_turn(MKDIR, thread, work, parent)
 
     def unlink(self, thread: int, parent: int, name: bytes) -> Pending[None]:
-        self._changing()
-        self.metrics.fuse_change += 1
         return self._in_turn(UNLINK, thread, partial(self._fs.unlink, parent, name), parent)
 
     def rmdir(self, thread: int, parent: int, name: bytes) -> Pending[None]:
-        self._changing()
-        self.metrics.fuse_change += 1
         return self._in_turn(RMDIR, thread, partial(self._fs.rmdir, parent, name), parent)
 
     def rename(
@@ -429,8 +408,6 @@ class Operations:
         again: bool = False,
     ) -> Pending[None]:
         """For `again` see `mknod`."""
-        self._changing()
-        self.metrics.fuse_change += 1
         work = partial(self._fs.rename, parent, name, new_parent, new_name, flags, again=again)
         return self._in_turn(RENAME, thread, work, parent, new_parent)
 
@@ -442,49 +419,16 @@ class Operations:
             try:
                 await pending.work()
             except NotFound:
-                if left is not None:
-                    await self._found(*left)
+                if left is not None and (await self._fs.lookup(*left))[0] is None:
+                    raise
 
         return replace(pending, work=work)
 
-    async def _found(self, parent: int, name: bytes) -> Shown:
-        """Look a name up. Raises `NotFound`."""
-        attributes, ttl = await self._fs.lookup(parent, name)
-        if attributes is None:
-            raise NotFound("the name is not there")
-        return attributes, ttl
-
-    def setattr(
-        self,
-        thread: int,
-        inode: int,
-        *,
-        size: int | None,
-        mode: int | None,
-        uid: int | None,
-        gid: int | None,
-        atime_ns: int | None,
-        mtime_ns: int | None,
-        fh: int | None,
-        clear: bool,
-    ) -> Pending[Shown]:
-        """Set the attributes that are not None. Only the permission bits of `mode` count. `clear`: clear set-uid and set-gid
-        bits."""
+    def setattr(self, thread: int, inode: int, **changes: Any) -> Pending[Shown]:
+        """For `changes` see `FileSystem.setattr`; a mode has permission bits alone."""
         self._changing()
         self.metrics.fuse_change += 1
-        mode = None if mode is None else stat.S_IMODE(mode)
-        work = partial(
-            self._fs.setattr,
-            inode,
-            size=size,
-            mode=mode,
-            uid=uid,
-            gid=gid,
-            atime_ns=atime_ns,
-            mtime_ns=mtime_ns,
-            fh=fh,
-            clear=clear,
-        )
+        work = partial(self._fs.setattr, inode, **changes)
         return Pending(SETATTR, thread, partial(self._walked_to, thread, work))
 
     def write(
@@ -554,6 +498,11 @@ class Operations:
         """A `Pending` that does `work`, which changes names in these directories, when no other such change is running. The
         kernel sends the changes of a directory one by one, but sends the next after an interrupted one whose work goes
         on."""
+        self._changing()
+        if request is CREATE or request is MKNOD:
+            self.metrics.fuse_create += 1
+        else:
+            self.metrics.fuse_change += 1
         # Locks are always taken in this order, so that no two requests wait for each other.
         return Pending(request, thread, partial(self._take_turn, work, sorted(set(directories))))
 

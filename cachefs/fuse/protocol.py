@@ -228,19 +228,10 @@ def duration(seconds: float) -> tuple[int, int]:
 def entry(attributes: Attributes, ttl: float, least: float = 0.0) -> tuple[int, ...]:
     """The fields of `ENTRY`. The kernel may keep the name for `ttl` seconds, and the attributes for `ttl` or `least`
     seconds, whichever is longer."""
-    seconds, nanoseconds = divmod(int(ttl * 1e9), 10**9)
-    if ttl >= least:
-        return (attributes.ino, 0, seconds, seconds, nanoseconds, nanoseconds, *attr(attributes))
-    least_seconds, least_nanoseconds = duration(least)
-    return (
-        attributes.ino,
-        0,
-        seconds,
-        least_seconds,
-        nanoseconds,
-        least_nanoseconds,
-        *attr(attributes),
-    )
+    seconds, nanoseconds = name_seconds, name_nanoseconds = divmod(int(ttl * 1e9), 10**9)
+    if ttl < least:
+        seconds, nanoseconds = duration(least)
+    return (attributes.ino, 0, name_seconds, seconds, name_nanoseconds, nanoseconds, *attr(attributes))
 
 
 def dirent(shown: Entry) -> bytes:

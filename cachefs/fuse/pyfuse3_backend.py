@@ -158,7 +158,7 @@ class Pyfuse3Backend(pyfuse3.Operations):
                 ctx.pid,
                 inode,
                 size=attr.st_size if fields.update_size else None,
-                mode=attr.st_mode if fields.update_mode else None,
+                mode=stat.S_IMODE(attr.st_mode) if fields.update_mode else None,
                 uid=attr.st_uid if fields.update_uid else None,
                 gid=attr.st_gid if fields.update_gid else None,
                 atime_ns=attr.st_atime_ns if fields.update_atime else None,
@@ -196,19 +196,16 @@ class Pyfuse3Backend(pyfuse3.Operations):
     # -- directories -------------------------------------------------------------------------------
 
     async def opendir(self, inode: int, ctx: Any) -> int:
-        dh = await self._answer(_number, self.operations.opendir, inode)
+        dh = await self._answer(_same, self.operations.opendir, inode)
         self._listing[dh] = ctx.pid
         return dh
 
     async def readdir(self, fh: int, start_id: int, token: Any) -> None:
         def reply(entries: list[Entry]) -> None:
-            fitted = 0
             for entry in entries:
                 shown = entry_of(entry.attributes, entry.ttl)
                 if not pyfuse3.readdir_reply(token, entry.name, shown, entry.next_offset):
                     break
-                fitted += 1
-            self.operations.listed(len(entries), fitted)
 
         await self._answer(reply, self.operations.readdir, self._listing.get(fh, 0), fh, start_id)
 
@@ -242,7 +239,7 @@ class Pyfuse3Backend(pyfuse3.Operations):
 
     async def write(self, fh: int, off: int, buf: bytes) -> int:
         process = self.operations.writers.process(fh)
-        return await self._answer(_number, self.operations.write, process, fh, off, buf, len(buf), False)
+        return await self._answer(_same, self.operations.write, process, fh, off, buf, len(buf), False)
 
     async def flush(self, fh: int) -> None:
         writers = self.operations.writers
@@ -304,10 +301,6 @@ class Pyfuse3Backend(pyfuse3.Operations):
 
 
 def _same(found: T) -> T:
-    return found
-
-
-def _number(found: int) -> int:
     return found
 
 

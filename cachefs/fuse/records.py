@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 from cachefs.base.names import ObjectId
 from cachefs.fs import FileSystem, Former
@@ -21,26 +20,23 @@ class Records:
 
     def __init__(self, fs: FileSystem, held: Held, origins: Sequence[Origin]) -> None:
         self._fs = fs
-        self._held = held
+        self.held = held
         self._table = held.table
         self._origins = list(origins)
         self._volumes = {origin: number for number, origin in enumerate(origins)}
         self._handles = fs.handles
         self.reopened, self._drop = held.table.add_again, held.table.drop
+        self.registered, self.unregistered = held.table.registered, held.table.unregistered
         # Unique of an OPEN → handle that the previous daemon made for it.
         self._unanswered: dict[int, int] = {}
         self._failing: dict[int, int] = {}  # handle that could not be restored → place of its record
 
-    def hold(self, fd: int, mountpoint: Path, number: str, minor: int, flags: int) -> None:
-        """See `Held.hold`."""
-        self._held.hold(fd, mountpoint, number, minor, flags)
-
     def take_over(self, writers: Writers) -> set[int]:
         """Restore the previous daemon's handles. Returns those of its backing ids that none of them has."""
-        self._fs.follow(self._held.restarts)
+        self._fs.follow(self.held.restarts)
         used = set()
         count = 0
-        for at, record in self._held.open:
+        for at, record in self.held.open:
             try:
                 origin, writes = self._origins[record.volume], record.use == WRITES
                 version = ObjectId(origin.source, record.key, record.etag, record.size)
@@ -72,14 +68,6 @@ class Records:
             count += 1
         log.info("took the mount over from another daemon: %d files are open", count)
         return self._table.backing_ids() - used
-
-    @property
-    def follows(self) -> bool:
-        """True if this daemon takes over another one's connection."""
-        return self._held.taking_over
-
-    def answering(self) -> None:
-        self._held.answering()
 
     # -- handles -----------------------------------------------------------------------------------
 
@@ -115,11 +103,3 @@ class Records:
         """Clear a handle's record. To be called before the reply to RELEASE, or when the kernel has not taken the handle."""
         handle = self._handles.get(fh)
         self._drop(self._failing.pop(fh, 0) if handle is None else handle.record)
-
-    # -- backing files -----------------------------------------------------------------------------
-
-    def registered(self, backing_id: int) -> None:
-        self._table.registered(backing_id)
-
-    def unregistered(self, backing_id: int) -> None:
-        self._table.unregistered(backing_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from dataclasses import dataclass
 
 from cachefs.base.errors import CachefsError, ObjectChanged
 from cachefs.fs import FileSystem
@@ -15,16 +16,14 @@ workers each) that interleave 16 files each keep their readahead. Each handle ma
 it, so there are fewer than half of the 4,096 that Linux allows a process by default."""
 
 
+@dataclass(slots=True, eq=False)
 class _Handle:
     """A handle, and the number of reads (`readers`) that wait for its bytes. If it has `ended`, the last of them releases
     it."""
 
-    __slots__ = ("ended", "fh", "readers")
-
-    def __init__(self, fh: int) -> None:
-        self.fh = fh
-        self.readers = 0
-        self.ended = False
+    fh: int
+    readers: int = 0
+    ended: bool = False
 
 
 class UnopenedFiles:

@@ -329,14 +329,6 @@ async def test_attributes_of_ours_are_taken_and_not_kept(name: bytes, number: in
         assert fs.calls == []
 
 
-async def test_special_files_are_refused() -> None:
-    async with writing(fs := Noted()) as asking:
-        for kind in (stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK):
-            body = protocol.MKNOD_IN.pack(kind | 0o600, 0, 0, 0) + b"f\0"
-            assert (await asking.ask(Op.MKNOD, DIRECTORY, body)).error == errno.EPERM
-        assert fs.calls == []
-
-
 async def test_now_is_the_daemons() -> None:
     async with writing(fs := Noted()) as asking:
         before = time.time_ns()
