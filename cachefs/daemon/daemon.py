@@ -350,7 +350,8 @@ class Daemon:
     async def _serve(self, nursery: trio.Nursery, lasting: trio.Nursery) -> None:
         config = self._config
         peers = self._peers
-        upstream = Upstream(self._metrics, peers.cluster if peers is not None else None)
+        cluster = peers.cluster if peers is not None else None
+        upstream = Upstream(self._metrics, config.block_size, cluster)
         fetcher = Fetcher(
             self._store, nursery, self._metrics, max_readahead=config.max_readahead, upstream=upstream
         )
@@ -410,11 +411,11 @@ class Daemon:
             # A client that goes on after a restart must not find another job or recording under the number of its own.
             first = 1 + 1_000_000 * (self._held.restarts if self._held is not None else 0)
             self._jobs = Jobs(self._fs.tree_queries, fetcher, self._store, nursery, config.concurrency, first)
-            self._locator = Locator(self._fs.tree_queries, fetcher, upstream.cluster, config.block_size)
+            self._locator = Locator(self._fs.tree_queries, fetcher, cluster, config.block_size)
             self._explainer = Explainer(
                 self._fs.tree_queries,
                 self._store,
-                upstream.cluster,
+                cluster,
                 self._origins,
                 self._metrics,
                 self._status,

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import trio
@@ -21,7 +22,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count, blocks_covering
 from cachefs.base.tasks import contained
 from cachefs.fetch.readahead import Budget, Readahead
-from cachefs.fetch.upstream import Comparing, FetchHere, Piece, Upstream
+from cachefs.fetch.upstream import Comparing, Upstream
 from cachefs.origin import Origin, Ticket
 from cachefs.peers.wire import Busy
 from cachefs.store import Backing, CachedObject, CacheWrite, Run, Settled, Store, Tier, TierWrite, WriteClosed
@@ -132,12 +133,10 @@ class InFlightFetch:
         """Note that a reader waits for these blocks. From now on the fetch counts as demand, and overtakes prefetch. Returns
         how many of the blocks were being prefetched and had no reader that waited before."""
         self._ticket.promote()
-        late = {
-            b
-            for b in blocks
-            if self.prefetched and self.cache_write.start_block <= b < self.cache_write.stop_block
-        }
-        late -= self._joined
+        if not self.prefetched:
+            return 0
+        own = range(self.cache_write.start_block, self.cache_write.stop_block)
+        late = {block for block in blocks if block in own} - self._joined
         self._joined |= late
         return len(late)
 
@@ -151,6 +150,12 @@ class InFlightFetch:
         self.waits.append(wait)
         wait.now_for(PEER if self.elsewhere else ORIGIN)
         self._ticket.thread = self._ticket.thread or thread
+
+    def failure(self) -> CachefsError | None:
+        """`error` as its readers get it."""
+        if self.error is None or isinstance(self.error, CachefsError):
+            return self.error
+        return OriginFailed(f"{self.object.id.key}: unexpected {type(self.error).__name__}")
 
     def give_up(self) -> None:
         """Cancel it, unless a reader waits for it."""
@@ -329,13 +334,13 @@ Measured: of 64 files of 16 MiB from another node, opened by four readers as fas
 passthrough when opens waited for 0.05 or 0.1 s, and 42 to 53 with 0.2."""
 
 
+@dataclass(eq=False, repr=False)
 class OpenWaits:
     """Has opens wait for files that should be wholly cached in a moment."""
 
-    def __init__(self, store: Store, transfers: Transfers, metrics: Metrics) -> None:
-        self._store = store
-        self._transfers = transfers
-        self._metrics = metrics
+    _store: Store
+    _transfers: Transfers
+    _metrics: Metrics
 
     def soon(self, obj: CachedObject) -> bool:
         """True if every block is cached or in flight, at least one is in flight, and all should be in a tier within
@@ -405,17 +410,15 @@ same failure, or an application would wait for two deadlines. Derived: the repet
 may be a hundred times slower."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class OpenedObject:
     """A version that a reader has opened. `cached` is set from the first read on."""
 
-    __slots__ = ("_failed", "cached", "id", "origin", "readahead")
-
-    def __init__(self, origin: Origin, object_id: ObjectId) -> None:
-        self.origin = origin
-        self.id = object_id
-        self.cached: CachedObject | None = None
-        self.readahead: Readahead | None = None
-        self._failed: tuple[float, CachefsError] | None = None
+    origin: Origin
+    id: ObjectId
+    cached: CachedObject | None = None
+    readahead: Readahead | None = None
+    _failed: tuple[float, CachefsError] | None = None
 
     def failed(self, error: CachefsError) -> None:
         """Note that a read of it fails with `error`."""
@@ -466,12 +469,12 @@ class Fetcher:
         self.course, self.look_soon = store.course, store.look_soon
         self.transfers = Transfers()
         self._readahead: dict[bytes, Readahead] = {}  # by version, while it has readers
-        self._upstream = upstream or Upstream(metrics)
-        if self._upstream.cluster is not None:
-            self._upstream.comparing = Comparing(
-                store, self.transfers, self._upstream.cluster, nursery, metrics
-            )
-        self._shared = self._upstream.cluster is not None
+        self._upstream = upstream = upstream or Upstream(metrics, store.block_size)
+        self.kept_here, self.probe = upstream.kept_here, upstream.probe
+        self.prefetch_everywhere = upstream.prefetch
+        if upstream.cluster is not None:
+            upstream.comparing = Comparing(store, self.transfers.of, upstream.cluster, nursery, metrics)
+        self._shared = upstream.cluster is not None
         self._nursery = nursery
         self._metrics = metrics
         self._block_size = store.block_size
@@ -492,6 +495,7 @@ class Fetcher:
         for tier in store.tiers:
             tier.disk.on_down.append(partial(self._disk_down, tier))
         self.passthrough = self.written = False
+        self.open = OpenedObject  # without I/O: an open whose pages the kernel still has needs no store
         self.release_backing = store.release_backing
         self.reopen_backing, self.cached_bytes = store.reopen_backing, store.cached_bytes
         self._on_read: ReadHook | None = None
@@ -521,10 +525,6 @@ class Fetcher:
         self._on_read, self._not_passed = hook, not_passed
 
     # -- the filesystem's `Reader` -----------------------------------------------------------------
-
-    def open(self, origin: Origin, object_id: ObjectId) -> OpenedObject:
-        """Open a version without I/O, because an open whose pages the kernel still has needs no store."""
-        return OpenedObject(origin, object_id)
 
     def close(self, opened: OpenedObject, unread_blocks: int | None = 0) -> None:
         obj = opened.cached
@@ -727,20 +727,6 @@ class Fetcher:
 
     # -- other nodes -------------------------------------------------------------------------------
 
-    def kept_here(self, object_id: ObjectId, start: int, stop: int) -> Iterator[Piece]:
-        """As `Upstream.kept_here`."""
-        return self._upstream.kept_here(object_id, start, stop, self._block_size)
-
-    async def prefetch_everywhere(
-        self, object_id: ObjectId, start: int, stop: int, fetch_here: FetchHere
-    ) -> int:
-        """Have the nodes that keep [start, stop) fetch it, as `Upstream.prefetch` says."""
-        return await self._upstream.prefetch(object_id, start, stop, self._block_size, fetch_here)
-
-    async def probe(self) -> list[str]:
-        """As `Upstream.probe`."""
-        return await self._upstream.probe()
-
     def fetch_for_peer(
         self, origin: Origin, obj: CachedObject, blocks: range, *, requester: str, background: bool
     ) -> None:
@@ -887,8 +873,8 @@ class Fetcher:
                 if isinstance(fetch.error, NoRoom) and refused is None:
                     refused = fetch.error
                     continue  # the cache file was dropped, and is made again; or another tier takes the blocks
-                if fetch.error is not None:
-                    raise (fetch.error if isinstance(fetch.error, CachefsError) else _unexpected(fetch))
+                if (failure := fetch.failure()) is not None:
+                    raise failure
                 wanted = range(fetch.cache_write.stop_block, stop)  # it began with the first missing block
         raise OriginFailed(f"{obj.id.key}: its blocks vanish as fast as they come")
 
@@ -1008,8 +994,7 @@ class Fetcher:
         if fetch.on_end is not None:
             if error is None and self.passthrough:
                 self._store.prepare_later(obj)
-            failure = error if error is None or isinstance(error, CachefsError) else _unexpected(fetch)
-            fetch.on_end(cache_write.written - cache_write.start, failure)
+            fetch.on_end(cache_write.written - cache_write.start, fetch.failure())
 
     async def _collect(
         self, obj: CachedObject, in_flight: list[InFlightFetch], offset: int, size: int
@@ -1034,18 +1019,12 @@ class Fetcher:
 
     def _raise_failure(self, opened: OpenedObject, in_flight: list[InFlightFetch]) -> None:
         for fetch in in_flight:
-            error = fetch.error
-            if error is None or isinstance(error, NoRoom):
+            failure = fetch.failure()
+            if failure is None or isinstance(failure, NoRoom):
                 continue  # the next attempt takes another tier, or the heap
-            if isinstance(error, ObjectChanged):
-                raise error
+            if isinstance(failure, ObjectChanged):
+                raise failure
             if fetch.prefetched:
                 continue  # it began without a reader, and the reader's own fetch decides
-            if isinstance(error, CachefsError):
-                opened.failed(error)
-                raise error
-            raise _unexpected(fetch) from error
-
-
-def _unexpected(fetch: InFlightFetch) -> OriginFailed:
-    return OriginFailed(f"{fetch.object.id.key}: unexpected {type(fetch.error).__name__}")
+            opened.failed(failure)
+            raise failure

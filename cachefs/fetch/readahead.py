@@ -64,12 +64,7 @@ class Readahead:
     are not written yet, and in `users` the readers."""
 
     def __init__(
-        self,
-        size: int,
-        block_size: int,
-        max_blocks: int,
-        part_blocks: int = 8,
-        budget: Budget | None = None,
+        self, size: int, block_size: int, max_blocks: int, part_blocks: int = 8, budget: Budget | None = None
     ) -> None:
         self._blocks = -(-size // block_size)
         self._block_size = block_size

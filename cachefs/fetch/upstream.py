@@ -15,10 +15,10 @@ import logging
 import math
 import random
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import trio
 
@@ -31,10 +31,7 @@ from cachefs.origin.attempts import Concurrency, Gate, Ticket
 from cachefs.peers.client import CONNECTIONS_PER_PEER
 from cachefs.peers.cluster import Asked, Cluster
 from cachefs.peers.wire import PeerFailed
-from cachefs.store import CacheWrite, Store
-
-if TYPE_CHECKING:
-    from cachefs.fetch.fetcher import Transfers
+from cachefs.store import CachedObject, CacheWrite, Store
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +48,10 @@ Piece = tuple[int, int, bool]
 class Upstream:
     """Reads from peers; without a cluster there are none. On the trio thread only."""
 
-    def __init__(self, metrics: Metrics, cluster: Cluster | None = None) -> None:
+    def __init__(self, metrics: Metrics, block_size: int, cluster: Cluster | None = None) -> None:
         self.cluster = cluster
+        self._block_size = block_size
+        self._extent_bytes = BLOCKS_PER_EXTENT * block_size
         self.comparing: Comparing | None = None
         self._metrics = metrics
         self._gates: dict[str, Gate] = {}
@@ -128,23 +127,20 @@ class Upstream:
             object_id.digest, cache_write.start_block // BLOCKS_PER_EXTENT, source
         )
 
-    def kept_here(self, object_id: ObjectId, start: int, stop: int, block_size: int) -> Iterator[Piece]:
+    def kept_here(self, object_id: ObjectId, start: int, stop: int) -> Iterator[Piece]:
         """Cut [start, stop) at extents into pieces that this node keeps or does not keep."""
-        extent_bytes = BLOCKS_PER_EXTENT * block_size
         while start < stop:
-            kept, end = self.keeps(object_id, start // block_size), start
-            while end < stop and self.keeps(object_id, end // block_size) == kept:
-                end = min(stop, (end // extent_bytes + 1) * extent_bytes)
+            kept, end = self.keeps(object_id, start // self._block_size), start
+            while end < stop and self.keeps(object_id, end // self._block_size) == kept:
+                end = min(stop, (end // self._extent_bytes + 1) * self._extent_bytes)
             yield start, end, kept
             start = end
 
-    async def prefetch(
-        self, object_id: ObjectId, start: int, stop: int, block_size: int, fetch_here: FetchHere
-    ) -> int:
+    async def prefetch(self, object_id: ObjectId, start: int, stop: int, fetch_here: FetchHere) -> int:
         """Have the nodes that keep the extents of [start, stop) fetch them: for each extent as many nodes as there are
         replicas, in the ring's order, without those that fail. `fetch_here` is awaited for extents that this node keeps, and
         for those that no node fetches. Returns the bytes that only other nodes fetched. Raises what `fetch_here` raises."""
-        extent_bytes = BLOCKS_PER_EXTENT * block_size
+        extent_bytes = self._extent_bytes
         first = start // extent_bytes * extent_bytes
         cuts = [max(start, first), *range(first + extent_bytes, stop, extent_bytes), stop]
         cluster, waiting = self.cluster, itertools.pairwise(cuts)
@@ -161,9 +157,7 @@ class Upstream:
                 if failures:
                     return
                 try:
-                    fetched_here = await self._fetch_extent(
-                        cluster, object_id, start, stop, extent_bytes, fetch_here
-                    )
+                    fetched_here = await self._fetch_extent(cluster, object_id, start, stop, fetch_here)
                 except CachefsError as exc:
                     failures.append(exc)
                 else:
@@ -177,17 +171,11 @@ class Upstream:
         return elsewhere
 
     async def _fetch_extent(
-        self,
-        cluster: Cluster,
-        object_id: ObjectId,
-        start: int,
-        stop: int,
-        extent_bytes: int,
-        fetch_here: FetchHere,
+        self, cluster: Cluster, object_id: ObjectId, start: int, stop: int, fetch_here: FetchHere
     ) -> bool:
         """Have one extent fetched on its nodes. True if this node has fetched it, too."""
         copies, fetched_here = 0, False
-        for asked in cluster.keepers(object_id.digest, start // extent_bytes):
+        for asked in cluster.keepers(object_id.digest, start // self._extent_bytes):
             if asked.member.name in cluster.membership.own:
                 await fetch_here(start, stop)
                 fetched_here = True
@@ -274,6 +262,13 @@ class Sampler:
         return offset, length
 
 
+class UnderWay(Protocol):
+    """A transfer under way."""
+
+    async def ended(self) -> None:
+        """Return when it is over."""
+
+
 class Comparing:
     """Compares samples of what peers deliver with the origin, one at a time. On the trio thread only. `on_lie` is called
     with an object of which a peer sent wrong bytes."""
@@ -281,7 +276,7 @@ class Comparing:
     def __init__(
         self,
         store: Store,
-        transfers: Transfers,
+        transfers_of: Callable[[CachedObject], Mapping[int, UnderWay]],
         cluster: Cluster,
         nursery: trio.Nursery,
         metrics: Metrics,
@@ -289,7 +284,7 @@ class Comparing:
         self.sampler = Sampler(store.block_size)
         self.on_lie: Callable[[Origin, ObjectId], Awaitable[object]] | None = None
         self._store = store
-        self._transfers = transfers
+        self._transfers_of = transfers_of
         self._cluster = cluster
         self._nursery = nursery
         self._metrics = metrics
@@ -374,7 +369,7 @@ class Comparing:
             while True:
                 self._store.unpin(obj)
                 self._store.evict(obj)
-                under_way = next(iter(self._transfers.of(obj).values()), None)
+                under_way = next(iter(self._transfers_of(obj).values()), None)
                 if under_way is None:
                     break
                 await under_way.ended()  # it may still write blocks from that peer

@@ -177,7 +177,7 @@ async def _node(
     cluster = Cluster(
         membership, client, stats, rng, block_size=block, replicas=replicas, deadline_s=deadline_s
     )
-    upstream = Upstream(metrics, cluster)
+    upstream = Upstream(metrics, block, cluster)
     fetcher = Fetcher(
         opened.store, nursery, metrics, max_readahead=readahead, part_bytes=part_bytes, upstream=upstream
     )
