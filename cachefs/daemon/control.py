@@ -40,7 +40,7 @@ TALK_DEADLINE_S = 5.0
 VERB_DEADLINE_S = 60.0
 
 
-async def serve(path: Path, verbs: Verbs, *, task_status: Any = None) -> None:
+async def serve(path: Path, verbs: Verbs, *, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
     """Answer requests at `path` until cancelled, and then remove the socket. Raises `ControlError` when another daemon
     answers there, or the socket cannot be made."""
     listener = _listen(path)
@@ -54,8 +54,7 @@ async def serve(path: Path, verbs: Verbs, *, task_status: Any = None) -> None:
         finally:
             slots.release()
 
-    if task_status is not None:
-        task_status.started()
+    task_status.started()
     accepting = Listener(trio.SocketListener(trio.socket.from_stdlib_socket(listener)), "the control socket")
     try:
         async with accepting, trio.open_nursery() as nursery:

@@ -113,7 +113,8 @@ def run(
         stopping.start()
         opened = cachedir.open_cache(config, metrics, killed=held is not None and held.killed)
         cleanup.callback(opened.close)
-        memory = _shared_memory(config, held)
+        # It keeps written rows and times for the next daemon, if one can take over this mount.
+        memory = None if held is None or config.zero_open else held.memory
         names = cachedir.open_names(opened, None if memory is None else memory.rows)
         cleanup.callback(names.close)
         cleanup.callback(stopping.stage, "closing the names database")
@@ -121,16 +122,10 @@ def run(
             log.warning("%s", line)
         try:
             with logs.in_background():
-                daemon = Daemon(config, opened, names, metrics, on_ready, stopping, reread, held)
+                daemon = Daemon(config, opened, names, metrics, on_ready, stopping, reread, held, memory)
                 return trio.run(daemon.main)
         except BaseExceptionGroup as group:
             raise _first(group) from group
-
-
-def _shared_memory(config: Config, held: Held | None) -> SharedMemory | None:
-    """The shared memory that keeps written rows and times for the next daemon; None if no daemon can take over this
-    mount."""
-    return None if held is None or config.zero_open else held.memory
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -165,8 +160,10 @@ class Daemon:
         stopping: Stopping,
         reread: Callable[[], Config] | None = None,
         held: Held | None = None,
+        memory: SharedMemory | None = None,
     ) -> None:
         self._held = held
+        self._memory = memory
         # On a terminal, SIGHUP means that the terminal was closed: it stops the daemon.
         self._reread = None if os.isatty(0) else reread
         self._ttls: list[Ttls] = []
@@ -338,7 +335,7 @@ class Daemon:
             fetcher,
             self._metrics,
             lasting,
-            _shared_memory(self._config, self._held),
+            self._memory,
             self._opened.killed,
         )
         self._uploading = uploading
@@ -369,21 +366,15 @@ class Daemon:
         volumes = [
             Volume(s.name, o, ttls_of(config, s)) for s, o in zip(config.sources, self._origins, strict=True)
         ]
-        self._ttls = [volume.ttls for volume in volumes if volume.ttls is not None]
-        memory = _shared_memory(config, self._held)
+        self._ttls = [volume.ttls for volume in volumes]
         self._fs = FileSystem(
             volumes,
             self._names,
             fetcher,
-            Options(
-                uid=config.uid,
-                gid=config.gid,
-                file_mode=config.file_mode,
-                dir_mode=config.dir_mode,
-            ),
+            Options(config.uid, config.gid, config.file_mode, config.dir_mode),
             self._metrics,
             writer=None if uploading is None else uploading.uploads,
-            times=None if memory is None else memory.times,
+            times=None if self._memory is None else self._memory.times,
         )
         self._start_without_absent()
         await self._fs.recover()
@@ -413,12 +404,7 @@ class Daemon:
             self._jobs = Jobs(self._fs.tree_queries, fetcher, self._store, nursery, config.concurrency, first)
             self._locator = Locator(self._fs.tree_queries, fetcher, cluster, config.block_size)
             self._explainer = Explainer(
-                self._fs.tree_queries,
-                self._store,
-                cluster,
-                self._origins,
-                self._metrics,
-                self._status,
+                self._fs.tree_queries, self._store, cluster, self._origins, self._metrics, self._status
             )
             paths = Paths(volumes)
             if upstream.comparing is not None:

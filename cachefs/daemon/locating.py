@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 import trio
@@ -27,16 +28,14 @@ THIS_NODE = "this node"
 """The name of this node if it has no address."""
 
 
+@dataclass(eq=False, repr=False)
 class Locator:
     """Answers `locate`. `cluster` is None on a mount without peers: then the answer has this node alone."""
 
-    def __init__(
-        self, tree_queries: TreeQueries, fetcher: Fetcher, cluster: Cluster | None, block_size: int
-    ) -> None:
-        self._tree_queries = tree_queries
-        self._fetcher = fetcher
-        self._cluster = cluster
-        self._block_size = block_size
+    _tree_queries: TreeQueries
+    _fetcher: Fetcher
+    _cluster: Cluster | None
+    _block_size: int
 
     async def locate(self, path: str = "") -> dict[str, Any]:
         """The files at and below `path` (relative to the mount): how many, their bytes, how many of those each node has

@@ -15,7 +15,6 @@ import json
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, NamedTuple
 
 import trio
@@ -204,8 +203,7 @@ class Recordings:
         self._fs = fs
         self._path_of = path_of
         self._nursery = nursery
-        self._numbers = count(first)
-        self._number = 0
+        self._number = first - 1  # of the last recording
         self._recorder: Recorder | None = None
         self._unhook: Callable[[], None] | None = None
         self._drained = 0.0
@@ -218,7 +216,7 @@ class Recordings:
         """Begin a recording. Returns its number. Raises `ConfigError` during another one."""
         if self._unhook is not None:
             raise ConfigError("this mount is being recorded already: one recording at a time")
-        self._number = next(self._numbers)
+        self._number += 1
         self._drained = trio.current_time()
         recorder = self._recorder = Recorder(self._path_of, trio.current_time)
         self._unhook = self._hook(recorder)

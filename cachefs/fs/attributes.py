@@ -81,18 +81,9 @@ class Ttls:
 
 @dataclass(frozen=True)
 class Options:
-    """How the tree looks, and the TTLs (in seconds) of volumes that have none of their own. Modes are permission bits."""
+    """How the tree looks. Modes are permission bits."""
 
     uid: int = 0
     gid: int = 0
     file_mode: int = 0o444
     dir_mode: int = 0o555
-    metadata_ttl: float = 60.0
-    negative_ttl: float = 5.0
-    revalidate_at_open: bool = False
-    immutable: bool = False
-
-    @property
-    def ttls(self) -> Ttls:
-        ttl = float("inf") if self.immutable else self.metadata_ttl
-        return Ttls(ttl, self.negative_ttl, self.revalidate_at_open)

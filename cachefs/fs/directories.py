@@ -72,13 +72,13 @@ class OpenDirectories(dict[int, DirectoryHandle]):
         return number
 
 
+@dataclass(eq=False, repr=False)
 class DirectoryReader:
-    def __init__(self, tree: Tree, freshness: Freshness, lister: Lister, shape: Shape) -> None:
-        self._tree = tree
-        self._freshness = freshness
-        self._lister = lister
-        self._shape = shape
-        self.handles = OpenDirectories()
+    _tree: Tree
+    _freshness: Freshness
+    _lister: Lister
+    _shape: Shape
+    handles: OpenDirectories = field(default_factory=OpenDirectories)
 
     async def read(self, handle: DirectoryHandle, offset: int, limit: int) -> list[Entry]:
         """At most `limit` entries behind the cookie `offset` (0: from the beginning); none at the end. Begins again if an

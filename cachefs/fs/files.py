@@ -180,16 +180,16 @@ class Known:
     fh: int = 0
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class KnownFiles:
     """The table from which `OpenFiles.reopen` opens a file in a few steps: small files that are wholly cached, and have not
     changed since their last open. `OpenFiles._remember` alone enters files. A change of any name, another open of the inode,
     and an open for writing remove them. The open itself checks that the file is still cached (`Reusable.reuse`). `closed`
     has files by inode, `open` by handle."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.clock = clock
-        self.closed: dict[int, Known] = {}
-        self.open: dict[int, Known] = {}
+    clock: Callable[[], float]
+    closed: dict[int, Known] = field(default_factory=dict)
+    open: dict[int, Known] = field(default_factory=dict)
 
     def forget(self) -> None:
         self.closed.clear()
@@ -302,9 +302,13 @@ class OpenFiles:
         opened = self._reader.open(origin, obj)
         backing = None
         if others is not None:
-            backing = self._reopen_backing(others[0])
+            if (backing := others[0].backing) is not None:
+                self._reader.reopen_backing(backing)
         elif self.on_passthrough is not None and not writes and ino not in self._withheld:
-            backing = self._open_backing(opened)
+            backing = self._reader.open_backing(opened)
+            if backing is not None and not backing.id and not self.on_passthrough(backing):
+                self._reader.release_backing(backing)
+                backing = None
         fh = self._add(FileHandle(ino, origin, obj, mtime_ns, opened, pid, backing), others)
         if self.on_open is not None and (backing is None or obj.size > LARGE or obj.digest in self.awaited):
             self.on_open(ino, pid, origin, obj, backing is not None)
@@ -349,22 +353,17 @@ class OpenFiles:
         """Forget the known files. The next open of each goes the general way, and so do all opens of files in `awaited`."""
         self._known.forget()
 
-    def _settled(self, handle: FileHandle) -> Reusable | None:
-        """The cached file to open again without passthrough, of a file that was just closed; None if it may go into
-        passthrough."""
-        if handle.size > LARGE or handle.ino in self._withheld or handle.node is not None:
-            return None
-        return self._reader.settled(handle.opened)
-
-    def _remember(self, ino: int, handle: FileHandle, cached: Reusable | None) -> None:
-        """Enter a file into the table of known files, if it qualifies: its last handle was closed, and it is cached as
-        `cached`."""
+    def _remember(self, ino: int, handle: FileHandle) -> None:
+        """Enter a file whose last handle was just closed into the table of known files, if it qualifies."""
         warm = self.warm.get(ino)
-        if warm is None or warm[2] is not handle.object or cached is None:
+        if warm is None or warm[2] is not handle.object:
             return
         if handle.size > LARGE or handle.lost or handle.node is not None or handle.former:
             return
         if self.on_open is not None and handle.object.digest in self.awaited:
+            return
+        cached = handle.backing or self._reader.settled(handle.opened)
+        if cached is None:
             return
         if len(self._known.closed) >= KNOWN_FILES:
             self._known.closed.clear()
@@ -426,21 +425,6 @@ class OpenFiles:
                 handle.former = (*handle.former, handle.opened)
                 handle.opened = self._reader.open(reopen, version)
 
-    def _open_backing(self, opened: Any) -> Backing | None:
-        backing = self._reader.open_backing(opened)
-        if backing is None or backing.id:
-            return backing
-        assert self.on_passthrough is not None
-        if self.on_passthrough(backing):
-            return backing
-        self._reader.release_backing(backing)
-        return None
-
-    def _reopen_backing(self, other: FileHandle) -> Backing | None:
-        if other.backing is not None:
-            self._reader.reopen_backing(other.backing)
-        return other.backing
-
     def release(self, fh: int) -> FileHandle | None:
         """Close a handle. Returns it, or None for an unknown number."""
         handle = self.handles.pop(fh, None)
@@ -463,7 +447,7 @@ class OpenFiles:
             seen = handle.backing is None and handle.node is None  # reads came through this daemon
             self._reader.close(handle.opened, None if seen else 0)
             if ino not in self._by_ino:
-                self._remember(ino, handle, handle.backing or self._settled(handle))
+                self._remember(ino, handle)
         for opened in handle.former:
             self._reader.close(opened)
         return handle

@@ -22,14 +22,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from cachefs.base.behind import WriteBehind
-from cachefs.base.errors import (
-    CachefsError,
-    IsADirectory,
-    NotFound,
-    NotPermitted,
-    ObjectChanged,
-    ReadOnly,
-)
+from cachefs.base.errors import CachefsError, IsADirectory, NotFound, NotPermitted, ObjectChanged, ReadOnly
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.base.shared_memory import Times
@@ -104,22 +97,20 @@ class FileSystem:
         self._metrics = metrics
         wall = clock or time.time
         self._reader = reader
-        self._tree = Tree(database, volumes, clock or clock_of(database), options.ttls)
+        self._tree = Tree(database, volumes, clock or clock_of(database))
         self._freshness = Freshness(self._tree)
         self._lister = Lister(self._tree, self._freshness, metrics, self._changed)
         self._looker = Looker(self._tree, self._freshness, self._lister, metrics)
         self._directories = DirectoryReader(self._tree, self._freshness, self._lister, self._shape)
         self._files = OpenFiles(reader, self._of_handle, self._tree.clock, wall)
         self.tree_queries = TreeQueries(self._tree, self._freshness, self._looker, self._directories)
+        forget = self._files.forget_warm
         self._refreshing = Refreshing(
-            self._tree,
-            self._freshness,
-            self._lister,
-            self._files.forget_warm,
-            self._tell,
-            lambda: self.told(),
+            self._tree, self._freshness, self._lister, forget, self._tell, lambda: self.told()
         )
         self._writing: Writing | None = None
+        # Closes a handle. Never raises, never waits. The release of the last writer begins the upload, if no flush did.
+        self.release: Callable[[int], object] = self._files.release
         if writer is not None:
             self._writing = Writing(
                 self._tree,
@@ -132,6 +123,7 @@ class FileSystem:
                 wall,
                 times or Times(),
             )
+            self.release = self._writing.dirty_files.release
 
     @property
     def origins(self) -> list[Origin]:
@@ -495,15 +487,10 @@ class FileSystem:
 
     async def _open_claimed(self, ino: int, flags: int, pid: int) -> Opened:
         """Open a name that is being removed or replaced, when that change has ended: the file that it leads to then."""
-        change = partial(self._open_late, ino, flags, pid)
-        return await self._write.claimed(lambda: self._places_of(ino), change)
-
-    def _places_of(self, ino: int) -> list[tuple[Directory, bytes]]:
-        """The name of a file; empty if it is open and has lost its name."""
-        if ino in self._files.nameless:
-            return []
-        directory, mark = self._tree.locate(ino)
-        return [(directory, name_in(mark))]
+        change, nameless = partial(self._open_late, ino, flags, pid), self._files.nameless
+        return await self._write.claimed(
+            lambda: [] if ino in nameless else [self._write.place_of(ino)], change
+        )
 
     async def _open_late(self, ino: int, flags: int, pid: int, *claimed: object) -> Opened:
         opened = self._open_now(ino, flags, pid)
@@ -599,13 +586,6 @@ class FileSystem:
         assert handle.node is not None and handle.node.dirty_file is not None
         return handle.node.dirty_file
 
-    def release(self, fh: int) -> None:
-        """Close a handle. Never raises, never waits. The release of the last writer begins the upload, if no flush did."""
-        if self._writing is None:
-            self._files.release(fh)
-        else:
-            self._writing.dirty_files.release(fh)
-
     def _lost(self, handle: FileHandle) -> ObjectChanged:
         """Note that the origin has no longer the version that a handle reads. The next lookup of its name asks the origin.
         Returns the error for the reader."""
@@ -630,16 +610,12 @@ class FileSystem:
         self, parent: int, name: bytes, flags: int, mode: int, pid: int, uid: int, gid: int
     ) -> Created:
         """Create a file and open it; without O_EXCL, open the one that exists. Raises `AlreadyExists`."""
-        writing = self._write
-
-        async def create(directory: Directory, name: bytes) -> tuple[int, Opened]:
-            return await writing.create(directory, name, flags, mode, pid, uid, gid)
-
+        create = partial(self._write.create, flags=flags, mode=mode, pid=pid, uid=uid, gid=gid)
         ino, opened = await self._claimed((parent, name), create)
         try:
             attributes, ttl = await self.getattr(ino)
         except BaseException:
-            writing.dirty_files.release(opened[0])
+            self._write.dirty_files.release(opened[0])
             raise
         return attributes, ttl, opened
 

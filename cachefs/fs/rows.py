@@ -91,12 +91,7 @@ def decode(data: bytes) -> Row:
     else:
         etag = f'"{data[end:-3].hex()}-{int.from_bytes(data[-3:], "big")}"'
     return Row(
-        generation,
-        mtime if flags & _NANOSECONDS else mtime * SECOND,
-        size,
-        etag,
-        ino,
-        not flags & _UNKNOWN,
+        generation, mtime if flags & _NANOSECONDS else mtime * SECOND, size, etag, ino, not flags & _UNKNOWN
     )
 
 

@@ -74,7 +74,7 @@ class Volume:
 
     name: str
     origin: Origin
-    ttls: Ttls | None = None  # None: as the mount's
+    ttls: Ttls = field(default_factory=Ttls)
 
 
 class Found(NamedTuple):
@@ -257,14 +257,7 @@ class Tree:
     rows if the volumes are not those of the last run. If a listing is dated later than now, the clock was set back and no
     age is certain: then everything is refreshed."""
 
-    def __init__(
-        self,
-        database: WriteBehind,
-        volumes: Sequence[Volume],
-        clock: Callable[[], float],
-        ttls: Ttls | None = None,
-    ) -> None:
-        self._ttls = ttls or Ttls()
+    def __init__(self, database: WriteBehind, volumes: Sequence[Volume], clock: Callable[[], float]) -> None:
         self.database = database
         self.clock = clock
         self.writing = _WriteLock(database)
@@ -284,7 +277,7 @@ class Tree:
         self._forget_dirty_files()
         self.epoch = int.from_bytes(database.get("state", _EPOCH) or b"", "big")
         only = volumes[0].origin if len(volumes) == 1 and not volumes[0].name else None
-        ttls = (only and volumes[0].ttls) or self._ttls
+        ttls = volumes[0].ttls if only else Ttls()
         prefix = _prefix_of(only) if only else ""
         self.root = Directory(ROOT, None, b"", only, prefix, ttls, self._listed(ROOT))
         if only is None:
@@ -354,7 +347,7 @@ class Tree:
             name = volume.name.encode()
             if not nameable(name) or name in self._volumes:
                 raise ConfigError(f"{volume.name!r} cannot be the name of a source: give it another name")
-            self._volumes[name] = volume.origin, volume.ttls or self._ttls
+            self._volumes[name] = volume.origin, volume.ttls
             mark = mark_of_directory(name)
             puts += named(root, mark, self.row(root, mark) or Row(1, 0, 0, "", self.numbers.next()))
         self.database.write(puts)

@@ -61,6 +61,7 @@ class Writing:
         self._files = files
         self._options = options
         self._overrides = Overrides(tree.database)
+        self.overrides_committed = self._overrides.written
         self._local_changes = LocalChanges(
             tree, freshness, lister, files, self._overrides, writer, wall, times
         )
@@ -230,10 +231,6 @@ class Writing:
         self._local_changes.times.drop(ino)  # last, because a kill before this line must not lose the time
         return True
 
-    async def overrides_committed(self) -> None:
-        """Return when the overrides set so far survive a kill. Raises `NoRoom`, `CacheUnusable`."""
-        await self._overrides.written()
-
     def _keep_of_node(self, node: Node, dirty_file: DirtyFile, changes: dict[str, int]) -> bool:
         """`keep` for a dirty file. The overrides are stored, too, for the next start: the journal has them only as they were
         when the file was closed."""
@@ -330,14 +327,14 @@ class Writing:
             finally:
                 self.dirty_files.release(fh)
         try:
-            await self.claimed(lambda: [self._place_of(ino)], partial(self._truncate, ino, size))
+            await self.claimed(lambda: [self.place_of(ino)], partial(self._truncate, ino, size))
         except ObjectChanged:
             if not self._files.removed(ino):
                 raise
             return await self.truncate(ino, size, fh)  # it lost its name during the wait
         return None
 
-    def _place_of(self, ino: int) -> Place:
+    def place_of(self, ino: int) -> Place:
         directory, mark = self._tree.locate(ino)
         return directory, name_in(mark)
 

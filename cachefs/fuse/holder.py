@@ -114,7 +114,7 @@ class Holder:
             self._begin()
             code = self._wait()
             self._take()
-            if self._fuse < 0 or code == 0 or _has_ended(self._fuse):
+            if self._fuse < 0 or code == 0 or has_ended(self._fuse):
                 return self._end(code)
             if self._aborting:
                 return code  # the service manager starts another holder; without a manager the mount is dead
@@ -322,7 +322,7 @@ def _found() -> tuple[int, int] | None:
     for fd in found.values():
         os.set_inheritable(fd, False)
     fuse, memory = found.get(_STORED_FUSE), found.get(_STORED_MEMORY)
-    if fuse is not None and memory is not None and not _has_ended(fuse):
+    if fuse is not None and memory is not None and not has_ended(fuse):
         return fuse, memory
     _forget_stored()
     for fd in found.values():
@@ -330,7 +330,7 @@ def _found() -> tuple[int, int] | None:
     return None
 
 
-def _has_ended(fuse: int) -> bool:
+def has_ended(fuse: int) -> bool:
     """True if the kernel has ended the connection, so that its mount is gone."""
     poller = select.poll()
     poller.register(fuse, 0)

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 import trio
 
 from cachefs.base.errors import MountError
-from cachefs.base.linux import MNT_DETACH, MNT_FORCE, is_dead, mount_at, syscall
+from cachefs.base.linux import MNT_DETACH, MNT_FORCE, is_dead, mount_at, probe, syscall
 from cachefs.base.metrics import Metrics
 from cachefs.base.tasks import contained
 from cachefs.fs import Backing, Entry, FileSystem
@@ -39,17 +39,9 @@ from cachefs.fs.reader import Buffer
 from cachefs.fuse import callers, connection, protocol
 from cachefs.fuse.connection import CONGESTION, MAX_BACKGROUND, MOUNTING_S
 from cachefs.fuse.held import LOOK_S
+from cachefs.fuse.holder import has_ended
 from cachefs.fuse.notifier import Notifier
-from cachefs.fuse.operations import (
-    CHANGING,
-    WRITING,
-    Looked,
-    Operations,
-    Pending,
-    Rule,
-    Shown,
-    Waiting,
-)
+from cachefs.fuse.operations import CHANGING, WRITING, Looked, Operations, Pending, Rule, Shown, Waiting
 from cachefs.fuse.protocol import (
     RESENT,
     Init,
@@ -299,7 +291,7 @@ class Device:
             ours = mount is not None and mount.device == self.number
             if self._ended():
                 # Another mount may have this number by now. A dead mount is ours, whose connection has ended.
-                if ours and _is_dead(mountpoint):
+                if ours and is_dead(probe(mountpoint)):
                     connection.unmount(mountpoint, MNT_DETACH)
             elif ours or not self.number:
                 # By force, because closing does not end the connection while a thread writes to the descriptor: its
@@ -317,9 +309,7 @@ class Device:
 
     def _ended(self) -> bool:
         """True if the kernel has ended the connection, even if `read` has not returned None yet."""
-        poller = select.poll()
-        poller.register(self.fd, 0)
-        return self._gone or bool(poller.poll(0))
+        return self._gone or has_ended(self.fd)
 
     # -- messages ----------------------------------------------------------------------------------
 
@@ -372,13 +362,16 @@ class Device:
         return True
 
     def notify(self, code: int, body: bytes) -> None:
-        """Send a notification. For worker threads only, because the kernel may make the sender wait for readers of the
-        inode."""
+        """Send a notification. A failure is ignored: ENOENT, the kernel does not know the inode. For worker threads only,
+        because the kernel may make the sender wait for readers of the inode."""
         message = protocol.OUT_HEADER.pack(protocol.OUT_HEADER.size + len(body), code, 0) + body
-        if self._notifier is None:
-            self.write(message)
-        else:
-            self._notifier.send(message)
+        try:
+            if self._notifier is None:
+                self.write(message)
+            else:
+                self._notifier.send(message)
+        except OSError as exc:
+            log.debug("notification %d: %s", code, exc)
 
     def notify_beside(self) -> None:
         """Have another process send notifications from now on, so that no thread of this one waits in the kernel."""
@@ -386,11 +379,8 @@ class Device:
 
     def repeat_requests(self) -> None:
         """Have the kernel repeat the requests that the previous daemon has not answered, and look up each name again."""
-        for code in (protocol.NOTIFY_INC_EPOCH, protocol.NOTIFY_RESEND):
-            try:
-                self.notify(code, b"")
-            except OSError as exc:  # kernels before Linux 6.16 do not know NOTIFY_INC_EPOCH
-                log.debug("notification %d: %s", code, exc)
+        self.notify(protocol.NOTIFY_INC_EPOCH, b"")  # kernels before Linux 6.16 do not know it
+        self.notify(protocol.NOTIFY_RESEND, b"")
         self.notify_beside()
 
     # -- backing files -----------------------------------------------------------------------------
@@ -410,14 +400,6 @@ class Device:
             fcntl.ioctl(self.fd, protocol.BACKING_CLOSE, struct.pack("=I", number))
         except OSError:
             pass  # the connection has ended, and all its backing ids with it
-
-
-def _is_dead(mountpoint: Path) -> bool:
-    try:
-        os.statvfs(mountpoint)  # the kernel does not answer STATFS from a cache
-    except OSError as exc:
-        return is_dead(exc)
-    return False
 
 
 # -- the backend -----------------------------------------------------------------------------------
@@ -606,15 +588,12 @@ class NativeBackend:
             self._records.unregistered(backing_id)
 
     def invalidate(self, inode: int, parent: int, name: bytes) -> None:
-        try:
-            if inode:
-                body = protocol.INVAL_INODE.pack(protocol.signed(inode), 0, 0)
-                self._device.notify(protocol.NOTIFY_INVAL_INODE, body)
-            if name:
-                body = protocol.INVAL_ENTRY.pack(parent, len(name), 0) + name + b"\0"
-                self._device.notify(protocol.NOTIFY_INVAL_ENTRY, body)
-        except OSError as exc:
-            log.debug("invalidate: %s", exc)
+        if inode:
+            body = protocol.INVAL_INODE.pack(protocol.signed(inode), 0, 0)
+            self._device.notify(protocol.NOTIFY_INVAL_INODE, body)
+        if name:
+            body = protocol.INVAL_ENTRY.pack(parent, len(name), 0) + name + b"\0"
+            self._device.notify(protocol.NOTIFY_INVAL_ENTRY, body)
 
     # -- the loop ------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import dataclass, field
 
 import trio
 
@@ -33,12 +34,12 @@ TOLD_BEFORE_S = 1.0
 daemon starts with all that waited meanwhile."""
 
 
+@dataclass(slots=True, eq=False)
 class _Walk:
     """A second walk: `left` lookups may follow, and the files found are held open until it is `over`."""
 
-    def __init__(self) -> None:
-        self.left = ASKED
-        self.over = trio.Event()
+    left: int = ASKED
+    over: trio.Event = field(default_factory=trio.Event)
 
 
 class WalksAgain:

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from cachefs.base.behind import WriteBehind
 from cachefs.base.database import Database
 from cachefs.base.errors import AlreadyExists, NotFound, ObjectChanged
 from cachefs.base.metrics import Metrics
-from cachefs.fs import FORMAT, TABLES, Attributes, Entry, FileSystem, Options, Volume
+from cachefs.fs import FORMAT, TABLES, Attributes, Entry, FileSystem, Options, Ttls, Volume
 from tests.fs import counters
 from tests.fs.bucket import Bucket, Bytes
 
@@ -33,6 +34,14 @@ class Clock:
             return self.now + trio.current_time()
         except RuntimeError:
             return self.now
+
+
+def options_of(**given: Any) -> tuple[Options, Ttls]:
+    """The options of a mount of user 1000, and the TTLs of its volumes, from both together."""
+    ttl = float("inf") if given.pop("immutable", False) else given.pop("metadata_ttl", Ttls().ttl)
+    negative_ttl = given.pop("negative_ttl", Ttls().negative_ttl)
+    ttls = Ttls(ttl, negative_ttl, given.pop("revalidate_at_open", False))
+    return Options(**{"uid": 1000, "gid": 1000, **given}), ttls
 
 
 class Mount:
@@ -185,14 +194,10 @@ async def mounted(
     **options: Any,
 ) -> AsyncIterator[Mount]:
     origin: Any = bucket
+    shape, ttls = options_of(**options)
+    volumes = [replace(volume, ttls=ttls) for volume in volumes or [Volume("", origin)]]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as fresh:
-        mount = Mount(
-            path or Path(fresh),
-            volumes or [Volume("", origin)],
-            Options(uid=1000, gid=1000, **options),
-            clock or Clock(),
-            writer,
-        )
+        mount = Mount(path or Path(fresh), volumes, shape, clock or Clock(), writer)
         try:
             yield mount
             counters.check_unused(mount.fs)

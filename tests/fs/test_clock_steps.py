@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cachefs.base.behind import WriteBehind
 from cachefs.base.clock import Machine, SteadyClock
 from cachefs.base.database import Database
-from cachefs.fs import FORMAT, TABLES, Options, Volume
+from cachefs.fs import FORMAT, TABLES, Options, Ttls, Volume
 from cachefs.fs.tree import clock_of
 from tests.conftest import examples
 from tests.fs.bucket import Bucket
@@ -69,22 +69,18 @@ def test_the_clock_of_this_machine() -> None:
 class Daemon(Mount):
     """A mount by the clocks of `world`."""
 
-    def __init__(self, path: Path, world: World, bucket: Any, options: Options) -> None:
+    def __init__(self, path: Path, world: World, bucket: Any, ttls: Ttls) -> None:
         database = WriteBehind(Database(path, TABLES, version=FORMAT, fsync=False))
         clock: Any = clock_of(database, world.machine)
         database.close()
-        super().__init__(path, [Volume("", bucket)], options, clock)
-
-
-def options_of(**more: Any) -> Options:
-    return Options(uid=0, gid=0, **{"metadata_ttl": TTL, "negative_ttl": 5.0, **more})
+        super().__init__(path, [Volume("", bucket, ttls)], Options(), clock)
 
 
 @pytest.mark.parametrize("strict", [False, True])
 async def test_a_clock_set_back_by_an_hour_shows_nothing_for_that_hour(tmp_path: Path, strict: bool) -> None:
     world, bucket = World(), Bucket(["d/f"])
-    more = {"metadata_ttl": 0.0, "revalidate_at_open": True} if strict else {}
-    daemon = Daemon(tmp_path, world, bucket, options_of(**more))
+    ttls = Ttls(0.0, revalidate=True) if strict else Ttls(TTL)
+    daemon = Daemon(tmp_path, world, bucket, ttls)
     first = await daemon.stat("d/f")
     world.off = -HOUR
     _, seconds = await daemon.fs.getattr(await daemon.ino("d/f"))
@@ -103,7 +99,7 @@ async def test_a_clock_set_back_by_an_hour_shows_nothing_for_that_hour(tmp_path:
 @pytest.mark.parametrize("booted", [False, True])
 async def test_a_clock_set_back_while_no_daemon_runs(tmp_path: Path, booted: bool) -> None:
     world, bucket = World(), Bucket(["d/f"])
-    daemon = Daemon(tmp_path, world, bucket, options_of())
+    daemon = Daemon(tmp_path, world, bucket, Ttls(TTL))
     await daemon.names("d")
     await daemon.fs.aclose()
     daemon.close()
@@ -114,7 +110,7 @@ async def test_a_clock_set_back_while_no_daemon_runs(tmp_path: Path, booted: boo
     else:
         world.true += 2 * HOUR
         world.off = -2 * HOUR
-    daemon = Daemon(tmp_path, world, bucket, options_of())
+    daemon = Daemon(tmp_path, world, bucket, Ttls(TTL))
     assert await daemon.names("d") == [b"f", b"g"]
     await daemon.fs.aclose()
     daemon.close()
@@ -123,7 +119,7 @@ async def test_a_clock_set_back_while_no_daemon_runs(tmp_path: Path, booted: boo
 async def test_a_restart_without_a_step_asks_for_nothing(tmp_path: Path) -> None:
     world, bucket = World(), Bucket(["d/f"])
     for _ in range(3):
-        daemon = Daemon(tmp_path, world, bucket, options_of())
+        daemon = Daemon(tmp_path, world, bucket, Ttls(TTL))
         assert await daemon.names("d") == [b"f"]
         await daemon.fs.aclose()
         daemon.close()
@@ -152,7 +148,7 @@ def test_no_step_extends_what_is_shown_beyond_the_ttl(steps: list[tuple[str, flo
         bucket.put("d/f", 1)
         changed = [(0.0, 1)]  # (when, size since)
         with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
-            daemon = Daemon(Path(place), world, bucket, options_of())
+            daemon = Daemon(Path(place), world, bucket, Ttls(TTL))
             for what, seconds in steps:
                 oldest = max(size for at, size in changed if at < world.true - TTL)
                 if what == "wait":
@@ -173,7 +169,7 @@ def test_no_step_extends_what_is_shown_beyond_the_ttl(steps: list[tuple[str, flo
                 else:
                     await daemon.fs.aclose()
                     daemon.close()
-                    daemon = Daemon(Path(place), world, bucket, options_of())
+                    daemon = Daemon(Path(place), world, bucket, Ttls(TTL))
             await daemon.fs.aclose()
             daemon.close()
 

@@ -8,12 +8,12 @@ import pytest
 import trio
 
 from cachefs.base.errors import CachefsError, OriginFailed, Unreachable
-from cachefs.fs import Options
+from cachefs.fs import Ttls
 from tests.fs.bucket import Bucket
 from tests.fs.mount import Mount, mounted
 
 KEYS = ["d/a", "d/b", "d/sub/c", "top"]
-TTL_S = Options().metadata_ttl
+TTL_S = Ttls().ttl
 
 
 def out(bucket: Bucket, *, stale: bool = True) -> None:

@@ -18,12 +18,12 @@ from cachefs.base.behind import WriteBehind
 from cachefs.base.database import Database
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
-from cachefs.fs import FORMAT, TABLES, FileSystem, Options, Volume
+from cachefs.fs import FORMAT, TABLES, FileSystem, Volume
 from cachefs.fuse import protocol
 from cachefs.fuse.native_backend import WANTED, Device, NativeBackend, Negotiated
 from cachefs.fuse.protocol import Op
 from tests.fs.bucket import Bucket, Bytes
-from tests.fs.mount import Clock
+from tests.fs.mount import Clock, options_of
 
 ROOT = 1
 PID = 4711
@@ -310,11 +310,12 @@ async def kernel(
         database = WriteBehind(Database(Path(place), TABLES, version=FORMAT, fsync=False))
         metrics = Metrics()
         cache = FakeCache(bucket)
+        shape, ttls = options_of(**options)
         fs = FileSystem(
-            [Volume("", origin)],
+            [Volume("", origin, ttls)],
             database,
             cache,
-            Options(uid=1000, gid=1000, **options),
+            shape,
             metrics,
             Clock(),
             writer=writer,

@@ -119,7 +119,7 @@ def test_while_no_process_can_be_started_programs_wait(
 ) -> None:
     """As in a container at its limit of processes; a stop is heeded."""
     keeps = Scripted([128 + signal.SIGKILL, 0], 3, signals)
-    monkeypatch.setattr(holder, "_has_ended", lambda fuse: False)
+    monkeypatch.setattr(holder, "has_ended", lambda fuse: False)
     monkeypatch.setattr(holder.signal, "sigtimedwait", lambda *_: keeps.heeded())
     assert (keeps.run(), keeps.loaded, keeps.taken_away) == (code, loaded, taken_away)
 

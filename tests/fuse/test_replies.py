@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -511,3 +512,17 @@ async def test_invalidations_are_notes_without_a_request() -> None:
 
         asking.line.write = refuse  # type: ignore[method-assign]
         asking.backend.invalidate(5, 1, b"name")  # told, and not taken: no failure
+
+
+async def test_a_name_is_dropped_whose_inode_the_kernel_does_not_know() -> None:
+    """A process beside the daemon sends the notices, and answers with the kernel's errno."""
+    async with kernel(Bucket(["f"])) as asking:
+        codes: list[int] = []
+
+        def send(message: bytes) -> None:
+            codes.append(protocol.OUT_HEADER.unpack_from(message)[1])
+            raise OSError(errno.ENOENT, "no such inode")
+
+        asking.line._notifier = SimpleNamespace(send=send, close=lambda: None)  # type: ignore[assignment]
+        asking.backend.invalidate(5, 1, b"name")
+        assert codes == [protocol.NOTIFY_INVAL_INODE, protocol.NOTIFY_INVAL_ENTRY]

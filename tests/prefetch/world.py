@@ -14,10 +14,10 @@ import trio
 from cachefs.base.behind import WriteBehind
 from cachefs.base.database import Database
 from cachefs.base.errors import ObjectChanged
-from cachefs.fs import FORMAT, TABLES, FileSystem, Options, Volume
+from cachefs.fs import FORMAT, TABLES, FileSystem, Volume
 from cachefs.prefetch import Prefetcher
 from tests.fs.bucket import Bucket
-from tests.fs.mount import ROOT, Clock
+from tests.fs.mount import ROOT, Clock, options_of
 from tests.store.lab import KIB, MIB, Lab, running
 
 LARGE_FILE = 4 * MIB + 64 * KIB
@@ -138,10 +138,9 @@ async def world(
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         database = WriteBehind(Database(Path(place) / "names", TABLES, version=FORMAT, fsync=False))
         async with running(Path(place) / "cache", origin, ssd=ssd, readahead=4 * MIB) as lab:
-            volumes = [Volume("", origin)]
-            fs = FileSystem(
-                volumes, database, lab.fetcher, Options(uid=1000, gid=1000, **options), lab.metrics, Clock()
-            )
+            shape, ttls = options_of(**options)
+            volumes = [Volume("", origin, ttls)]
+            fs = FileSystem(volumes, database, lab.fetcher, shape, lab.metrics, Clock())
             prefetcher = Prefetcher(
                 fs,
                 lab.fetcher,
