@@ -70,8 +70,7 @@ class Upstream:
     ) -> None:
         """Have peers deliver as much of the cache write as they can. The origin must deliver the rest. Raises what the cache
         write raises."""
-        if self.cluster is None:
-            return
+        assert self.cluster is not None
         asked_any = False
         for asked in self.cluster.candidates(object_id.digest, cache_write.start_block // BLOCKS_PER_EXTENT):
             asked_any = True

@@ -219,7 +219,7 @@ class OpenFiles:
         self.nameless: dict[int, Attributes] = {}
         # Directories that were removed here, and the attributes that they show, by inode.
         self.removed_directories: dict[int, tuple[Directory, Attributes]] = {}
-        self._reader = reader
+        self.reader = reader
         self._shape = shape
         self._wall = wall
         self._next = 1
@@ -230,9 +230,6 @@ class OpenFiles:
 
     def __len__(self) -> int:
         return len(self.handles)
-
-    def read_through(self, reader: Reader) -> None:
-        self._reader = reader
 
     # -- inodes ------------------------------------------------------------------------------------
 
@@ -299,15 +296,15 @@ class OpenFiles:
             raise ObjectChanged(f"{obj.key} is open in another version: look it up again")
         if writes and others is not None and others[0].backing is not None:
             raise ObjectChanged(f"{obj.key} is read in passthrough: look it up again to write it")
-        opened = self._reader.open(origin, obj)
+        opened = self.reader.open(origin, obj)
         backing = None
         if others is not None:
             if (backing := others[0].backing) is not None:
-                self._reader.reopen_backing(backing)
+                self.reader.reopen_backing(backing)
         elif self.on_passthrough is not None and not writes and ino not in self._withheld:
-            backing = self._reader.open_backing(opened)
+            backing = self.reader.open_backing(opened)
             if backing is not None and not backing.id and not self.on_passthrough(backing):
-                self._reader.release_backing(backing)
+                self.reader.release_backing(backing)
                 backing = None
         fh = self._add(FileHandle(ino, origin, obj, mtime_ns, opened, pid, backing), others)
         if self.on_open is not None and (backing is None or obj.size > LARGE or obj.digest in self.awaited):
@@ -322,7 +319,7 @@ class OpenFiles:
             return None
         handle = known.handle
         if handle.backing is None:
-            handle.opened = self._reader.open(handle.origin, handle.object)
+            handle.opened = self.reader.open(handle.origin, handle.object)
         handle.pid = pid
         self._by_ino[ino] = [handle]
         known.fh = fh = self._next
@@ -343,9 +340,9 @@ class OpenFiles:
             return False
         del self.handles[fh], self._by_ino[ino]
         if handle.backing is None:
-            self._reader.close(handle.opened, known.cached.blocks)
+            self.reader.close(handle.opened, known.cached.blocks)
         else:
-            self._reader.release_backing(handle.backing)
+            self.reader.release_backing(handle.backing)
         self._known.closed[ino] = known
         return True
 
@@ -362,7 +359,7 @@ class OpenFiles:
             return
         if self.on_open is not None and handle.object.digest in self.awaited:
             return
-        cached = handle.backing or self._reader.settled(handle.opened)
+        cached = handle.backing or self.reader.settled(handle.opened)
         if cached is None:
             return
         if len(self._known.closed) >= KNOWN_FILES:
@@ -377,8 +374,8 @@ class OpenFiles:
 
     def restore(self, former: Former) -> None:
         """Make a handle that the previous daemon had given out."""
-        opened = self._reader.open(former.origin, former.object)
-        backing = self._reader.restore_backing(opened, former.backing_id) if former.backing_id else None
+        opened = self.reader.open(former.origin, former.object)
+        backing = self.reader.restore_backing(opened, former.backing_id) if former.backing_id else None
         handle = FileHandle(former.ino, former.origin, former.object, former.mtime_ns, opened, 0, backing)
         self._by_ino.setdefault(former.ino, []).append(handle)
         self.handles[former.fh] = handle
@@ -423,7 +420,7 @@ class OpenFiles:
             handle.object, handle.mtime_ns, handle.description = version, mtime_ns, b""
             if reopen is not None and handle.backing is None and handle.size != DIRTY_FILE:
                 handle.former = (*handle.former, handle.opened)
-                handle.opened = self._reader.open(reopen, version)
+                handle.opened = self.reader.open(reopen, version)
 
     def release(self, fh: int) -> FileHandle | None:
         """Close a handle. Returns it, or None for an unknown number."""
@@ -442,12 +439,12 @@ class OpenFiles:
                 self.nameless.pop(ino, None)
                 self._withheld.discard(ino)
         if handle.backing is not None and handle.size != DIRTY_FILE:
-            self._reader.release_backing(handle.backing)
+            self.reader.release_backing(handle.backing)
         if handle.opened is not None:
             seen = handle.backing is None and handle.node is None  # reads came through this daemon
-            self._reader.close(handle.opened, None if seen else 0)
+            self.reader.close(handle.opened, None if seen else 0)
             if ino not in self._by_ino:
                 self._remember(ino, handle)
         for opened in handle.former:
-            self._reader.close(opened)
+            self.reader.close(opened)
         return handle

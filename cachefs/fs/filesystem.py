@@ -34,7 +34,6 @@ from cachefs.fs.files import (
     DIRTY_FILE,
     FileHandle,
     Former,
-    Handles,
     Known,
     OpenFiles,
     OpenHook,
@@ -96,13 +95,13 @@ class FileSystem:
         self._options = options
         self._metrics = metrics
         wall = clock or time.time
-        self._reader = reader
         self._tree = Tree(database, volumes, clock or clock_of(database))
         self._freshness = Freshness(self._tree)
         self._lister = Lister(self._tree, self._freshness, metrics, self._changed)
         self._looker = Looker(self._tree, self._freshness, self._lister, metrics)
         self._directories = DirectoryReader(self._tree, self._freshness, self._lister, self._shape)
         self._files = OpenFiles(reader, self._of_handle, self._tree.clock, wall)
+        self.handles = self._files.handles
         self.tree_queries = TreeQueries(self._tree, self._freshness, self._looker, self._directories)
         forget = self._files.forget_warm
         self._refreshing = Refreshing(
@@ -148,7 +147,7 @@ class FileSystem:
         """Open whole files in passthrough from now on. `kernel` registers a backing file with the kernel, and returns
         whether the kernel took it."""
         self._files.on_passthrough = kernel
-        self._reader.passthrough, self._reader.written = True, self._writing is not None
+        self._files.reader.passthrough, self._files.reader.written = True, self._writing is not None
 
     def watch_opens(
         self, hook: OpenHook | None, awaited: Container[bytes] = frozenset()
@@ -164,8 +163,7 @@ class FileSystem:
     def read_through(self, reader: Reader) -> Reader:
         """Read bytes through `reader` from now on: a wrapper of the current reader, or that reader again. Returns the
         previous one."""
-        before, self._reader = self._reader, reader
-        self._files.read_through(reader)
+        before, self._files.reader = self._files.reader, reader
         return before
 
     async def recover(self) -> None:
@@ -182,11 +180,6 @@ class FileSystem:
         first = count << DAEMON_BITS
         self._files.follow(first)
         self._directories.handles.follow(first)
-
-    @property
-    def handles(self) -> Handles:
-        """The open files, by number."""
-        return self._files.handles
 
     def restore(self, former: Former) -> bool:
         """Restore a handle that an earlier daemon opened. False if it wrote, or read what was being written, and those bytes
@@ -205,7 +198,7 @@ class FileSystem:
             if not former.unsaved:
                 raise
         if former.unsaved:
-            self._files.handles.unsaved[former.fh] = former.object.key
+            self.handles.unsaved[former.fh] = former.object.key
             return False
         self._files.restore(former)
         if self._writing is not None and place is None:
@@ -472,13 +465,13 @@ class FileSystem:
         if handle.size == DIRTY_FILE:
             assert self._writing is not None
             return self._writing.dirty_files.open_again(handle, pid)
-        if self._reader.cached_bytes(handle.object) < handle.size:
+        if self._files.reader.cached_bytes(handle.object) < handle.size:
             return None
         return self._files.open(ino, handle.origin, handle.object, handle.mtime_ns, pid)
 
     async def open(self, ino: int, flags: int, pid: int) -> Opened:
         if (soon_cached := self._soon_cached(ino, flags)) is not None:
-            await self._reader.wait_until_cached(soon_cached, pid)
+            await self._files.reader.wait_until_cached(soon_cached, pid)
         if self._writing is None or ino == ROOT or ino in self._files.nameless:
             return await self._open_late(ino, flags, pid)
         if not flags & _WRITING and not self._writing.is_going(*self._tree.locate(ino)):
@@ -519,11 +512,11 @@ class FileSystem:
             return None
         warm = self._files.warm.get(ino)
         obj = warm[2] if warm is not None else self.tree_queries.version(ino)
-        return obj if obj is not None and self._reader.soon_cached(obj) else None
+        return obj if obj is not None and self._files.reader.soon_cached(obj) else None
 
     def _waits_for(self, ino: int, obj: ObjectId) -> bool:
         """True if an open of this version should wait a moment until it is cached."""
-        return self._files.decides(ino) and self._reader.soon_cached(obj)
+        return self._files.decides(ino) and self._files.reader.soon_cached(obj)
 
     def _open(
         self,
@@ -558,25 +551,25 @@ class FileSystem:
 
     def read_now(self, fh: int, offset: int, size: int) -> Buffer | None:
         """The bytes, clipped to the object; None if `read` has to be awaited."""
-        handle = self._files.handles[fh]
+        handle = self.handles[fh]
         count = min(size, handle.size - offset)
         if count <= 0:
             return b"" if handle.size != DIRTY_FILE else self._dirty_file(handle).read_now(offset, size)
         try:
-            return self._reader.read_now(handle.opened, offset, count, handle.pid)
+            return self._files.reader.read_now(handle.opened, offset, count, handle.pid)
         except (ObjectChanged, NotFound) as exc:
             raise self._lost(handle) from exc
 
     async def read(self, fh: int, offset: int, size: int) -> Buffer:
         """The bytes, clipped to the object. Raises `ObjectChanged` if they are not cached, and the origin has not this
         version any more."""
-        handle = self._files.handles[fh]
+        handle = self.handles[fh]
         count = min(size, handle.size - offset)
         if count <= 0:
             return b"" if handle.size != DIRTY_FILE else await self._dirty_file(handle).read(offset, size)
         version = handle.object
         try:
-            return await self._reader.read(handle.opened, offset, count, handle.pid)
+            return await self._files.reader.read(handle.opened, offset, count, handle.pid)
         except (ObjectChanged, NotFound) as exc:
             if handle.object is not version:  # it was renamed or changed here during the read
                 return await self.read(fh, offset, size)
@@ -741,7 +734,7 @@ class FileSystem:
             await self.told()
             return b"looking again"
         if ino in self._files.nameless and name in xattrs.OF_FILES:
-            return xattrs.of_file(self._files.under(ino)[0].object, self._reader, name)
+            return xattrs.of_file(self._files.under(ino)[0].object, self._files.reader, name)
         is_dir = ino == ROOT or self._tree.locate(ino)[1].endswith(b"/")
         if name not in (xattrs.OF_DIRECTORIES if is_dir else xattrs.OF_FILES):
             raise NoAttribute(f"no attribute {name.decode(errors='replace')}")
@@ -753,7 +746,7 @@ class FileSystem:
         found = self._check(ino, found)
         if found.is_dir:
             raise NotFound(f"inode {ino} is gone")
-        return xattrs.of_file(object_of(directory, mark, found.row), self._reader, name)
+        return xattrs.of_file(object_of(directory, mark, found.row), self._files.reader, name)
 
     # -- refreshing --------------------------------------------------------------------------------
 
@@ -803,7 +796,7 @@ class FileSystem:
         """Stop the listings, and close open handles unless they are `handed_over` to another daemon. `unmounted`: no process
         has a file open, though the kernel's last RELEASE messages may not have come. Then what was written is
         kept; otherwise what processes were writing is given up."""
-        for fh, handle in {} if handed_over else dict(self._files.handles).items():
+        for fh, handle in {} if handed_over else dict(self.handles).items():
             if unmounted or not handle.writes:
                 self.release(fh)
             else:
