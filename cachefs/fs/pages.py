@@ -109,7 +109,8 @@ def write_answer(
 ) -> Written:
     """Write an answer about one name: an object, True for a directory, False for neither. `also` is written with it."""
     extra: list[Put] = [directory.state(), *also]
-    marks = _rows_of(tree, directory, name)
+    as_dir, as_file = tree.find(directory, name)
+    marks = {mark_of_directory(name): as_dir, name: as_file}
     if answer is False:
         removed = forget(tree, directory, marks, extra)
         directory.changed()
@@ -119,8 +120,7 @@ def write_answer(
         mark, info = mark_of_directory(name), None
     else:
         mark, info = name, answer
-        as_dir = mark_of_directory(name)
-        lost = forget(tree, directory, {as_dir: marks[as_dir]}, extra)
+        lost = forget(tree, directory, {mark_of_directory(name): as_dir}, extra)
     if (shown := marks[mark]) is not None and shown.generation != PINNED:
         generation = max(generation, shown.generation)
     written = write_names(tree, directory, [(mark, info)], generation, extra)
@@ -143,17 +143,6 @@ def forget(
     return lost
 
 
-def _rows_of(tree: Tree, directory: Directory, name: bytes) -> dict[bytes, Row | None]:
-    as_dir, as_file = tree.find(directory, name)
-    return {mark_of_directory(name): as_dir, name: as_file}
-
-
-def _replace(tree: Tree, directory: Directory, name: bytes, row: Row) -> list[Lost]:
-    """Remove the rows of a name that are of other inodes than `row`. Returns what lost its name."""
-    before = _rows_of(tree, directory, name)
-    return forget(tree, directory, {mark: old for mark, old in before.items() if old and old.ino != row.ino})
-
-
 def move(
     tree: Tree,
     place: tuple[Directory, bytes],
@@ -164,7 +153,10 @@ def move(
     """Move an inode from one place (directory, mark) to another, with the row `row`. Returns what the new place had. A row
     of another inode in the old place stays."""
     (directory, mark), (above, new) = place, to
-    lost = _replace(tree, above, name_in(new), row)
+    name = name_in(new)
+    as_dir, as_file = tree.find(above, name)
+    replaced = {mark_of_directory(name): as_dir, name: as_file}
+    lost = forget(tree, above, {one: old for one, old in replaced.items() if old and old.ino != row.ino})
     puts = [*named(above, new, row), above.state(), directory.state(), *also]
     if (before := tree.row(directory, mark)) is not None and before.ino == row.ino:
         puts.append(("names", directory.key + mark, None))
@@ -179,8 +171,12 @@ def pin(
 ) -> tuple[Row, list[Lost]]:
     """Write the row of a name under which a file is being written, with inode `ino`. No listing changes or sweeps it until
     it is written again. Returns the row, and what lost its name."""
+    as_dir, as_file = tree.find(directory, name)
     row = Row(PINNED, mtime_ns, 0, etag, ino, False)
-    lost = _replace(tree, directory, name, row)
+    before = {mark_of_directory(name): as_dir, name: as_file}
+    lost = forget(
+        tree, directory, {mark: old for mark, old in before.items() if old is not None and old.ino != row.ino}
+    )
     write_pinned(tree.database, directory, name, row)
     return row, lost
 

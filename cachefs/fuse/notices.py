@@ -8,7 +8,7 @@ is a fresh one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import islice
 
 import trio
@@ -83,7 +83,11 @@ class Notices:
             def send(batch: list[Notice] = batch, idle: trio.Event = idle) -> None:
                 nonlocal begun
                 begun = True
-                self._send(batch, token, idle)
+                try:
+                    for notice in batch:
+                        self._invalidate(*notice)
+                finally:
+                    token.run_sync_soon(idle.set)
 
             try:
                 await in_thread_at_last(send, abandon_on_cancel=True)
@@ -93,13 +97,6 @@ class Notices:
                     idle.set()
             self._finished += count
             self._refreshing.unpark_all()
-
-    def _send(self, batch: Iterable[Notice], token: trio.lowlevel.TrioToken, idle: trio.Event) -> None:
-        try:
-            for notice in batch:
-                self._invalidate(*notice)
-        finally:
-            token.run_sync_soon(idle.set)
 
     async def quiet(self) -> None:
         """Wait until no thread is sending."""
