@@ -71,10 +71,10 @@ def command_of(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-P", "-m", "cachefs", "mount", "-f", *arguments]
 
 
-def held_by_holder(command: Sequence[str]) -> list[str]:
-    """The command that starts a holder for `command`, in the present directory."""
+def held_by_holder(command: Sequence[str], directory: str = "") -> list[str]:
+    """The command that starts a holder for `command`, in `directory` (by default the present one)."""
     holders = os.path.dirname(holder.__file__)
-    return [sys.executable, "-I", "-S", "-c", holder.LAUNCH, holders, os.getcwd(), *command]
+    return [sys.executable, "-I", "-S", "-c", holder.LAUNCH, holders, directory or os.getcwd(), *command]
 
 
 def has_stored_connection() -> bool:

@@ -306,13 +306,15 @@ def test_unanswered_requests_are_repeated_also_by_a_kernel_without_epochs(
 ) -> None:
     sent = []
 
-    def notify(code: int, body: bytes) -> None:
+    def write(message: bytes) -> bool:
+        _, code, _ = protocol.OUT_HEADER.unpack(message)
         sent.append(code)
         if code == protocol.NOTIFY_INC_EPOCH:
             raise OSError(errno.EINVAL, "")
+        return True
 
     with Pair() as pair:
-        monkeypatch.setattr(pair.device, "notify", notify)
+        monkeypatch.setattr(pair.device, "write", write)
         pair.device.repeat_requests()
     assert sent == [protocol.NOTIFY_INC_EPOCH, protocol.NOTIFY_RESEND]
 
