@@ -110,6 +110,29 @@ def test_rows_that_replace_each_other_cost_one_commit(disk: Disk) -> None:
     rows.close()
 
 
+def test_rows_that_belong_together_outlive_a_kill_together(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both in the database and in the memory that outlives this process."""
+    monkeypatch.setattr(behind, "GATHER_S", 0.0)
+    groups = list[list[bytes]]()
+    log: Any = SimpleNamespace(
+        found=dict, clear=lambda: None, append=lambda rows: groups.append([key[1:] for key in rows])
+    )
+    log.swap = log.committed = log.clear
+    rows = WriteBehind(disk.database, log)
+    with rows.together():
+        rows.write([("a", b"1", b"x")], soon=True)
+        assert not disk.committed.wait(0.01) and rows.get("a", b"1") == b"x"
+        rows.write([("b", b"2", b"y")])
+        assert groups == []
+    rows.flush()
+    assert disk.commits == 1 and groups == [[b"1", b"2"]]
+    rows.write([("a", b"3", b"z")])
+    assert groups[1:] == [[b"3"]]
+    rows.close()
+
+
 def test_rows_are_gathered_until_a_caller_waits(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """So rows that replace each other while no caller waits cost one commit."""
     monkeypatch.setattr(behind, "GATHER_S", 3600.0)

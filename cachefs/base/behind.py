@@ -16,8 +16,8 @@ import math
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import repeat
 from pathlib import Path
 
@@ -88,6 +88,7 @@ class WriteBehind:
         self._error: CachefsError | None = None
         self._callers: list[_Caller] = []
         self._since = math.inf  # when the present commit began
+        self._group: dict[bytes, bytes | None] | None = None  # the rows of the running `together`
         if row_log is not None and (left := dict(row_log.found())):
             # If the database was dropped, these rows would be a part of lost data, so they are not committed.
             error = None if database.dropped else self._commit(_Rows(left))
@@ -204,11 +205,26 @@ class WriteBehind:
             new = self._waiting[0].values
             wake = not new or (soon and not self._hurry)
             new.update(rows)
-            if self._log is not None:
+            if self._group is not None:
+                self._group.update(rows)
+            elif self._log is not None:
                 self._log.append(rows)
             self._hurry |= soon
             if wake:
                 self._changed.notify()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Commit all rows that the block writes in one transaction: a kill leaves all of them or none. The block must not
+        await, because no other thread can write meanwhile, and must not contain another one."""
+        with self._changed:
+            self._group = {}
+            try:
+                yield
+            finally:
+                rows, self._group = self._group, None
+                if self._log is not None:
+                    self._log.append(rows)
 
     @property
     def crowded(self) -> bool:

@@ -273,6 +273,8 @@ class Changing:
 
         async def copy() -> None:
             nonlocal info
+            if replaced is not None and replaced.dirty_file is not None:
+                await self._writer.copy_comes(replaced.dirty_file, found.row.size)
             info = await origin.copy(key, _key(to)[1], size=found.row.size, etag=found.row.etag)
 
         await self._replace(to, replaced, copy)

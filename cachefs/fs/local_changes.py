@@ -295,9 +295,12 @@ class LocalChanges:
         info = dirty_file.committed
         new = Row(node.directory.listed.generation, info.mtime_ns, info.size, info.etag, node.ino)
         key = node.directory.key + node.name
-        # With the state of the directory: after a kill, no row may have a generation that the next listing gets.
-        self._tree.database.write([("names", key, encode(new)), ("local", key, None), node.directory.state()])
-        self._overrides.put(node.ino, node.attrs)
+        with self._tree.database.together():
+            # With the state of the directory: after a kill, no row may have a generation that the next listing gets.
+            self._tree.database.write(
+                [("names", key, encode(new)), ("local", key, None), node.directory.state()]
+            )
+            self._overrides.put(node.ino, node.attrs)
         self._let_go(node)
         self._freshness.note_answer(node.directory, node.name, node.ino, self._tree.clock())
         self._files.switch(node.ino, self.version(node), info.mtime_ns)
@@ -309,8 +312,9 @@ class LocalChanges:
         row = self._tree.row(directory, name)
         if row is not None and (row.etag, row.ino) == (DIRTY_FILE_ETAG + file.id, file.ino):
             new = row._replace(mtime_ns=file.info.mtime_ns, size=file.info.size, etag=file.info.etag)
-            self._tree.database.write([("names", directory.key + name, encode(new))])
-            self._overrides.put(file.ino, file.attrs)
+            with self._tree.database.together():
+                self._tree.database.write([("names", directory.key + name, encode(new))])
+                self._overrides.put(file.ino, file.attrs)
 
     @contextmanager
     def moving(self, node: Node) -> Iterator[None]:
@@ -482,11 +486,13 @@ class LocalChanges:
 
     @asynccontextmanager
     async def applying(self) -> AsyncIterator[None]:
-        """Hold the lock of the tree for changes of several rows. Readers of names see them as one step if the block does not
-        await, nor write in a thread. At the end, directories that have lost their names are erased."""
+        """Hold the lock of the tree for changes of several rows, which are one step for readers of names, and for the next
+        daemon after a kill. The block must not await, nor write in a thread. At the end, directories that have lost their
+        names are erased."""
         with trio.CancelScope(shield=True):
             async with self._tree.writing:
-                yield
+                with self._tree.database.together():
+                    yield
             while self._to_erase:
                 await self._lister.erase(self._to_erase.pop())
 

@@ -11,7 +11,7 @@ import enum
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import trio
 
@@ -44,10 +44,23 @@ class Trying:
         self.told = self.unsure = False
 
 
+class Where(NamedTuple):
+    """A dirty file's place at the origin, and how it knows its own object there. `base` is the etag of the version that it
+    began with or uploaded last (None: there is none). `tokens` are those of attempts whose outcome is unknown (or what they
+    begin with, of a file that it has replaced). `copied` is the size of an object that a rename may have copied there (None:
+    none has)."""
+
+    origin: Origin
+    key: str
+    base: str | None
+    tokens: list[str]
+    copied: int | None
+
+
 class Record:
-    """What a dirty file stores for later runs. Its row in the journal has the `tokens` of attempts whose outcome is unknown
-    (or what they begin with, of a file that it has replaced), the state of the multipart `upload`, and the id of the dirty
-    file that it has `replaced`, which a crash must not restore. `over` is that file, if this run has replaced it.
+    """What a dirty file stores for later runs. Its row in the journal has `tokens` and `copied` (see `Where`), the state of
+    the multipart `upload`, and the id of the dirty file that it has `replaced`, which a crash must not restore. `over` is
+    that file, if this run has replaced it.
     The holder of the `turn` writes the row. The journal also has the content of the generation `content_of` (-1: of none, or
     of an unknown one). `ino` is its inode (0: not known). `says_clean` and `says_removed` are about its record for the next
     daemon, in shared memory: that record says that the origin has the content, or that the name is removed. That is certain
@@ -56,6 +69,7 @@ class Record:
     def __init__(self) -> None:
         self.turn = trio.Lock()
         self.tokens: list[str] = []
+        self.copied: int | None = None
         self.upload: dict[str, Any] | None = None
         self.over: DirtyFile | None = None
         self.replaced: str | None = None
@@ -200,11 +214,15 @@ class DirtyFile:
         stored = self.content.stored
         return stored is not None and stored.generation >= generation
 
-    def is_own(self, etag: str, token: str) -> bool:
-        """True if an object at the origin is the version that this file began with, or one that its uploads have made, also
-        if the reply was lost, or uploads of a file that it has replaced."""
-        if etag in (self.base, self.stored and self.stored.etag):
+    def is_own(self, info: ObjectInfo, token: str) -> bool:
+        """True if an object at the origin is the version that this file began with, one that its uploads have made, or
+        uploads of a file that it has replaced, also if the reply was lost, or one that a rename has copied there."""
+        if info.etag in (self.base, self.stored and self.stored.etag) or info.size == self.record.copied:
             return True
+        return self.has_made(token)
+
+    def has_made(self, token: str) -> bool:
+        """True if the object with this token was made by an upload of this file, or of one that it has replaced."""
         return token.startswith((self._tokens, *self.record.tokens))
 
     @property
@@ -215,20 +233,34 @@ class DirtyFile:
     def copied(self, own: ObjectInfo, info: ObjectInfo) -> None:
         """Note that the origin has copied the file's version `own` to the new key, as `info`."""
         self.trying.unsure = False
+        self.base, self.record.copied = info.etag, None
         stored = self.content.stored
         if stored is not None and stored.info.etag == own.etag:
             self.content.stored_as(replace(stored, info=info))
+        self._owner.noted(self)
 
-    def moved(self, origin: Origin, key: str, base: str | None, over: DirtyFile | None = None) -> None:
-        """Set another key, where it replaces `over`. No upload may be running, and no part may be at the origin."""
-        self.origin, self.key, self.base = origin, key, base
+    @property
+    def where(self) -> Where:
+        return Where(self.origin, self.key, self.base, self.record.tokens, self.record.copied)
+
+    def moved(self, to: Where, over: DirtyFile | None = None) -> None:
+        """Set another place, where it replaces `over`. No upload may be running, and no part may be at the origin."""
+        self.origin, self.key, self.base, self.record.tokens, self.record.copied = to
         self.sender = Sender(self, self.parts)
-        self.record.upload, self.record.tokens = None, []
+        self.record.upload = None
         self.record.over, self.record.replaced = over, None if over is None else over.id
         if over is not None and over.trying.unsure:
             # The object at the key may be one that `over` has made. It goes with this file, if that is renamed once more.
             self.trying.unsure = True
             self.record.tokens = [over._tokens, *over.record.tokens][:TOKENS]
+            if to.copied is None:
+                self.record.copied = over.record.copied
+        self._owner.noted(self)
+
+    def copy_comes(self, size: int) -> None:
+        """Note that a rename, which is to replace this file, may put an object of `size` bytes at its key. If that fails,
+        the object is the file's own."""
+        self.trying.unsure, self.record.copied = True, size
         self._owner.noted(self)
 
     def row(self) -> dict[str, Any]:
@@ -242,6 +274,7 @@ class DirtyFile:
             "mtime_ns": self.mtime_ns,
             "attrs": self.attrs,
             "tokens": self.record.tokens,
+            "copied": self.record.copied,
             "upload": self.record.upload,
             "over": self.record.replaced,
             "ino": self.ino,

@@ -482,12 +482,12 @@ class Records:
         return dirty_file.acknowledged or dirty_file.record.turn.locked()
 
     async def moved(self, dirty_file: DirtyFile, within_s: float) -> None:
-        """Write the row of an acknowledged dirty file that has another key. An acknowledgement that is being written still
+        """Write the row of an acknowledged dirty file that has another place. An acknowledgement that is being written still
         has the old key, so this waits for it. Raises as `keep`."""
         if not self.has_promised(dirty_file):
             return
         async with self._turn(dirty_file, within_s):
-            if dirty_file.acknowledged and not dirty_file.discarded:
+            if dirty_file.acknowledged:
                 await self._put(dirty_file, dirty_file.row(), within_s)
 
     @asynccontextmanager

@@ -11,11 +11,20 @@ import logging
 import math
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import trio
 
-from cachefs.base.errors import CachefsError, Conflict, NoSuchUpload, ObjectChanged, OriginFailed, Transient
+from cachefs.base.errors import (
+    CachefsError,
+    Conflict,
+    NoSuchUpload,
+    NotFound,
+    ObjectChanged,
+    OriginFailed,
+    Transient,
+)
 from cachefs.base.logs import Repeats
 from cachefs.base.metrics import Metrics
 from cachefs.base.tasks import contained, run_contained, taken
@@ -246,27 +255,25 @@ class Queue:
 
     async def _finish(self, dirty_file: DirtyFile, pieces: list[Piece], size: int) -> tuple[ObjectInfo, bool]:
         """Upload; returns (the version at the origin, whether that is another client's, which has replaced the upload)."""
-        earlier = list(dirty_file.record.tokens)
         try:
             try:
                 preconditions = await self._preconditions(dirty_file)
                 return await dirty_file.sender.finish(pieces, size, preconditions), False
             except Conflict as exc:
                 # The object at the origin may be that of an earlier attempt whose reply was lost, perhaps in a crash.
-                dirty_file.base = await self._ours(dirty_file, earlier, exc)
+                dirty_file.base = await self._ours(dirty_file, exc)
                 preconditions = await self._preconditions(dirty_file)
                 return await dirty_file.sender.finish(pieces, size, preconditions), False
         except ObjectChanged:
             # The upload has succeeded, and then another client's object has replaced it: the last upload wins.
             return await dirty_file.origin.head(dirty_file.key), True
 
-    async def _ours(self, dirty_file: DirtyFile, tokens: list[str], conflict: Conflict) -> str:
-        """The etag of the object at the origin, if it has one of these tokens; otherwise raises `conflict`."""
-        for token in reversed(tokens):
-            try:
-                return (await dirty_file.origin.ours(dirty_file.key, token, None, conflict)).etag
-            except Conflict:
-                pass
+    async def _ours(self, dirty_file: DirtyFile, conflict: Conflict) -> str:
+        """The etag of the object at the origin, if it is the file's own; otherwise raises `conflict`."""
+        with suppress(NotFound):
+            info, token = await dirty_file.origin.look(dirty_file.key)
+            if dirty_file.is_own(info, token):
+                return info.etag
         raise conflict
 
     async def _preconditions(self, dirty_file: DirtyFile) -> Preconditions:
@@ -287,7 +294,7 @@ class Queue:
         dirty_file.content.stored_as(replace(stored, info=info))
         dirty_file.base = info.etag
         trying.failure, trying.failures, trying.unsure, trying.told = None, 0, False, False
-        dirty_file.record.tokens, dirty_file.record.upload = [], None
+        dirty_file.record.tokens, dirty_file.record.upload, dirty_file.record.copied = [], None, None
         dirty_file.noted()
         self._metrics.uploaded_files += 1
         self._committed(dirty_file, info)

@@ -38,7 +38,7 @@ from cachefs.origin import ObjectInfo, Origin, Upload, each
 from cachefs.store.backing import BackingFile
 from cachefs.upload import orphans
 from cachefs.upload.content import Row, State, Stored
-from cachefs.upload.dirty_file import DirtyFile, Way
+from cachefs.upload.dirty_file import DirtyFile, Way, Where
 from cachefs.upload.journal import (
     DIRTY_FILES,
     NOTES,
@@ -621,6 +621,7 @@ class Uploads:
             file.found_in_memory(held, partial(mark, dirty_file) if self.journal.has_content(name) else None)
         dirty_file.record.tokens, dirty_file.record.upload = row["tokens"], row["upload"]
         dirty_file.record.replaced = row["over"]
+        dirty_file.record.copied = row.get("copied")  # rows of earlier versions have none
         dirty_file.trying.unsure = True  # that run may have sent it just before its end
         if row["upload"] is not None:
             dirty_file.sender.resume(origin.resume_upload(row["key"], row["upload"]))
@@ -683,7 +684,7 @@ class Uploads:
             own = dirty_file.committed or await self._own(dirty_file)
             whole = not dirty_file.between and (not dirty_file.kernel.in_passthrough or dirty_file.reclaim())
             first = upload and whole and dirty_file.dirty and own is not None
-            before = dirty_file.origin, dirty_file.key, dirty_file.base, dirty_file.record.tokens
+            before, to = dirty_file.where, Where(origin, key, base, [], None)
             if first:
                 await self._records.acknowledge(dirty_file, HANGS_AFTER_S)
             comes_back = self._records.has_promised(dirty_file) or self._disk.shared is not None
@@ -696,13 +697,13 @@ class Uploads:
             ):
                 await leaves(own)
             if own is None or first:
-                await self._move(dirty_file, origin, key, base, over)
+                await self._move(dirty_file, to, over)
             else:
-                await self._copy(dirty_file, own, origin, key, base, over)
+                await self._copy(dirty_file, own, to, over)
             if dirty_file.dirty and not first:
                 self._retry_soon(dirty_file)
         if first:
-            await self._send_renamed(dirty_file, *before)
+            await self._send_renamed(dirty_file, before)
         return own is not None
 
     async def _own(self, dirty_file: DirtyFile) -> ObjectInfo | None:
@@ -713,55 +714,52 @@ class Uploads:
             info, token = await dirty_file.origin.look(dirty_file.key)
         except NotFound:
             return None
-        return info if dirty_file.is_own(info.etag, token) else None
+        return info if dirty_file.is_own(info, token) else None
 
-    async def _copy(
-        self,
-        dirty_file: DirtyFile,
-        own: ObjectInfo,
-        origin: Origin,
-        key: str,
-        base: str | None,
-        over: DirtyFile | None,
-    ) -> None:
-        """Move a dirty file to another key, where the origin has copied its object `own` first. After an error no copy is
-        left where there was no object (`base`) before."""
-        info = await origin.copy(dirty_file.key, key, size=own.size, etag=own.etag)
-        source = dirty_file.origin.source
+    async def copy_comes(self, dirty_file: DirtyFile, size: int) -> None:
+        """Note that a rename, which is to replace a dirty file, is about to copy an object of `size` bytes to its key. If
+        that rename fails, or a crash interrupts it, the copy goes with the dirty file. A disk that fails does not stop the
+        rename: then a crash does not know of the copy."""
+        dirty_file.copy_comes(size)
+        with suppress(CachefsError):
+            await self._records.moved(dirty_file, HANGS_AFTER_S)
+
+    async def _copy(self, dirty_file: DirtyFile, own: ObjectInfo, to: Where, over: DirtyFile | None) -> None:
+        """Move a dirty file to another key, and have the origin copy its object `own` there. The journal is first: if it
+        refuses, no copy has replaced the object there."""
+        before, source = dirty_file.where, dirty_file.origin.source
+        if over is not None:
+            await self.copy_comes(over, own.size)
+        await self._move(dirty_file, to._replace(copied=own.size), over)
         try:
-            await self._move(dirty_file, origin, key, info.etag, over)
+            info = await to.origin.copy(before.key, to.key, size=own.size, etag=own.etag)
         except BaseException:
-            if base is None and (over is None or not over.trying.unsure):
-                with trio.CancelScope(shield=True), suppress(CachefsError):
-                    await origin.delete(key)
+            with trio.CancelScope(shield=True):
+                await self._move(dirty_file, before, None)
             raise
         dirty_file.copied(own, info)
         # After `copied`: if the cache is adopting the file just now, `_adopted_as` sees the new version afterwards.
-        await self.moved(own.version(source), info.version(origin.source))
+        await self.moved(own.version(source), info.version(to.origin.source))
         if not dirty_file.acknowledged:
             await self._records.forget(dirty_file)
         if dirty_file.stored is info:
             self.on_committed(dirty_file, info)
 
-    async def _move(
-        self, dirty_file: DirtyFile, origin: Origin, key: str, base: str | None, over: DirtyFile | None
-    ) -> None:
+    async def _move(self, dirty_file: DirtyFile, to: Where, over: DirtyFile | None) -> None:
         """Move a dirty file to another key; its multipart upload is aborted. After an error it has its old key."""
-        before = dirty_file.origin, dirty_file.key, dirty_file.base
+        before = dirty_file.where
         await dirty_file.sender.abandon()  # also aborts parts that were sent after the attempt has ended
         try:
-            dirty_file.moved(origin, key, base, over)
+            dirty_file.moved(to, over)
             await self._records.moved(dirty_file, HANGS_AFTER_S)
         except BaseException:
-            dirty_file.moved(*before)
+            dirty_file.moved(before)
             with trio.CancelScope(shield=True):
                 await self._records.moved(dirty_file, HANGS_AFTER_S)
             raise
 
-    async def _send_renamed(
-        self, dirty_file: DirtyFile, origin: Origin, key: str, base: str | None, tokens: list[str]
-    ) -> None:
-        """Upload the file under its new key. If that fails, restore its old `origin`, `key`, `base` and `tokens`."""
+    async def _send_renamed(self, dirty_file: DirtyFile, before: Where) -> None:
+        """Upload the file under its new key. If that fails, move it back to where it was `before`."""
         wanted = dirty_file.content.generation
         error: CachefsError = OriginFailed(
             f"{dirty_file.origin.name(dirty_file.key)} is being written: it keeps its name"
@@ -773,28 +771,20 @@ class Uploads:
         finally:
             if not dirty_file.has(wanted):
                 with trio.CancelScope(shield=True):
-                    await self._back(dirty_file, wanted, origin, key, base, tokens)
+                    await self._back(dirty_file, wanted, before)
         if not dirty_file.has(wanted):
             raise error
 
-    async def _back(
-        self,
-        dirty_file: DirtyFile,
-        wanted: int,
-        origin: Origin,
-        key: str,
-        base: str | None,
-        tokens: list[str],
-    ) -> None:
-        """Restore the old key of a file, unless the content of the generation `wanted` was uploaded meanwhile, also by an
-        upload whose reply was lost."""
+    async def _back(self, dirty_file: DirtyFile, wanted: int, before: Where) -> None:
+        """Move a file back to where it was `before`, unless the content of the generation `wanted` was uploaded meanwhile,
+        also by an upload whose reply was lost."""
         async with dirty_file.trying.turn:
             await self._queue.halt(dirty_file)
             if dirty_file.has(wanted) or dirty_file.discarded:
                 return
             if (info := await self._sent(dirty_file)) is None:
-                await self._move(dirty_file, origin, key, base, None)
-                dirty_file.record.tokens, dirty_file.trying.unsure = tokens, True
+                await self._move(dirty_file, before, None)
+                dirty_file.trying.unsure = True
                 return
             await dirty_file.sender.abandon()
             await self._queue.stored(dirty_file, Stored(wanted, info), patient=False)
@@ -807,7 +797,7 @@ class Uploads:
         over = dirty_file.record.over
         with suppress(CachefsError):
             info, token = await dirty_file.origin.look(dirty_file.key)
-            if token in dirty_file.record.tokens and (over is None or not over.is_own("", token)):
+            if token in dirty_file.record.tokens and (over is None or not over.has_made(token)):
                 return info
         return None
 

@@ -175,6 +175,7 @@ class Chance:
         self.quick = world.random() < 0.3
         self.two_kills = world.random() < 0.5
         self.clients = 0
+        self.attributes = False  # compare them also where no memory outlives a daemon
         vars(self).update(settings)
         self.rng = random.Random(f"{seed} {life}")
 
@@ -690,7 +691,7 @@ class Daemon:
             number = model.names[name]
             if data != model.data[number] and not self.mixes(data, number):
                 return f"{name}: {data[:60]!r} ({len(data)}) not {model.data[number][:60]!r} ({len(model.data[number])})"
-            if number in model.loose or not self.chance.outlives:
+            if number in model.loose or not (self.chance.outlives or self.chance.attributes):
                 continue
             if mode != model.mode[number]:
                 return f"{name}: mode {mode:o} not {model.mode[number]:o}"

@@ -89,6 +89,38 @@ def test_a_kill_between_an_upload_and_the_removal_of_its_row_leaves_the_inode_an
     check(place, *lives)
 
 
+@pytest.mark.parametrize("function", ["_record_copy", "_switch_to_copy", "put"])
+@pytest.mark.parametrize("outlives", [True, False])
+def test_a_kill_amid_the_renaming_of_a_directory_leaves_the_times_of_its_files(
+    place: Path, function: str, outlives: bool
+) -> None:
+    times: Script = [("utimens", "d/x", 10**18), ("chmod", "d/x", 0o600)]
+    check(
+        place,
+        [*times, ("die in", function), ("movedir", "d", "e")],
+        directories=True,
+        outlives=outlives,
+        attributes=True,
+    )
+
+
+@pytest.mark.parametrize("function", ["copy_comes", "note_removed", "_moved"])
+@pytest.mark.parametrize("older", [True, False])
+def test_a_file_that_a_rename_was_to_replace_keeps_its_name_alone(
+    place: Path, function: str, older: bool
+) -> None:
+    """The daemon dies before, behind the copy, and when the journal knows of it. Then the file is renamed."""
+    name = "d/x" if older else "c"
+    check(
+        place,
+        [("save", name, b"to be replaced"), ("die in", function), ("rename", "a", name)],
+        [("rename", name, "b")],
+        outlives=False,
+        delay_s=100.0,
+        directories=older,
+    )
+
+
 @pytest.mark.parametrize("first", range(0, HISTORIES, IN_A_TEST))
 def test_the_next_daemon_shows_what_a_local_disk_would(first: int) -> None:
     for seed in range(first, min(first + IN_A_TEST, HISTORIES)):

@@ -359,10 +359,48 @@ async def test_a_rename_whose_row_the_disk_refuses_leaves_no_copy(
             patched.setattr(Database, "write", no_room)
             with pytest.raises(NoRoom):
                 await d.rename(dirty_file, "b", base=store.version("b").etag if there else None)
-        assert dirty_file.key == "a" and store.content("a") == b"v1"
-        assert ("b" in store.objects) is there, "what it has replaced does not come back"
+        assert dirty_file.key == "a" and store.content("a") == b"v1" and not store.counts["copy"]
+        assert not there or store.content("b") == b"replaced"
         await d.close(dirty_file)
         assert await d.uploads.flush() == [] and store.content("a") == b"v2 and half a change"
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@in_trio
+async def test_a_copy_that_a_failed_rename_has_left_goes_with_the_file_it_was_to_replace(
+    tmp_path: Path, lost: bool
+) -> None:
+    store = ScriptedStore()
+    store.show("a", b"v1")
+    store.fail("copy", lambda: OriginFailed("no reply"), lost=lost)
+    async with desk(tmp_path, store, writeback=True, upload_delay_s=100, on_conflict="fail") as d:
+        dirty_file = await d.create("a", b"v2", base=store.version("a"), upto=0)
+        await d.uploads.commit(dirty_file)
+        await add(dirty_file, b" and half a change")
+        over = await d.save("b", b"to be replaced")
+        with pytest.raises(OriginFailed):
+            await d.rename(dirty_file, "b", over=over)
+        assert dirty_file.key == "a" and ("b" in store.objects) is lost
+        if lost:  # another name for it, and another upload that meets the copy
+            assert await d.uploads.rename(over, store, "c")
+            await store.delete("b")
+        await d.close(dirty_file)
+        assert await d.uploads.flush() == []
+        assert store.content("a") == b"v2 and half a change"
+        assert store.content("c" if lost else "b") == b"to be replaced"
+
+
+@in_trio
+async def test_an_upload_that_meets_the_copy_of_a_failed_rename_replaces_it(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True, upload_delay_s=100, on_conflict="fail") as d:
+        over = await d.save("b", b"to be replaced")
+        await d.uploads.copy_comes(over, len(b"copied"))
+        d.store.show("b", b"copied")
+        assert await d.uploads.flush() == [] and d.store.content("b") == b"to be replaced"
+        over = await d.save("c", b"to be replaced")
+        await d.uploads.copy_comes(over, len(b"copied"))
+        d.store.show("c", b"another client's")
+        assert await d.uploads.flush() == [over] and d.store.content("c") == b"another client's"
 
 
 @in_trio

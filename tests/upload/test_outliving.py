@@ -700,7 +700,7 @@ async def test_a_file_that_is_settled_while_it_is_renamed_leaves_no_record(daemo
             await held.reached.wait()
             d.uploads.release(first)
             await trio.sleep(1)
-            assert d.settled == ["k"] and held.release is not None
+            assert d.settled == ["new"] and held.release is not None
             held.release.set()
         assert daemon.store.objects.keys() == {"new"}
     assert daemon.memory().records.found() == {}
