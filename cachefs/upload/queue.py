@@ -27,7 +27,7 @@ from cachefs.base.errors import (
 )
 from cachefs.base.logs import Repeats
 from cachefs.base.metrics import Metrics
-from cachefs.base.tasks import contained, run_contained, taken
+from cachefs.base.tasks import Ts, contained, run_contained, taken
 from cachefs.origin import ObjectInfo
 from cachefs.upload.content import Attempt, Row, Stored
 from cachefs.upload.dirty_file import DirtyFile
@@ -89,8 +89,13 @@ class Queue:
             if self._due[0] is planned:  # otherwise `run` wakes for an earlier one anyway
                 self._changed.set()
 
+    def start(self, what: str, work: Callable[[*Ts], Awaitable[object]], *args: *Ts) -> None:
+        """Start a task (see `contained`), unless this is closed: then the nursery ends, or has ended."""
+        if not self._closed:
+            contained(self.nursery, what, work, *args)
+
     def close(self) -> None:
-        """Begin no more planned uploads."""
+        """Begin no more planned uploads, and no more tasks."""
         self._closed = True
         self._due.clear()
 
@@ -195,7 +200,7 @@ class Queue:
         self._committed(dirty_file, info)
         await self._records.forget(dirty_file)
         if not dirty_file.handles and not dirty_file.dirty:
-            contained(self.nursery, f"settling {dirty_file.key}", self._settle, dirty_file)
+            self.start(f"settling {dirty_file.key}", self._settle, dirty_file)
 
     def _is_quiet(self, dirty_file: DirtyFile) -> bool:
         """True if no program writes the file in passthrough. If False, its last close, or a new plan, tries again."""

@@ -33,7 +33,7 @@ from cachefs.base.linux import HANGS_AFTER_S
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.base.shared_memory import SharedMemory, Tail
-from cachefs.base.tasks import contained, run_contained, taken
+from cachefs.base.tasks import run_contained, taken
 from cachefs.origin import ObjectInfo, Origin, Upload, each
 from cachefs.store.backing import BackingFile
 from cachefs.upload import orphans
@@ -131,7 +131,7 @@ class Together:
         self.waiting.append(dirty_file)
         if len(self.waiting) == 1:
             self._enough = trio.Event()
-            contained(self._queue.nursery, "settling small files", self._run)
+            self._queue.start("settling small files", self._run)
         elif len(self.waiting) == TOGETHER:
             self._enough.set()
 
@@ -309,11 +309,11 @@ class Uploads:
             if not dirty_file.trying.turn.locked():
                 self._forget_removed(dirty_file)
             else:  # its removal may be running, and may fail
-                contained(self._queue.nursery, f"removing {dirty_file.key}", self._after_removal, dirty_file)
+                self._queue.start(f"removing {dirty_file.key}", self._after_removal, dirty_file)
         elif not dirty_file.dirty:
             self._settle_soon(dirty_file)
         elif dirty_file.waits:
-            contained(self._queue.nursery, f"closing {dirty_file.key}", self._after_release, dirty_file)
+            self._queue.start(f"closing {dirty_file.key}", self._after_release, dirty_file)
 
     def _forget_removed(self, dirty_file: DirtyFile) -> None:
         """Forget a file that has lost its name and its last user."""
@@ -332,7 +332,7 @@ class Uploads:
             # At once, because the cache has the staging file, so the dirty file cannot be opened any more.
             self._settled(dirty_file)
         elif not dirty_file.file.in_memory or dirty_file.kernel.way is not Way.HERE:
-            contained(self._queue.nursery, f"settling {dirty_file.key}", self._settle, dirty_file)
+            self._queue.start(f"settling {dirty_file.key}", self._settle, dirty_file)
         else:
             self._together.add(dirty_file)
 
@@ -349,7 +349,7 @@ class Uploads:
             if dirty_file.handles:
                 self.release(dirty_file)
 
-        contained(self._queue.nursery, f"settling {dirty_file.key}", release)
+        self._queue.start(f"settling {dirty_file.key}", release)
 
     def enable_passthrough(
         self, tell: Callable[[BackingFile], None], retire: Callable[[BackingFile], None]
@@ -376,7 +376,7 @@ class Uploads:
         if not dirty_file.kernel.writers and (dirty_file.acknowledged or dirty_file.kernel.shared):
             self._plan(dirty_file)
         if dirty_file.kernel.mapped:
-            contained(self._queue.nursery, f"mappings of {dirty_file.key}", self._until_unmapped, dirty_file)
+            self._queue.start(f"mappings of {dirty_file.key}", self._until_unmapped, dirty_file)
 
     async def _until_unmapped(self, dirty_file: DirtyFile) -> None:
         """Upload changes made through mappings that outlive their close, until there are no mappings."""
@@ -922,7 +922,7 @@ class Uploads:
             if self._dirty_files.get(dirty_file.id) is not dirty_file:
                 continue
             if not self._goes_with_others(dirty_file):
-                contained(self._queue.nursery, f"settling {dirty_file.key}", self._settle, dirty_file)
+                self._queue.start(f"settling {dirty_file.key}", self._settle, dirty_file)
             elif not self.on_settling(dirty_file):
                 self._settle_later(dirty_file)
             else:
@@ -1074,7 +1074,7 @@ class Uploads:
             await trio.sleep(LOOK_S)
             await self._settle(dirty_file)
 
-        contained(self._queue.nursery, f"settling {dirty_file.key}", settle)
+        self._queue.start(f"settling {dirty_file.key}", settle)
 
     def _hangs(self) -> bool:
         """True if the disk is known to hang. After one caller has waited for its deadline in vain, others need not wait."""

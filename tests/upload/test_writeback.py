@@ -19,6 +19,7 @@ from cachefs.base.behind import GATHER_S
 from cachefs.base.errors import CacheUnusable, NoRoom, OriginFailed, PermissionDenied
 from cachefs.upload import queue
 from cachefs.upload.journal import Journal, Records
+from cachefs.upload.uploads import TOGETHER_S
 from tests.fetch.scripted import content
 from tests.upload.scripted import MIB, PART, SOURCE, ScriptedStore, add, desk, in_trio
 
@@ -451,6 +452,22 @@ async def test_a_stop_works_when_the_tasks_have_been_cancelled(tmp_path: Path) -
         inner.cancel_scope.cancel()
         assert await d.uploads.aclose(10) == []
     assert store.content("k") == b"data" and await d.files() == []
+
+
+@in_trio
+async def test_a_file_that_is_still_shown_at_a_stop_is_not_looked_at_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with desk(tmp_path) as d:
+        shown = True
+        d.uploads.on_settling = lambda _: not shown
+        dirty_file = await d.save("k", b"data")
+        await trio.sleep(2 * TOGETHER_S)  # the file is looked at every LOOK_S now
+        assert await d.uploads.aclose(0.0) == []
+        await trio.sleep(10)
+        shown = False
+        await d.uploads._settle(dirty_file)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize("size", [100, 2 * MIB])
