@@ -547,7 +547,7 @@ class Uploads:
                 continue
             if not has_changes:
                 done.add(name)
-            if origin is not None and not row["removed"] and row["base"] is not None:
+            if origin is not None and not row["removed"] and row["base"] is not None and row["ino"]:
                 info = ObjectInfo(row["key"], row.get("size", 0), mtime_ns, row["base"])
                 self._records.stored_before.append(StoredFile(name, origin, info, row["ino"], row["attrs"]))
             unused.append(name)
@@ -629,10 +629,12 @@ class Uploads:
 
     def _forget(self, dirty_file: DirtyFile) -> None:
         """Remove the record of a dirty file for the next daemon. If a failed transaction has left its row, the record stays:
-        it says that the row is out of date."""
+        it says that the row is out of date. It has no inode then, because a process may open the inode, which does not read
+        the dirty file."""
         if self._disk.shared is None:
             return
         if self.journal.leaves(dirty_file.id) and dirty_file.ino:
+            dirty_file.record.ino = 0
             self._put_record(dirty_file)
         else:
             self._disk.shared.records.drop(dirty_file.id)

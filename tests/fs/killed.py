@@ -116,6 +116,17 @@ class Model:
         elif what == "rename":
             if args[0] != args[1]:
                 self.names[args[1]] = self.names.pop(args[0])
+        elif what == "noreplace":
+            self.names[args[1]] = self.names.pop(args[0])
+        elif what == "make":
+            name, h, mode = args
+            self.mode[number := self.new(name, b"")] = mode
+            self.handles[h] = number, True
+        elif what in ("ftruncate", "allocate"):
+            number = self.handles[args[0]][0]
+            old = self.data[number]
+            longer = old + bytes(max(0, args[1] - len(old)))
+            self.write(number, longer[: args[1]] if what == "ftruncate" else longer)
         elif what == "truncate":
             number = self.names[args[0]]
             old = self.data[number]
@@ -138,7 +149,7 @@ class Model:
             name, data = args
             self.new(name, data)
         else:
-            assert what in ("fsync", "pause", "check", "read"), what
+            assert what in ("fsync", "pause", "check", "read", "stop"), what
 
     def forget_mtime(self, name: str) -> None:
         if name in self.names:
@@ -175,6 +186,8 @@ class Chance:
         self.quick = world.random() < 0.3
         self.two_kills = world.random() < 0.5
         self.clients = 0
+        self.more = world.random() < 0.6
+        self.stops = 0.5 * (world.random() < 0.5)  # how often a daemon is stopped that is not killed
         self.attributes = False  # compare them also where no memory outlives a daemon
         vars(self).update(settings)
         self.rng = random.Random(f"{seed} {life}")
@@ -441,12 +454,18 @@ class Daemon:
                 upload_delay_s=chance.delay_s,
                 now_ns=lambda: round(clock() * 1e9),
                 memory=memory,
-                killed=self.life > 0,
+                killed=self.life > 0 and not self.past.stopped,
             )
             records = self.past.records
             await self.uploads.recover({r[1] for r in records.values()})
             names = WriteBehind(
-                Database(self.path / "names", TABLES, version=FORMAT, fsync=False, killed=self.life > 0),
+                Database(
+                    self.path / "names",
+                    TABLES,
+                    version=FORMAT,
+                    fsync=False,
+                    killed=self.life > 0 and not self.past.stopped,
+                ),
                 memory and memory.rows,
             )
             self.mount = mount = Mount.__new__(Mount)
@@ -640,6 +659,8 @@ class Daemon:
                 self.killer.arm(int(self.rng.expovariate(1 / 700)) + 1)
             await self.step()
         if kills:
+            if not self.chance.outlives and self.rng.random() < self.chance.stops:
+                await self.stop()
             os._exit(KILLED)
         self.ready = False
         await self.end()
@@ -749,12 +770,21 @@ class Daemon:
                     "save",
                     "movedir",
                     "read",
+                    *self.chance.more * ["make", "ftruncate", "allocate", "noreplace"],
                 ]
             )
             if what == "open" and len(model.handles) < 4 and self.chance.outlives:
                 name, writes = rng.choice(files), rng.random() < 0.7
                 if name in there or writes:
                     return what, name, self.number, writes, writes and rng.random() < 0.3
+            elif what == "make" and len(model.handles) < 4 and self.chance.outlives:
+                if free := [name for name in files if name not in there]:
+                    return what, rng.choice(free), self.number, rng.choice([0o600, 0o640, 0o755])
+            elif what in ("ftruncate", "allocate") and writers:
+                return what, rng.choice(writers), rng.choice([1, 4, 50])
+            elif what == "noreplace" and there:
+                if free := [name for name in files if name not in there]:
+                    return what, rng.choice(there), rng.choice(free)
             elif what == "write" and writers:
                 h = rng.choice(writers)
                 size = len(model.data[model.handles[h][0]])
@@ -838,16 +868,22 @@ class Daemon:
                 | (os.O_CREAT if writes else 0)
                 | (os.O_TRUNC if empties else 0)
             )
-            fh = await mount.open(name, flags)
-            self.handles[h] = fh
-            handle = fs.handles[fh]
-            obj = handle.object
-            use = "READS" if handle.node is None else "WRITES" if handle.writes else "READS_WRITTEN"
-            self.log.say("handle", h, (fh, handle.ino, use, obj.key, obj.etag, obj.size, handle.mtime_ns))
+            self.opened(h, await mount.open(name, flags))
         elif what == "write":
             h, at, data = args
             if data:
                 assert await mount.pwrite(self.handles[h], at, data) == len(data)
+        elif what == "make":
+            name, h, mode = args
+            self.opened(h, await mount.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode))
+        elif what == "ftruncate":
+            fh = self.handles[args[0]]
+            await fs.setattr(fs.handles[fh].ino, size=args[1], fh=fh)
+        elif what == "allocate":
+            await fs.fallocate(self.handles[args[0]], 0, 0, args[1])
+        elif what == "noreplace":
+            above, below = await mount.parent(args[0]), await mount.parent(args[1])
+            await self.twice(fs.rename, *above, *below, 1)
         elif what == "fsync":
             await fs.fsync(self.handles[args[0]])
         elif what == "close":
@@ -881,6 +917,24 @@ class Daemon:
         elif what == "check":
             wrong = self.differs(self.model, await self.observed())
             assert not wrong, wrong
+
+    def opened(self, h: int, fh: int) -> None:
+        self.handles[h] = fh
+        handle = self.fs.handles[fh]
+        obj = handle.object
+        use = "READS" if handle.node is None else "WRITES" if handle.writes else "READS_WRITTEN"
+        self.log.say("handle", h, (fh, handle.ino, use, obj.key, obj.etag, obj.size, handle.mtime_ns))
+
+    async def stop(self) -> None:
+        """As after a signal: what cannot be uploaded in time is left to the next mount."""
+        self.log.say("begin", ("stop",), self.model, self.model, self.number)
+        await self.fs.aclose()
+        self.uploads.unmounted()
+        deadline_s = self.rng.choice([0.0, 0.001, 1.0])
+        await self.uploads.flush(deadline_s=deadline_s, at_the_end=True)
+        await self.uploads.aclose(0.0)
+        self.mount.close()
+        self.log.say("stopped")
 
     async def twice(self, work: Callable[..., Awaitable[Any]], *args: Any, **how: Any) -> None:
         try:
@@ -947,10 +1001,11 @@ class Past:
         self.number = 100
         self.story: list[str] = []
         self.lives = 0
+        self.stopped = False
 
     def read(self, said: list[tuple[Any, ...]]) -> None:
         doubt: tuple[Any, ...] | None = None
-        handle_said = closed = False
+        handle_said = closed = self.stopped = False
         for what, *rest in said:
             if what == "origin":
                 self.origin.append(rest)
@@ -972,6 +1027,7 @@ class Past:
                 self.records.pop(rest[0], None)
                 closed = True
             else:
+                self.stopped |= what == "stopped"
                 self.story.append(f"  {what}: {rest}" if what != "failed" else f"  failed:\n{rest[0]}")
         if doubt is not None:
             if closed and doubt[0] == "close":
@@ -990,10 +1046,13 @@ class Past:
             elif doubt[0] in ("open", "truncate"):
                 for model in self.models:
                     model.forget_mtime(doubt[1])
-            elif doubt[0] == "write":
+            elif doubt[0] == "make":
+                # It may be there, and its mode not: the program was not told that it has made it.
+                self.models[1].loose.add(self.models[1].handles.pop(doubt[2])[0])
+            elif doubt[0] in ("write", "ftruncate", "allocate"):
                 for model in self.models:
                     model.mtime.pop(model.handles[doubt[1]][0], None)
-            elif doubt[0] == "rename":
+            elif doubt[0] in ("rename", "noreplace"):
                 for model in self.models:  # an upload that ended in the rename may have made another inode
                     model.loose |= {model.names[name] for name in doubt[1:] if name in model.names}
                 key = [rest for rest in self.origin if rest[0] == doubt[1]][-1:]

@@ -1,5 +1,6 @@
 """Files that are written, renamed, removed and committed at random, by programs that are killed amid it, on a store that
-fails at random, and kills: what is at the store is always what somebody had written at some moment, and what was promised is found."""
+fails at random, and kills: what is at the store is always what somebody had written at some moment, and what was promised is
+found."""
 
 from __future__ import annotations
 
