@@ -279,7 +279,8 @@ class Changing:
 
         await self._replace(to, replaced, copy)
         assert info is not None
-        await self._writer.moved(object_of(*place, found.row), info.version(origin.source))
+        with trio.CancelScope(shield=True):  # because the copy is made, and no row says so yet
+            await self._writer.moved(object_of(*place, found.row), info.version(origin.source))
         async with self._local_changes.applying():
             self._moved(place, found.row, to, info)
         await self._delete(origin, key, place, to)

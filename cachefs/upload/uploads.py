@@ -33,7 +33,7 @@ from cachefs.base.linux import HANGS_AFTER_S
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.base.shared_memory import SharedMemory, Tail
-from cachefs.base.tasks import run_contained, taken
+from cachefs.base.tasks import run_contained, take, taken
 from cachefs.origin import ObjectInfo, Origin, Upload, each
 from cachefs.store.backing import BackingFile
 from cachefs.upload import orphans
@@ -739,11 +739,12 @@ class Uploads:
             with trio.CancelScope(shield=True):
                 await self._move(dirty_file, before, None)
             raise
-        dirty_file.copied(own, info)
-        # After `copied`: if the cache is adopting the file just now, `_adopted_as` sees the new version afterwards.
-        await self.moved(own.version(source), info.version(to.origin.source))
-        if not dirty_file.acknowledged:
-            await self._records.forget(dirty_file)
+        with trio.CancelScope(shield=True):  # because the file has its new key
+            dirty_file.copied(own, info)
+            # After `copied`: if the cache is adopting the file just now, `_adopted_as` sees the new version afterwards.
+            await self.moved(own.version(source), info.version(to.origin.source))
+            if not dirty_file.acknowledged:
+                await self._records.forget(dirty_file)
         if dirty_file.stored is info:
             self.on_committed(dirty_file, info)
 
@@ -763,18 +764,19 @@ class Uploads:
     async def _send_renamed(self, dirty_file: DirtyFile, before: Where) -> None:
         """Upload the file under its new key. If that fails, move it back to where it was `before`."""
         wanted = dirty_file.content.generation
-        error: CachefsError = OriginFailed(
+        error: BaseException = OriginFailed(
             f"{dirty_file.origin.name(dirty_file.key)} is being written: it keeps its name"
         )
         try:
             await self._queue.upload(dirty_file)
-        except CachefsError as exc:
+        except (CachefsError, trio.Cancelled) as exc:
             error = exc
-        finally:
-            if not dirty_file.has(wanted):
-                with trio.CancelScope(shield=True):
-                    await self._back(dirty_file, wanted, before)
         if not dirty_file.has(wanted):
+            with trio.CancelScope(shield=True):
+                await self._back(dirty_file, wanted, before)
+        if not dirty_file.has(
+            wanted
+        ):  # otherwise a caller that is cancelled has to hear that the file is renamed
             raise error
 
     async def _back(self, dirty_file: DirtyFile, wanted: int, before: Where) -> None:
@@ -824,30 +826,28 @@ class Uploads:
         that a last upload may have made is deleted at the origin."""
         stored = dirty_file.stored
         dirty_file.content.removed = True
-        async with taken(dirty_file.trying.turn):
+        try:
+            await take(dirty_file.trying.turn)
+        except BaseException:
+            self._comes_back(dirty_file)
+            raise
+        try:
             try:
                 await self._queue.halt(dirty_file, gives_up=True)
                 if instead is not None:
                     await instead()
             except BaseException:
-                dirty_file.content.removed = dirty_file.record.says_removed = False
-                if self._is_noted(dirty_file):
-                    self.noted(dirty_file)
-                if dirty_file.dirty and (dirty_file.acknowledged or not dirty_file.handles):
-                    self._queue.plan(dirty_file, 0.0)
-                elif not dirty_file.handles:  # the last user has closed the file meanwhile
-                    self._settle_soon(dirty_file)
+                self._comes_back(dirty_file)
                 raise
             # Before the staging file is unlinked, which the next daemon would miss.
             self.note_removed(dirty_file)
-            try:
-                await dirty_file.sender.abandon()
-            finally:  # also if the caller is cancelled, because the name is removed
+            with trio.CancelScope(shield=True):  # because the name is removed
+                with trio.move_on_after(GIVING_UP_S):  # otherwise it is aborted later
+                    await dirty_file.sender.abandon()
                 try:
-                    with trio.CancelScope(shield=True):
-                        # Not if the dirty file is clean, because the cache may be adopting its staging file.
-                        unlinks = dirty_file.content.is_ours and dirty_file.dirty
-                        await self._records.forget(dirty_file, HANGS_AFTER_S, unlinks=unlinks)
+                    # Not if the dirty file is clean, because the cache may be adopting its staging file.
+                    unlinks = dirty_file.content.is_ours and dirty_file.dirty
+                    await self._records.forget(dirty_file, HANGS_AFTER_S, unlinks=unlinks)
                 finally:
                     # Otherwise a file that is replaced again and again would keep all earlier ones in memory.
                     dirty_file.record.over = None
@@ -855,6 +855,18 @@ class Uploads:
             made = dirty_file.trying.unsure or dirty_file.stored is not stored
             if made and not replaced and (not dirty_file.conflicts or await self._own(dirty_file)):
                 await dirty_file.origin.delete(dirty_file.key)
+        finally:
+            dirty_file.trying.turn.release()
+
+    def _comes_back(self, dirty_file: DirtyFile) -> None:
+        """Handle a removal that has failed: the name shows the dirty file as before."""
+        dirty_file.content.removed = dirty_file.record.says_removed = False
+        if self._is_noted(dirty_file):
+            self.noted(dirty_file)
+        if dirty_file.dirty and (dirty_file.acknowledged or not dirty_file.handles):
+            self._queue.plan(dirty_file, 0.0)
+        elif not dirty_file.handles:  # the last user has closed the file meanwhile
+            self._settle_soon(dirty_file)
 
     # -- called by dirty files ----------------------------------------------------------------------
 
