@@ -112,7 +112,7 @@ def at_each_step(path: Path, prepare: Prepare, *what: str) -> None:
             nursery.cancel_scope.cancel()
         assert step >= 2 or what[0] == "amid"  # without a request, nothing takes time
 
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0.002), strict_exception_groups=False)
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0.002))
 
 
 @pytest.mark.parametrize("over", ["", "stored", "here"])
