@@ -257,7 +257,8 @@ async def test_whatever_happens(
             assert world.store.content(name) == data
         await trio.sleep(200)
         await d.quiet()
-        assert world.store.uploads == {} and await d.files() == []
+        # One that was being begun at the kill may stay, without a part: no row has told of it.
+        assert not any(parts for _, parts in world.store.uploads.values()) and await d.files() == []
         assert d.uploads.journal.rows("drafts") == d.uploads.journal.rows("orphans") == {}
     world.check_seen()
     assert "unexpected" not in caplog.text
