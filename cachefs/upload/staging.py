@@ -408,8 +408,12 @@ class StagingFile:
     def prepare_passthrough(self) -> Shape:
         """As `open_backing`, for a file that is on the disk. Called again, it resets the mtime. Blocking."""
         with self._translated():
-            if self._writes:
-                self._cut_off(self._fd)
+            if self._cut_at is not None and not self.in_passthrough:  # else a process may have written there
+                fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR)
+                try:
+                    self._cut_off(fd)
+                finally:
+                    os.close(fd)
             _make_read_only(self._fd)
             self._writes = False
         self.in_passthrough = True

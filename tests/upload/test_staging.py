@@ -35,6 +35,7 @@ STEPS = st.lists(
 
 @given(STEPS, st.integers(0, 200), st.integers(1, 7))
 @example([("write", 5, 60), ("append", 0, 1), ("full", 0, 0)], 64, 1)  # the disk has no room for the end
+@example([("passthrough", 0, 0), ("full", 1, 1), ("append", 0, 2), ("passthrough", 0, 0)], 0, 1)
 @settings(max_examples=examples(150))
 def test_it_holds_what_was_written(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, int]], left: int, at_once: int
