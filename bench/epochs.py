@@ -212,9 +212,8 @@ def _train(work: Workspace, shape: str, bucket: str, ext4: Path, rounds: int, re
 
     def other(kind: type[Foreground]) -> float:
         with kind(work.disk, work.lab, bucket) as mount:
-            for path in training.files(
-                mount.path
-            ):  # unshaped: how it fares in a first epoch says `epoch-cold`
+            # Unshaped: how it fares in a first epoch says `epoch-cold`.
+            for path in training.files(mount.path):
                 whole_once(path)
             with work.shaped(BANDWIDTH):
                 return busy(kind.name, mount.path)

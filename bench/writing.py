@@ -308,9 +308,8 @@ def save_replace(work: Workspace, rounds: int) -> Result:
     for way, options in ways.items():
         work.lab.put(SAVED, NAME, b"the old one")
         with mounted(work, *options) as mount:
-            first = (
-                mount.path / "first"
-            )  # the first copy at a store finds out, once a mount, which conditions it honours
+            # The first copy at a store finds out, once a mount, which conditions it honours.
+            first = mount.path / "first"
             save(first, 1)
             first.rename(mount.path / "second").unlink()
             if options:

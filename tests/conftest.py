@@ -103,9 +103,8 @@ class FailuresAtOnce:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         terminal = self._config.pluginmanager.get_plugin("terminalreporter")
-        if (
-            report.failed and terminal is not None
-        ):  # None: a process of pytest-xdist, which reports to the one that prints
+        # None: a process of pytest-xdist, which reports to the one that prints.
+        if report.failed and terminal is not None:
             terminal.write_line(f"\n{report.nodeid} failed ({report.when})")
 
 

@@ -190,9 +190,8 @@ async def mount(
                 backing.registered(1)
                 return True
 
-            if (
-                takes or not writes
-            ):  # as on Linux from 6.9 on: an open asks the index first; this kernel may take no file
+            # As on Linux from 6.9 on: an open asks the index first; this kernel may take no file.
+            if takes or not writes:
                 fs.enable_passthrough(register if takes else lambda backing: False)
             if writeback and uploads is not None:
                 uploads.enable_passthrough(lambda backing: backing.registered(1), lambda backing: None)

@@ -205,9 +205,8 @@ def complete_upload(exchange: Exchange) -> None:
                 raise S3Error("InvalidPart")
             parts.append(part)
         bucket = the_bucket(exchange)
-        _check(
-            exchange, bucket.get(request.key)
-        )  # before the object gets the parts, for another try may follow
+        # Before the object gets the parts, for another try may follow.
+        _check(exchange, bucket.get(request.key))
         stored = warehouse.join(parts, f'"{tag}-{len(parts)}"', upload.headers)
         bucket.put(request.key, stored)
         _forget(exchange, used={number for number, _ in wanted})

@@ -101,9 +101,8 @@ def _mutants(options: argparse.Namespace) -> tuple[list[str], list[Mutant]]:
         )
         found = [mutant for path in paths for mutant in mutants_of(path, (ROOT / path).read_bytes())]
         if options.sample and options.sample < len(found):
-            found = random.Random(options.seed).sample(
-                found, options.sample
-            )  # what is broken off is a sample, too
+            # What is broken off is a sample, too.
+            found = random.Random(options.seed).sample(found, options.sample)
     return paths, [mutant for mutant in found if re.search(options.only, str(mutant))]
 
 

@@ -358,9 +358,8 @@ class Session:
         if mutant is not None:
             file = self._tree / mutant.path
             original, status = file.read_bytes(), file.stat()
-            file.write_bytes(
-                mutant.apply(original)
-            )  # for what the tests import late, and for the processes they start
+            # For what the tests import late, and for the processes they start.
+            file.write_bytes(mutant.apply(original))
             self._written += 1
             time_s = 1_000_000_000 + self._written  # no two mutants look alike to what is compiled
             os.utime(file, (time_s, time_s))

@@ -135,9 +135,8 @@ class Database:
         self._closed = False
         self._place = path  # the directory where it is open: `path` or the refuge
         self._opened: _Environment | None = None  # None while it is opened again, and after that failed
-        self.on_cut_short: Callable[[], None] = lambda: (
-            None
-        )  # called in any thread, until `renew` has succeeded
+        # Called in any thread, until `renew` has succeeded.
+        self.on_cut_short: Callable[[], None] = lambda: None
         self._write_lock = threading.Lock()  # held to write, to open again and to close
         self._reading: list[None] = []  # an entry for each reader; appending and popping are atomic
         try:

@@ -588,9 +588,8 @@ class Daemon:
 
     async def _reload(self, reread: Callable[[], Config]) -> None:
         """Apply the `LIVE` options of the present configuration, and log which changed options need a remount."""
-        await (
-            self._mounted.wait()
-        )  # the parts of a daemon that starts are built from the configuration that it has read
+        # The parts of a daemon that starts are built from the configuration that it has read.
+        await self._mounted.wait()
         try:
             # One at a time, so that the last one counts. The file may be on a disk that hangs.
             fresh = await in_thread(reread, limiter=self._reloading, abandon_on_cancel=True)

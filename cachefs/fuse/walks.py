@@ -108,6 +108,5 @@ class WalksAgain:
     async def _hold(self, fh: int, walk: _Walk) -> None:
         with trio.move_on_after(self.held_s):
             await walk.over.wait()
-        self._fs.release(
-            fh
-        )  # not when the daemon ends, which cancels this task last: the filesystem is closed then
+        # Not when the daemon ends, which cancels this task last: the filesystem is closed then.
+        self._fs.release(fh)

@@ -632,9 +632,8 @@ class Catalog:
     def extents(self, obj: CachedObject) -> Iterable[tuple[int, int]]:
         """(extent, bit mask of its blocks) for each extent of the version."""
         blocks = block_count(obj.id.size, self._block_size)
-        if (
-            0 < blocks <= BLOCKS_PER_EXTENT
-        ):  # a shortcut for small files, because each of their opens calls this three times
+        # A shortcut for small files, because each of their opens calls this three times.
+        if 0 < blocks <= BLOCKS_PER_EXTENT:
             return ((0, (1 << blocks) - 1),)
         count = block_count(blocks, BLOCKS_PER_EXTENT)
         return ((extent, extent_bits(blocks, extent)) for extent in range(count))

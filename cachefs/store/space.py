@@ -683,9 +683,8 @@ class Moves:
             with trio.CancelScope(shield=True):
                 open_source = partial(obj.open, source)
                 await in_thread(partial(_copy_ranges, open_source, sink, ranges))
-            moved = (
-                wanted & copy.bitmap
-            )  # a block that the source has dropped meanwhile may be damaged in the target, too
+            # A block that the source has dropped meanwhile may be damaged in the target, too.
+            moved = wanted & copy.bitmap
             for position, checksum in enumerate(copy.checksums):
                 if moved >> position & 1:
                     target.checksums[position] = checksum

@@ -774,9 +774,8 @@ class Uploads:
         if not dirty_file.has(wanted):
             with trio.CancelScope(shield=True):
                 await self._back(dirty_file, wanted, before)
-        if not dirty_file.has(
-            wanted
-        ):  # otherwise a caller that is cancelled has to hear that the file is renamed
+        # A caller that is cancelled has to hear that the file is renamed, if it is.
+        if not dirty_file.has(wanted):
             raise error
 
     async def _back(self, dirty_file: DirtyFile, wanted: int, before: Where) -> None:

@@ -31,9 +31,8 @@ def test_a_slow_and_lossy_network_costs_time_and_little_else(
     data.many(60, 150_000)
     data.put("large.bin", 5_000_000)
     cluster = cluster_of(data, far[:3], endpoint_url=store.endpoint).start()
-    eventually(
-        lambda: cluster.peers_listed() == [3] * 3, "all see each other"
-    )  # a lost handshake takes its time
+    # A lost handshake takes its time.
+    eventually(lambda: cluster.peers_listed() == [3] * 3, "all see each other")
     cluster.read_all()
     # A peer that is late is passed over, and then its blocks come twice.
     assert data.sent() <= 1.3 * data.size

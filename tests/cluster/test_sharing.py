@@ -17,9 +17,8 @@ def test_four_nodes_read_everything_and_the_store_sends_it_once(
 ) -> None:
     data.many(250, 300_000)
     for number in range(2):
-        data.put(
-            f"large/{number}.bin", 40 * MIB + 12_345
-        )  # three extents each, of which several nodes own one
+        # Three extents each, of which several nodes own one.
+        data.put(f"large/{number}.bin", 40 * MIB + 12_345)
     cluster = cluster_of(data, hosts, ram="256M").start()
     cluster.read_all()
     assert data.sent() <= 1.02 * data.size

@@ -181,9 +181,8 @@ class Run:
         await self.check(lab, self.handles[key], where, size)
 
     async def together(self, lab: Lab, reads: list[tuple[int, float, int]]) -> None:
-        self.troubled = (
-            self.world.origin.doomed + sum(f.times for f in self.world.origin.failures) > 0
-        )  # whose failure it is nobody can say
+        # Whose failure it is nobody can say.
+        self.troubled = self.world.origin.doomed + sum(f.times for f in self.world.origin.failures) > 0
         handles = [lab.fetcher.open(self.world.origin, self.world.now[k]) for k, _, _ in reads]  # type: ignore[arg-type]
         async with trio.open_nursery() as nursery:
             for handle, (_, where, size) in zip(handles, reads, strict=True):

@@ -225,9 +225,8 @@ async def test_closing_the_handle_does_not_start_anything_new(cache_dir: Path) -
     async with running(cache_dir, ssd=256 * MIB, readahead=8 * MIB) as lab:
         object_id = lab.origin.put("k", content(1, 24 * MIB))
         for offset in range(0, 4 * MIB, 128 * KIB):
-            await lab.read(
-                object_id, offset, 128 * KIB
-            )  # a handle each: a stream must prove itself each time
+            # A handle each: a stream must prove itself each time.
+            await lab.read(object_id, offset, 128 * KIB)
         await lab.quiet()
         gets = len(lab.origin.gets)
         await trio.sleep(0.01)

@@ -214,9 +214,8 @@ async def test_a_changed_object_is_estale_to_its_handle_and_new_to_the_next() ->
         assert bytes(await mount.fs.read(new, 0, 4)) != bytes(first)
         assert len(await mount.fs.read(new, 0, 100)) == 20
         mount.fs.release(old)
-        with pytest.raises(
-            ObjectChanged
-        ):  # the pages that the kernel may have of it are of the older version
+        # The pages that the kernel may have of it are of the older version.
+        with pytest.raises(ObjectChanged):
             await mount.fs.open(ino, os.O_RDONLY, 1)
         for fh in (old, new):
             mount.fs.release(fh)

@@ -151,9 +151,8 @@ async def test_one_stat_in_an_endless_directory_stays_cheap() -> None:
         await trio.sleep(20)
         lists, heads = bucket.counts
         assert heads == 1
-        assert (
-            lists <= 1 + 11 + 1
-        )  # the first page, ten beyond it, and the question whether it is a directory
+        # The first page, ten beyond it, and the question whether it is a directory.
+        assert lists <= 1 + 11 + 1
         bucket.reset()
         assert await mount.stat("img_002999.jpg") is not None
         assert bucket.counts == (0, 0)
@@ -355,9 +354,8 @@ async def test_strict_asks_for_a_file_of_an_unfinished_listing_with_one_head() -
         await mount.fs.readdir(handle, 0, 5)
         mount.fs.releasedir(handle)
         await trio.sleep(20)
-        await mount.read(
-            "img_000109.jpg"
-        )  # the last one shown: a directory of its name could be on the next page
+        # The last one shown: a directory of its name could be on the next page.
+        await mount.read("img_000109.jpg")
         bucket.reset()
         for _ in range(3):
             await mount.read("img_000109.jpg")

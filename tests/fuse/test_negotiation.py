@@ -94,9 +94,8 @@ def test_a_mount_that_can_be_written_agrees_on_more() -> None:
     assert answer.flags == int(WANTED_TO_WRITE)
     assert answer.flags & ~int(WANTED) == Init.ATOMIC_O_TRUNC | Init.HANDLE_KILLPRIV_V2
     assert answer.max_write == MAX_WRITE == MAX_PAGES * 4096
-    assert (
-        not answer.flags & 1 << 16
-    )  # WRITEBACK_CACHE: the kernel would keep what close is to bring to the store
+    # WRITEBACK_CACHE: the kernel would keep what close is to bring to the store.
+    assert not answer.flags & 1 << 16
 
 
 def test_a_mount_that_cannot_be_written_agrees_on_no_more() -> None:

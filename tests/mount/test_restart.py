@@ -1106,9 +1106,8 @@ def test_who_reads_what_waits_for_its_upload_goes_on(mounted: Mounted, bucket: B
     (mount.path / "file").write_bytes(data)
     with open(mount.path / "file", "rb", buffering=0) as reader:
         assert reader.read(10) == data[:10]
-        os.chmod(
-            mount.path / "other", 0o640
-        )  # of a file that is not written: returns when all names are on the disk
+        # Of a file that is not written: returns when all names are on the disk.
+        os.chmod(mount.path / "other", 0o640)
         kill(mount)
         assert reader.read() == data[10:]
         assert (mount.path / "file").read_bytes() == data

@@ -298,9 +298,8 @@ class TestNames:
 
     def test_renaming(self, place: Place) -> None:
         (place.path / "first").write_bytes(b"content")
-        os.rename(
-            place.path / "first", place.path / "a"
-        )  # the first copy finds out which conditions the store honours
+        # The first copy finds out which conditions the store honours.
+        os.rename(place.path / "first", place.path / "a")
         with place.mount.counting() as counts:
             os.rename(place.path / "a", place.path / "b")
         assert place.names() == ["b"]

@@ -79,9 +79,8 @@ class Rootfs:
             include = f"--include={','.join(PACKAGES)}"
             succeed("mmdebstrap", "--quiet", "--variant=minbase", include, SUITE, self.path)
             made.write_text(" ".join(PACKAGES))
-        shutil.copyfile(
-            CERTIFICATES, self.path / CERTIFICATES.relative_to("/")
-        )  # this machine's may know more
+        # This machine's may know more.
+        shutil.copyfile(CERTIFICATES, self.path / CERTIFICATES.relative_to("/"))
         shutil.copyfile("/etc/resolv.conf", self.path / "etc/resolv.conf")
         tree = self.path / "root" / "cachefs"
         shutil.rmtree(tree, ignore_errors=True)

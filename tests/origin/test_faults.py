@@ -142,9 +142,8 @@ def test_faults_that_stay(store: Lab, client: str, action: str) -> None:
         with pytest.raises(OriginFailed, match="gave up after 6 attempts") as failure:
             await content(there, info)
         assert "\n" not in str(failure.value) and "X-Amz" not in str(failure.value)
-        assert gets(store) == (
-            12 if (client, action) == ("fsspec", "reset") else 6
-        )  # aiohttp's own repetition
+        # Aiohttp's own repetition.
+        assert gets(store) == (12 if (client, action) == ("fsspec", "reset") else 6)
         store.store.clear_faults()
         assert await content(there, info) == BODY
 

@@ -368,9 +368,8 @@ def test_any_reply_ends_it() -> None:
         store.state, store.bad["probe"] = "ok", "hangs"
         await trio.sleep(1)
         assert origin.complaint
-        assert (
-            await origin._attempts.call(lambda: 7, "writing", "origin_put", "a") == 7
-        )  # writes are tried all the same
+        # Writes are tried all the same.
+        assert await origin._attempts.call(lambda: 7, "writing", "origin_put", "a") == 7
         assert origin.complaint == ""
 
     play(EIO, scenario)

@@ -147,9 +147,8 @@ def test_small_requests_need_no_thread(store: Lab, monkeypatch: pytest.MonkeyPat
     async def play() -> None:
         origin = store.origin(metrics=Metrics())
         try:
-            await origin.put(
-                "few/first", InMemory(SMALL), len(SMALL), settle=False
-            )  # its thread looks for credentials
+            # Its thread looks for credentials.
+            await origin.put("few/first", InMemory(SMALL), len(SMALL), settle=False)
             threads.replace(monkeypatch, no_thread)
             made = await origin.put("few/small", InMemory(SMALL), len(SMALL), settle=False)
             assert (await origin.head("few/small")).etag == made.etag

@@ -189,13 +189,14 @@ def test_a_handshake_from_a_node_that_may_be_new_is_worth_an_early_poll(
 
 @in_virtual_time
 async def test_a_join_is_seen_within_three_seconds() -> None:
+    # Whenever the other begins to listen, and although a third hangs.
     for begun_s in (
         0.1,
         0.7,
         1.3,
         1.9,
         5.0,
-    ):  # whenever the other begins to listen, and although a third hangs
+    ):
         network = Network(named([A]))
         answering = network.identify
 

@@ -53,9 +53,8 @@ async def test_a_pass_shows_each_name_once_but_for_the_slice_where_it_began(firs
     assert set(offered) == set(NAMES)
     assert len(tree_queries.shown) < len(NAMES) + 64
     before = len(tree_queries.shown)
-    assert (
-        not await source.next(8) and len(tree_queries.shown) == before
-    )  # a pass is over until more was missed
+    # A pass is over until more was missed.
+    assert not await source.next(8) and len(tree_queries.shown) == before
 
 
 def test_directories_are_forgotten_by_time_and_by_number() -> None:

@@ -508,9 +508,8 @@ async def test_an_index_that_cannot_be_written_is_said_and_served_around(
 
         monkeypatch.setattr(Database, "write", full)
         for _ in range(2):
-            await read_everything(
-                lab, ids, data
-            )  # evicts, drops and refills under an index that stays behind
+            # Evicts, drops and refills under an index that stays behind.
+            await read_everything(lab, ids, data)
             await lab.store.flush()
             assert "disk full" in lab.store.index_error
         monkeypatch.setattr(Database, "write", real)

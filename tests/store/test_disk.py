@@ -247,9 +247,8 @@ async def test_files_go_beside_the_loop_and_count_until_they_are_gone(
         (ssd,) = lab.store.tiers
         assert lab.store.evict(lab.store.object(one)) == EXTENT
         assert (ssd.used_bytes, ssd.counted_bytes()) == (EXTENT, 2 * EXTENT)
-        assert await lab.read(three) == content(
-            3, EXTENT
-        )  # past the tier, for nothing else is evicted for it
+        # Past the tier, for nothing else is evicted for it.
+        assert await lab.read(three) == content(3, EXTENT)
         assert lab.metrics.evicted_blocks == 0 and lab.store.cached_bytes(two) == EXTENT
         may.set()
         await until(lambda: not ssd.disposal.going_bytes, PATIENCE_S)

@@ -96,9 +96,8 @@ async def test_another_dataset_takes_over_within_two_epochs(cache_dir: Path) -> 
         other = dataset(lab.origin, "other", FILES, SMALL)
         for n in range(3):
             await epoch(lab, shuffled(one, n))
-        await epoch(
-            lab, shuffled(one, 9)[: FILES // 2]
-        )  # left in the middle: a part of it was still protected
+        # Left in the middle: a part of it was still protected.
+        await epoch(lab, shuffled(one, 9)[: FILES // 2])
         hits = [await epoch(lab, shuffled(other, n)) for n in range(4)]
         assert min(hits[2:]) >= 0.48, hits
 

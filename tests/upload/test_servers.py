@@ -271,9 +271,8 @@ def test_after_a_kill_in_the_middle(
 
     async def use() -> None:
         with monkeypatch.context() as patched:
-            patched.setattr(
-                Upload, "complete", never
-            )  # a thread outlives this kill, and would complete it yet
+            # A thread outlives this kill, and would complete it yet.
+            patched.setattr(Upload, "complete", never)
             await begin()
         await go_on()
 
