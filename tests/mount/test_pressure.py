@@ -275,15 +275,6 @@ class TestDisks:
         mount.stop()
 
 
-def test_a_cache_directory_that_is_a_file(mounted: Mounted, bucket: Bucket, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    fill(bucket, 2, 2 * MIB)
-    mount = mounted(bucket, cache_dir=tmp_path / "file")
-    mount.allowed.append("WARNING daemon.daemon: ")
-    compare_all(mount, bucket)
-    assert mount.status()["warnings"]
-
-
 def test_a_cache_directory_that_vanishes_while_it_is_read(mounted: Mounted, bucket: Bucket) -> None:
     fill(bucket, 10, 4 * MIB)
     mount = mounted(bucket, ram="4M")
