@@ -247,6 +247,9 @@ class MemoryWriter:
     async def disk_answers(self) -> None:
         pass
 
+    async def copy_comes(self, dirty_file: MemoryDirtyFile, size: int) -> None:
+        assert not dirty_file.discarded
+
     async def moved(self, old: ObjectId, new: ObjectId) -> None:
         assert old.size == new.size
 
