@@ -297,6 +297,11 @@ class Sender:
         finally:
             self._quiet = self.final = False
 
+    @property
+    def has_begun(self) -> bool:
+        """True if bytes are being sent, or a multipart upload is there: `abandon` waits for them."""
+        return bool(self._early) or self.upload is not None
+
     async def abandon(self) -> None:
         """End all transfers and abort the multipart upload. An upload that cannot be aborted is recorded, also if this is
         cancelled."""
@@ -309,9 +314,8 @@ class Sender:
         if upload is not None:
             try:
                 await upload.abort()
-            except (
-                BaseException
-            ) as exc:  # also if cancelled, because no other object refers to the upload any more
+            # Also if cancelled, because no other object refers to the upload any more.
+            except BaseException as exc:
                 await self._what.orphaned(upload)
                 if not isinstance(exc, CachefsError):
                     raise

@@ -20,7 +20,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -841,8 +841,9 @@ class Uploads:
             # Before the staging file is unlinked, which the next daemon would miss.
             self.note_removed(dirty_file)
             with trio.CancelScope(shield=True):  # because the name is removed
-                with trio.move_on_after(GIVING_UP_S):  # otherwise it is aborted later
-                    await dirty_file.sender.abandon()
+                # Without a cancel scope if it need not wait, because that costs as much as the rest of a removal.
+                with trio.move_on_after(GIVING_UP_S) if dirty_file.sender.has_begun else nullcontext():
+                    await dirty_file.sender.abandon()  # what is not aborted by then is aborted later
                 try:
                     # Not if the dirty file is clean, because the cache may be adopting its staging file.
                     unlinks = dirty_file.content.is_ours and dirty_file.dirty
