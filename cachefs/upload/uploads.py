@@ -737,7 +737,11 @@ class Uploads:
             info = await to.origin.copy(before.key, to.key, size=own.size, etag=own.etag)
         except BaseException:
             with trio.CancelScope(shield=True):
-                await self._move(dirty_file, before, None)
+                await dirty_file.sender.abandon()  # parts that were sent meanwhile have the new key
+                dirty_file.moved(before)
+                # A journal that fails, too, does not leave the file at its new key: its name is the old one.
+                with suppress(CachefsError):
+                    await self._records.moved(dirty_file, HANGS_AFTER_S)
             raise
         with trio.CancelScope(shield=True):  # because the file has its new key
             dirty_file.copied(own, info)

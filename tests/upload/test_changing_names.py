@@ -365,6 +365,31 @@ async def test_a_rename_whose_row_the_disk_refuses_leaves_no_copy(
         assert await d.uploads.flush() == [] and store.content("a") == b"v2 and half a change"
 
 
+@in_trio
+async def test_a_rename_fails_as_its_copy_does_though_the_disk_then_fails_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ScriptedStore()
+    store.show("a", b"v1")
+    async with desk(tmp_path, store, writeback=True, upload_delay_s=100) as d:
+        dirty_file = await d.create("a", b"v2", base=store.version("a"), upto=0)
+        await d.uploads.commit(dirty_file)
+        await add(dirty_file, b" and half a change")
+        with monkeypatch.context() as patched:
+
+            def failing() -> OriginFailed:
+                patched.setattr(Database, "write", no_room)
+                return OriginFailed("no copy")
+
+            store.fail("copy", failing)
+            with pytest.raises(OriginFailed, match="no copy"):
+                await d.rename(dirty_file, "b")
+        assert dirty_file.key == "a"
+        await d.close(dirty_file)
+        assert await d.uploads.flush() == []
+        assert store.content("a") == b"v2 and half a change" and "b" not in store.objects
+
+
 @pytest.mark.parametrize("lost", [False, True])
 @in_trio
 async def test_a_copy_that_a_failed_rename_has_left_goes_with_the_file_it_was_to_replace(
