@@ -409,6 +409,7 @@ class StagingFile:
         """As `open_backing`, for a file that is on the disk. Called again, it resets the mtime. Blocking."""
         with self._translated():
             if self._cut_at is not None and not self.in_passthrough:  # else a process may have written there
+                # Not `_writable_fd`, which counts users: this runs in a thread.
                 fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR)
                 try:
                     self._cut_off(fd)

@@ -181,7 +181,7 @@ class Run:
         await self.check(lab, self.handles[key], where, size)
 
     async def together(self, lab: Lab, reads: list[tuple[int, float, int]]) -> None:
-        # Whose failure it is nobody can say.
+        # A failure that comes now may end any of these reads.
         self.troubled = self.world.origin.doomed + sum(f.times for f in self.world.origin.failures) > 0
         handles = [lab.fetcher.open(self.world.origin, self.world.now[k]) for k, _, _ in reads]  # type: ignore[arg-type]
         async with trio.open_nursery() as nursery:
