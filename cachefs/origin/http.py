@@ -1016,10 +1016,10 @@ class _Loop:
         mask = (select.EPOLLIN if events & pycurl.POLL_IN else 0) | (
             select.EPOLLOUT if events & pycurl.POLL_OUT else 0
         )
-        try:
-            self._poll.modify(fd, mask)
-        except FileNotFoundError:
+        try:  # in this order, because libcurl lets go of a socket after each exchange
             self._poll.register(fd, mask)
+        except FileExistsError:
+            self._poll.modify(fd, mask)
 
     def _set_timer(self, timeout_ms: int) -> None:
         self._timer_at = math.inf if timeout_ms < 0 else time.monotonic() + timeout_ms / 1000
