@@ -329,13 +329,14 @@ class RateLimit:
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
-        self._free_at = -math.inf  # when the limit will have allowed all bytes taken so far
+        # When the limit will have allowed all bytes taken so far; None before the first.
+        self._free_at: float | None = None
         self._queue = WaitQueue()
         self._busy = False
 
     def take(self, count: int, now: float) -> float:
         """Take `count` bytes at time `now`. Returns the seconds to wait before using them."""
-        start = max(self._free_at, now - self.BURST_S)
+        start = now if self._free_at is None else max(self._free_at, now - self.BURST_S)
         self._free_at = start + count / self.bytes_per_s
         return max(0.0, self._free_at - now)
 
