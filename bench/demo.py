@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -94,6 +95,8 @@ def deaf_to_interrupts(*_: object) -> None:
 def read_all(files: Files, workers: int, seed: int) -> Generator[list[Sample], None, None]:
     """Every file once, in random order, in batches, by worker processes."""
     if have_torch():
+        # Torch works without NumPy, but warns of it when it is imported.
+        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
         import torch
         from torch.utils.data import DataLoader
 
