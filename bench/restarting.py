@@ -15,11 +15,11 @@ from bench.change import crowd
 from bench.harness import Result, Series, interleave, scenario
 from bench.mounts import Cachefs
 from bench.workspace import Workspace
-from cachefs.fuse.holder import LONG_S
+from cachefs.fuse.holder import SHORT_LIFE_S
 
 KILLS, UPGRADES = 10, 10
 
-LIFE_S = LONG_S + 1
+LIFE_S = SHORT_LIFE_S + 1
 """Seconds from a takeover to the next kill. Derived: a daemon that lives so long is no part of a crash loop, and the next
 one stands by."""
 

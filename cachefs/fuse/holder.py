@@ -44,7 +44,7 @@ DESCRIPTORS = "CACHEFS_HOLDER"
 
 READY_FD, SAID = "CACHEFS_READY_FD", "said"
 """Name of the environment variable with the descriptor on which a mount in the background says that it is ready, and its
-value for the daemons after the first: they run in the background, too, and have nothing to say."""
+value for the daemons after the first, which run in the background, too, but do not report that they are ready."""
 
 DEATHS = struct.Struct("=QdQ")
 """At the beginning of the memory file: how often another daemon has taken over, when the last one ended (CLOCK_MONOTONIC,
@@ -73,8 +73,8 @@ KILLED_AT, KILLED = LIVES_AT + LIVES.size, struct.Struct("=?")
 _STORED_FUSE, _STORED_MEMORY = "cachefs-fuse", "cachefs-memory"
 """Names of the descriptors in the service manager's store."""
 
-LONG_S, MOST_SHORT = 10.0, 10
-"""So many daemons in a row (the second) that each lived for fewer seconds than the first are a crash loop. Guessed."""
+SHORT_LIFE_S, CRASH_LOOP = 10.0, 10
+"""`CRASH_LOOP` daemons in a row of which each lived for less than `SHORT_LIFE_S` are a crash loop. Guessed."""
 
 STAND_BY_S = 2.0
 """How long a daemon runs before the standby is loaded, so that it opens its cache undisturbed. Guessed."""
@@ -96,47 +96,48 @@ class Holder:
         self._directory = directory
         self._command = command
         os.environ.pop("WATCHDOG_PID", None)  # it names this process, but the daemon answers the watchdog
-        self._fuse, self._state = _found() or (-1, os.memfd_create("cachefs-held", 0))
-        self._usual = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
+        self._fuse, self._state = _connection_in_store() or (-1, os.memfd_create("cachefs-held", 0))
+        self._original_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
         self._child = 0
         self._socket: _socket.socket
-        self._standby: tuple[int, _socket.socket] | None = None
-        self._wait_s, self._load_at = STAND_BY_S, 0.0  # when the next standby may be loaded
+        self._standby: tuple[int, _socket.socket] | None = None  # as returned by `_load`
+        self._load_at = 0.0  # when the next standby may be loaded
+        self._retry_s = STAND_BY_S  # how long to wait after a standby that could not start
         self._stopping = self._aborting = False
 
     def run(self) -> int:
         """Run daemons until the mount ends. Returns the exit code of the last one."""
         # If a connection was found, the previous holder was killed, and its daemon with it.
-        if self._fuse >= 0 and not self._count("with the process that started it"):
-            return self._end(1)
+        if self._fuse >= 0 and not self._count_death("with the process that started it"):
+            return self._finish(1)
         self._child, self._socket = self._load()
         while True:
-            self._begin()
-            code = self._wait()
-            self._take()
+            self._activate()
+            code = self._wait_for_daemon()
+            self._receive_connection()
             if self._fuse < 0 or code == 0 or has_ended(self._fuse):
-                return self._end(code)
+                return self._finish(code)
             if self._aborting:
                 return code  # the service manager starts another holder; without a manager the mount is dead
             if self._stopping:
-                return self._take_away(code)
+                return self._unmount_dead(code)
             killed = code == 128 + signal.SIGKILL
-            if not self._count("" if code == HANDED_OVER else _how(code), killed=killed):
-                return self._end(code)
-            self._wait_s, self._load_at = STAND_BY_S, 0.0
+            if not self._count_death("" if code == HANDED_OVER else _describe_exit(code), killed=killed):
+                return self._finish(code)
+            self._retry_s, self._load_at = STAND_BY_S, 0.0
             self._socket.close()
             while self._standby is None:
-                self._stand_by()
+                self._load_standby()
                 if (
                     self._standby is None
                     and (found := signal.sigtimedwait(_WAITED_FOR, STAND_BY_S)) is not None
                 ):
-                    self._heed(found)
+                    self._handle_signal(found)
                     if self._stopping:
-                        return code if self._aborting else self._take_away(code)
+                        return code if self._aborting else self._unmount_dead(code)
             (self._child, self._socket), self._standby = self._standby, None
 
-    def _begin(self) -> None:
+    def _activate(self) -> None:
         """Tell the child to begin: to take the connection over, or to mount."""
         short = LIVES.unpack(self._read(LIVES_AT, LIVES.size))[0]
         os.pwrite(self._state, LIVES.pack(short, time.monotonic()), LIVES_AT)
@@ -145,29 +146,29 @@ class Holder:
         except OSError:
             pass  # it has died
 
-    def _count(self, how: str, *, killed: bool = False) -> bool:
-        """Count a daemon that has ended; `how` is "" if it has handed over. False if no other is to be started."""
+    def _count_death(self, cause: str, *, killed: bool = False) -> bool:
+        """Count a daemon that has ended; `cause` is "" if it has handed over. False if no other is to be started."""
         died = time.monotonic()
         short, began = LIVES.unpack(self._read(LIVES_AT, LIVES.size))
-        short = short + 1 if died - began < LONG_S and how else 0
-        if short >= MOST_SHORT:
-            _say(
-                f"the daemon has died {MOST_SHORT} times within {LONG_S:g} s: it is not started again, and its "
+        short = short + 1 if died - began < SHORT_LIFE_S and cause else 0
+        if short >= CRASH_LOOP:
+            _log_line(
+                f"the daemon has died {CRASH_LOOP} times within {SHORT_LIFE_S:g} s: it is not started again, and its "
                 "mount stays dead"
             )
             return False
         restarts, _, handed_over = DEATHS.unpack(self._read(0, DEATHS.size))
         os.pwrite(self._state, LIVES.pack(short, began), LIVES_AT)
         os.pwrite(self._state, KILLED.pack(killed), KILLED_AT)
-        os.pwrite(self._state, DEATHS.pack(restarts + 1, died, handed_over + (not how)), 0)
-        if how:
-            _say(f"the daemon has died ({how}): starting it again")
+        os.pwrite(self._state, DEATHS.pack(restarts + 1, died, handed_over + (not cause)), 0)
+        if cause:
+            _log_line(f"the daemon has died ({cause}): starting it again")
         return True
 
     def _read(self, at: int, size: int) -> bytes:
         return os.pread(self._state, size, at).ljust(size, b"\0")
 
-    def _end(self, code: int) -> int:
+    def _finish(self, code: int) -> int:
         """Remove the stored descriptors, because no other holder is to take this mount over. Returns `code`."""
         _forget_stored()
         return code
@@ -188,7 +189,7 @@ class Holder:
                 os.set_inheritable(self._state, True)
                 os.set_inheritable(theirs.fileno(), True)
                 # SIGHUP would end a daemon that does not handle it yet. It waits until `Daemon.main` unblocks it.
-                signal.pthread_sigmask(signal.SIG_SETMASK, self._usual | {signal.SIGHUP})
+                signal.pthread_sigmask(signal.SIG_SETMASK, self._original_mask | {signal.SIGHUP})
                 os.execv(self._command[0], self._command)
             finally:
                 os._exit(127)
@@ -200,8 +201,8 @@ class Holder:
             os.environ[READY_FD] = SAID
         return pid, ours
 
-    def _wait(self) -> int:
-        """Forward signals until the daemon has ended. Returns its exit code; 128 and the number for a signal."""
+    def _wait_for_daemon(self) -> int:
+        """Forward signals until the daemon has ended. Returns its exit code; for a signal, 128 plus its number."""
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == self._child:
@@ -209,33 +210,33 @@ class Holder:
                 self._child = 0
                 return code if code >= 0 else 128 - code
             if pid:  # the standby; or an orphan, if the holder is process 1 of a container
-                self._forget(pid, status)
+                self._reap(pid, status)
             elif (found := signal.sigtimedwait(_WAITED_FOR, STAND_BY_S)) is not None:
-                self._heed(found)
+                self._handle_signal(found)
             elif self._aborting:
                 # SIGABRT has left it time to log where it hangs. A stopped process does not react to it.
                 os.kill(self._child, signal.SIGKILL)
             elif self._standby is None and not self._stopping and time.monotonic() >= self._load_at:
-                self._stand_by()
+                self._load_standby()
 
-    def _stand_by(self) -> None:
+    def _load_standby(self) -> None:
         """Load a standby, if there is a connection for it to take over. If no process can be started, as in a container at
         its limit of processes, another one is tried later."""
-        self._take()
+        self._receive_connection()
         if self._fuse >= 0:
             try:
                 self._standby = self._load()
             except OSError as exc:
-                _say(f"no other daemon can be loaded: {exc.strerror}: trying again")
+                _log_line(f"no other daemon can be loaded: {exc.strerror}: trying again")
                 self._load_later()
 
     def _load_later(self) -> None:
-        self._load_at = time.monotonic() + self._wait_s
-        self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)
+        self._load_at = time.monotonic() + self._retry_s
+        self._retry_s = min(2 * self._retry_s, LONGEST_WAIT_S)
 
-    def _forget(self, pid: int, status: int) -> None:
-        """Handle the end of a child that is not the daemon. If it was the standby, another is loaded; after an exit of its
-        own, not before `_wait_s`."""
+    def _reap(self, pid: int, status: int) -> None:
+        """Handle the end of a child that is not the daemon. If it was the standby, another is loaded; if that one exited by
+        itself, not before `_retry_s`."""
         if self._standby is not None and self._standby[0] == pid:
             self._standby[1].close()
             self._standby = None
@@ -245,19 +246,22 @@ class Holder:
             if announced != pid:
                 os.pwrite(self._state, STANDBY.pack(pid, 0, b""), STANDBY_AT)
 
-    def _heed(self, found: signal.struct_siginfo) -> None:
+    def _handle_signal(self, found: signal.struct_siginfo) -> None:
+        """Act on a signal to the holder, and forward those that are meant for the daemon."""
         if found.si_signo == signal.SIGCHLD:
             return
         if found.si_signo == signal.SIGIO:
-            self._take()
+            self._receive_connection()
             return
         if found.si_signo == RENEW:
             if found.si_pid == self._child:
                 self.end_standby()
-                self._stand_by()
+                self._load_standby()
             return
         if found.si_signo in (signal.SIGABRT, signal.SIGQUIT):
-            self._aborting = True  # the service manager ends a hanging service so, and starts it again
+            self._aborting = (
+                True  # with this signal the service manager ends a service that hangs, and starts it again
+            )
         if found.si_signo != signal.SIGHUP:
             self._stopping = True
         elif self._standby is not None:
@@ -274,7 +278,7 @@ class Holder:
 
     # -- the connection ----------------------------------------------------------------------------
 
-    def _take(self) -> None:
+    def _receive_connection(self) -> None:
         """Take the connection, if the daemon has passed it."""
         try:
             _, passed, _, _ = self._socket.recvmsg(16, _socket.CMSG_SPACE(4))
@@ -287,9 +291,9 @@ class Holder:
             _store(_STORED_MEMORY, self._state)
             _store(_STORED_FUSE, fd)  # last: the memory file alone is discarded by the next holder
 
-    def _take_away(self, code: int) -> int:
-        """Unmount the mount that a daemon has left, because it died while it stopped. Returns `code`."""
-        self._end(code)
+    def _unmount_dead(self, code: int) -> int:
+        """Unmount the mount of a daemon that died while it was stopping. Returns `code`."""
+        self._finish(code)
         os.close(self._fuse)
         path = os.pread(self._state, MOUNTPOINT_BYTES, MOUNTPOINT_AT).partition(b"\0")[0]
         command = [
@@ -314,8 +318,8 @@ def stored() -> dict[str, int]:
     return {name: fd for fd, name in names if name in (_STORED_FUSE, _STORED_MEMORY)}
 
 
-def _found() -> tuple[int, int] | None:
-    """(/dev/fuse, memory file) of a holder that was killed; None if there is no living connection."""
+def _connection_in_store() -> tuple[int, int] | None:
+    """The stored descriptors (/dev/fuse, memory file) of a holder that was killed; None if its connection has ended, too."""
     found = stored()
     for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"):
         os.environ.pop(name, None)
@@ -367,11 +371,11 @@ def _send(to: _socket.socket, message: bytes, fds: Sequence[int]) -> None:
     to.sendmsg([message], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, passed)] if fds else [])
 
 
-def _how(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return f"signal {code - 128}" if code > 128 else f"exit code {code}"
 
 
-def _say(line: str) -> None:
+def _log_line(line: str) -> None:
     try:
         if _log and not os.path.samestat(os.stat(_log), os.fstat(2)):
             fd = os.open(_log, os.O_WRONLY | os.O_APPEND)

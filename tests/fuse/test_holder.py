@@ -26,7 +26,7 @@ from tests.upload.scripted import in_trio
 def test_one_that_cannot_start_is_loaded_ever_later() -> None:
     """One that was ended by a signal, as one is that has read an older configuration, is not waited for."""
     keeps: Holder = object.__new__(Holder)
-    keeps._wait_s, keeps._load_at = STAND_BY_S, 0.0
+    keeps._retry_s, keeps._load_at = STAND_BY_S, 0.0
     keeps._state = os.memfd_create("state")
     os.ftruncate(keeps._state, holder.MOUNTPOINT_AT)
     waits = []
@@ -34,9 +34,9 @@ def test_one_that_cannot_start_is_loaded_ever_later() -> None:
         ours, theirs = socket.socketpair()
         theirs.close()
         keeps._standby, keeps._load_at = (77, ours), 0.0
-        keeps._forget(78, status)
+        keeps._reap(78, status)
         assert keeps._standby is not None, "another child"
-        keeps._forget(77, status)
+        keeps._reap(77, status)
         assert keeps._standby is None
         waits.append(round(keeps._load_at - time.monotonic()) if keeps._load_at else 0)
     assert waits == [2, 4, 0, 8, 16, 32, 60, 60] and waits[-1] == LONGEST_WAIT_S
@@ -54,7 +54,7 @@ def died_after(monkeypatch: pytest.MonkeyPatch, lives: list[float]) -> list[bool
         short, _ = holder.LIVES.unpack(keeps._read(holder.LIVES_AT, holder.LIVES.size))
         os.pwrite(keeps._state, holder.LIVES.pack(short, now[0]), holder.LIVES_AT)
         now[0] += life
-        started.append(keeps._count("exit code 1"))
+        started.append(keeps._count_death("exit code 1"))
     os.close(keeps._state)
     return started
 
@@ -74,7 +74,7 @@ class Scripted(Holder):
         self._codes, self._refused, self._signals = codes, refused, signals
         self._fuse, self._child, self._standby = 7, 1, None
         self._stopping = self._aborting = False
-        self._wait_s, self._load_at = STAND_BY_S, 0.0
+        self._retry_s, self._load_at = STAND_BY_S, 0.0
         self.loaded, self.taken_away = 0, False
 
     def _load(self) -> Any:
@@ -84,20 +84,20 @@ class Scripted(Holder):
         self.loaded += 1
         return 10 + self.loaded, socket.socket()
 
-    def _count(self, how: str, *, killed: bool = False) -> bool:
-        return self._begin() is None
+    def _count_death(self, cause: str, *, killed: bool = False) -> bool:
+        return self._activate() is None
 
-    def _begin(self) -> None:
+    def _activate(self) -> None:
         return None
 
-    def _wait(self) -> int:
+    def _wait_for_daemon(self) -> int:
         self._child = 0
         return self._codes.pop(0)
 
-    def _take(self) -> None:
+    def _receive_connection(self) -> None:
         return
 
-    def _take_away(self, code: int) -> int:
+    def _unmount_dead(self, code: int) -> int:
         self.taken_away = True
         return code
 
@@ -129,7 +129,7 @@ def test_a_standby_that_cannot_be_started_is_loaded_later() -> None:
     keeps.loaded, waits = 1, []
     for _ in range(3):
         keeps._load_at = 0.0
-        keeps._stand_by()
+        keeps._load_standby()
         waits.append(round(keeps._load_at - time.monotonic()) if keeps._load_at else 0)
     assert waits == [2, 4, 0] and keeps._standby is not None
     keeps._standby[1].close()
@@ -142,7 +142,7 @@ def test_a_reload_does_not_end_a_daemon_that_has_just_been_loaded(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(holder.DESCRIPTORS, "")
     keeps: Holder = object.__new__(Holder)
-    keeps._directory, keeps._usual, keeps._state = str(tmp_path), set(), os.memfd_create("state")
+    keeps._directory, keeps._original_mask, keeps._state = str(tmp_path), set(), os.memfd_create("state")
     signalled = "import os, signal; os.kill(os.getpid(), signal.SIGHUP); os._exit(7)"
     keeps._command = [
         sys.executable,

@@ -234,8 +234,8 @@ def kill(mount: Mount, kills: int, seconds: float, wrong: list[str]) -> None:
     try:
         for number in range(kills):
             time.sleep(chance.uniform(0.5, 1.5) * seconds / (kills + 1))
-            if number and not number % (holder.MOST_SHORT - 1):
-                time.sleep(holder.LONG_S)  # else this is a crash loop, and ends the mount
+            if number and not number % (holder.CRASH_LOOP - 1):
+                time.sleep(holder.SHORT_LIFE_S)  # else this is a crash loop, and ends the mount
             end(mount, DAEMON)
     except Exception as exc:
         wrong.append(f"the next daemon: {type(exc).__name__}: {exc}")

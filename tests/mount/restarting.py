@@ -427,8 +427,8 @@ def series(
             short = 0  # lives, one after the other
             for what in ends:
                 time.sleep(chance.uniform(0.1, 2.0))
-                if short == holder.MOST_SHORT - 1 and what != UPGRADE:
-                    time.sleep(holder.LONG_S)  # else this is a crash loop, and ends the mount
+                if short == holder.CRASH_LOOP - 1 and what != UPGRADE:
+                    time.sleep(holder.SHORT_LIFE_S)  # else this is a crash loop, and ends the mount
                     short = 0
                 pauses.append(end(mount, what, versions))
                 short = 0 if what == UPGRADE else short + 1

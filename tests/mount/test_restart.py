@@ -435,7 +435,7 @@ def test_a_crash_loop_ends_with_a_dead_mount(mounted: Mounted, bucket: Bucket) -
     mount.killed = True
     mount.allowed += ["took away a dead mount"]
     assert not alive(pid)
-    assert f"the daemon has died {holder.MOST_SHORT} times" in mount.log()
+    assert f"the daemon has died {holder.CRASH_LOOP} times" in mount.log()
     assert mounts_at(mount.path)
     with pytest.raises(OSError, match=r"not connected|connection abort"):
         os.listdir(mount.path)
@@ -1409,7 +1409,7 @@ def test_a_crash_loop_of_holders_ends_and_nothing_is_kept(mounted: Mounted, buck
     bucket.put("file", b"1")
     mount = held_mount(mounted, bucket, start=False)
     with managed(mount) as manager:
-        for short in (0, holder.MOST_SHORT - 1):
+        for short in (0, holder.CRASH_LOOP - 1):
             manager.start()
             if not short:
                 manager.hear("FDSTORE=1\nFDPOLL=0\nFDNAME=cachefs-fuse")
@@ -1437,7 +1437,7 @@ def test_a_version_that_cannot_go_on_with_what_is_kept_gives_it_up(mounted: Moun
         manager.hear("FDSTORE=1\nFDPOLL=0\nFDNAME=cachefs-fuse")
         memory = manager.stored["cachefs-memory"]
         os.pwrite(memory, b"\x63\0\0\0", 24)  # the format of what a daemon leaves
-        two_more = holder.LIVES.pack(holder.MOST_SHORT - 2, time.monotonic() + 60)  # the kill is one of them
+        two_more = holder.LIVES.pack(holder.CRASH_LOOP - 2, time.monotonic() + 60)  # the kill is one of them
         os.pwrite(memory, two_more, holder.LIVES_AT)
         manager.kill()
         with pytest.raises(AssertionError, match="it has ended"):

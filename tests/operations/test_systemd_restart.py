@@ -150,14 +150,14 @@ class TestDying:
     def test_a_crash_loop(self, machine: Machine) -> None:
         """The holder gives up: programs get an errno, and the unit mounts again."""
         before = systemd_restarts(machine)
-        for number in range(holder.MOST_SHORT):
+        for number in range(holder.CRASH_LOOP):
             done = machine.run("cachefs", "status", "--json", PATH)
             send(machine, "KILL", json.loads(done.stdout)["pid"])
-            if number < holder.MOST_SHORT - 1:
+            if number < holder.CRASH_LOOP - 1:
                 next_daemon(machine, number + 1)
         eventually(lambda: systemd_restarts(machine) == before + 1, "the holder has given up", BACK_S)
         assert next_daemon(machine, 0)["holder"]["restarts"] == 0
-        assert f"the daemon has died {holder.MOST_SHORT} times" in machine.journal(UNIT)
+        assert f"the daemon has died {holder.CRASH_LOOP} times" in machine.journal(UNIT)
         assert machine.layers(PATH) == 1
         eventually(lambda: stored(machine) == 2, "what is stored of the new mount")
 
