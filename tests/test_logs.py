@@ -11,7 +11,7 @@ from cachefs.base.errors import OriginFailed, PermissionDenied
 from cachefs.base.logs import JsonFormatter, Repeats, TextFormatter, entry_of
 from cachefs.base.metrics import Metrics
 from cachefs.base.units import printable
-from cachefs.fuse.errno_table import tell
+from cachefs.fuse.errno_table import report_failure
 
 EVIL = "a\x1b]0;owned\x07\x1b[2J\r\nb\x9b31m\udcff"
 
@@ -63,13 +63,13 @@ def test_failing_requests_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) 
     repeats, metrics = Repeats(clock=lambda: now), Metrics()
     caplog.set_level(logging.INFO, "cachefs")
     for _ in range(1000):
-        tell("read", OriginFailed("s3://b/k: gave up"), metrics, 1.0, repeats)
-        tell("open", OriginFailed("s3://b/k: gave up"), metrics, 1.0, repeats)
-        tell("read", PermissionDenied("s3://b/k: 403"), metrics, 1.0, repeats)
+        report_failure("read", OriginFailed("s3://b/k: gave up"), metrics, 1.0, repeats)
+        report_failure("open", OriginFailed("s3://b/k: gave up"), metrics, 1.0, repeats)
+        report_failure("read", PermissionDenied("s3://b/k: 403"), metrics, 1.0, repeats)
     assert len(caplog.records) == 3 and metrics.fuse_errors == 3000
     now = 61.0
-    tell("read", OriginFailed("s3://b/k: gave up"), metrics, 1.0, repeats)
+    report_failure("read", OriginFailed("s3://b/k: gave up"), metrics, 1.0, repeats)
     assert "999 more" in caplog.records[-1].getMessage()
     caplog.set_level(logging.DEBUG, "cachefs")  # then each is wanted
-    tell("read", OriginFailed("s3://b/k: gave up"), metrics, 1.0, repeats)
+    report_failure("read", OriginFailed("s3://b/k: gave up"), metrics, 1.0, repeats)
     assert len(caplog.records) == 5

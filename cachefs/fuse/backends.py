@@ -63,8 +63,8 @@ class NotHere(Exception):
 
 
 class Chosen(NamedTuple):
-    """The chosen backend. `why` is the reason for it, `refused` the reason why the kernel accepts no files of a directory.
-    `passthrough`: it accepts those of some directory."""
+    """The chosen backend, and `why` it was chosen. `refused`: tier directory → why the kernel accepts no backing files of
+    it. `passthrough`: the kernel accepts those of at least one directory."""
 
     backend: Backend
     why: str
@@ -83,7 +83,7 @@ class Connected(NamedTuple):
 def choose(
     config: Config,
     title: str,
-    places: Sequence[Path],
+    tier_dirs: Sequence[Path],
     fs: FileSystem,
     metrics: Metrics,
     *,
@@ -91,25 +91,25 @@ def choose(
     held: Held | None = None,
     clear: Callable[[], None] = lambda: None,
 ) -> Chosen:
-    """Choose the backend that `config.fuse` asks for, and mount it. Files of the directories `places` may become backing
-    files. `writable`: `fs` has a writer. `held` is the state that a holder keeps for the next daemon. `clear` frees the
-    mountpoint; it is called last before the mountpoint is used. Raises `MountError`."""
+    """Choose the backend that `config.fuse` asks for, and mount it. Files of the tier directories `tier_dirs` may become
+    backing files. `writable`: `fs` has a writer. `held` is the state that a holder keeps for the next daemon. `clear` frees
+    the mountpoint; it is called last before the mountpoint is used. Raises `MountError`."""
     title = _plain(title)
     why = "as asked"
     if config.descriptor is not None and _serves_descriptor_natively(config):
-        return _native(config, title, places, fs, metrics, writable)
+        return _native(config, title, tier_dirs, fs, metrics, writable)
     if config.descriptor is None and config.fuse != "pyfuse3":
-        helped = os.geteuid() != 0
-        if helped:
-            clear()  # the mount is visible at once
+        by_fusermount = os.geteuid() != 0
+        if by_fusermount:
+            clear()  # this mount is visible at once
         try:
-            chosen = _native(config, title, places, fs, metrics, writable, held)
+            chosen = _native(config, title, tier_dirs, fs, metrics, writable, held)
         except NotHere as exc:
             if config.fuse == "native":
                 raise MountError(f"--fuse native cannot serve here: {exc}: leave the option out") from exc
             why = str(exc)
         else:
-            if helped:
+            if by_fusermount:
                 return chosen
             clear()
             try:
@@ -147,22 +147,22 @@ def _serves_descriptor_natively(config: Config) -> bool:
 def _native(
     config: Config,
     title: str,
-    places: Sequence[Path],
+    tier_dirs: Sequence[Path],
     fs: FileSystem,
     metrics: Metrics,
     writable: bool,
     held: Held | None = None,
 ) -> Chosen:
     """Connect the native backend. Raises `NotHere`, `MountError`."""
-    places = () if config.zero_open else places
+    tier_dirs = () if config.zero_open else tier_dirs
     if held is not None and held.taking_over:
-        device, agreed, refused = adopt(held, config.mountpoint, places, writable=writable)
+        device, agreed, refused = adopt(held, config.mountpoint, tier_dirs, writable=writable)
     elif config.descriptor is None and os.geteuid() == 0:
-        device, agreed, refused = connect(title, _flags(config), places, writable=writable)
+        device, agreed, refused = connect(title, _flags(config), tier_dirs, writable=writable)
     elif config.descriptor is None:
-        device, agreed, refused = connect_with_help(config, title, places, writable=writable)
+        device, agreed, refused = connect_with_help(config, title, tier_dirs, writable=writable)
     else:
-        device, agreed, refused = take(config.descriptor, places, writable=writable)
+        device, agreed, refused = take(config.descriptor, tier_dirs, writable=writable)
     backend = NativeBackend(
         fs,
         metrics,
@@ -178,9 +178,9 @@ def _native(
     passthrough = False
     if config.zero_open:
         why = "no file is opened, so none is read by the kernel itself"
-    elif not places:
+    elif not tier_dirs:
         why = "nothing is cached that the kernel may read by itself"
-    elif len(refused) == len(places):
+    elif len(refused) == len(tier_dirs):
         why = f"the kernel reads nothing by itself: {next(iter(refused.values()))}"
     else:
         why, passthrough = "the kernel reads whole cached files by itself", True
@@ -192,7 +192,9 @@ def _flags(config: Config) -> list[str]:
     return ["allow_other"] * config.allow_other + ["noexec"] * (not config.exec)
 
 
-def connect(name: str, flags: Sequence[str], places: Sequence[Path], *, writable: bool = False) -> Connected:
+def connect(
+    name: str, flags: Sequence[str], tier_dirs: Sequence[Path], *, writable: bool = False
+) -> Connected:
     """Connect through a new, detached mount. Raises `NotHere`."""
     # Backing files may lie on a stacked filesystem (overlayfs, in a container without a volume), which needs depth 2. No
     # other filesystem can be stacked on a mount of depth 2, so depth 1 is tried first.
@@ -201,56 +203,56 @@ def connect(name: str, flags: Sequence[str], places: Sequence[Path], *, writable
             device, agreed = Device.connect(name, flags, stack_depth=depth, writable=writable)
         except (OSError, MountError) as exc:
             raise NotHere(f"no connection through /dev/fuse: {_reason(exc)}") from exc
-        refused = _try_passthrough(device, agreed, places)
+        refused = _try_passthrough(device, agreed, tier_dirs)
         if depth == 2 or STACKED not in refused.values():
             break
         device.close()
     return Connected(device, agreed, refused)
 
 
-def connect_with_help(config: Config, name: str, places: Sequence[Path], *, writable: bool) -> Connected:
+def connect_with_help(config: Config, name: str, tier_dirs: Sequence[Path], *, writable: bool) -> Connected:
     """Connect through a new mount at the mountpoint, for a user without rights. Raises `NotHere`."""
     try:
         device, agreed = Device.connect_with_help(config.mountpoint, name, _flags(config), writable=writable)
     except (OSError, MountError) as exc:
         raise NotHere(f"no connection through fusermount3: {_reason(exc)}") from exc
-    return Connected(device, agreed, dict.fromkeys(places, "only root may register backing files"))
+    return Connected(device, agreed, dict.fromkeys(tier_dirs, "only root may register backing files"))
 
 
-def take(fd: int, places: Sequence[Path], *, writable: bool = False) -> Connected:
+def take(fd: int, tier_dirs: Sequence[Path], *, writable: bool = False) -> Connected:
     """Connect through a descriptor that another process has mounted. Raises `MountError`."""
     try:
         # Depth 2 would allow a cache on overlayfs, but prevent stacking a filesystem on the other process's mount.
         device, agreed = Device.take(fd, stack_depth=1, writable=writable)
     except OSError as exc:
         raise MountError(f"/dev/fd/{fd} cannot be served: {exc.strerror}") from exc
-    return Connected(device, agreed, _try_passthrough(device, agreed, places))
+    return Connected(device, agreed, _try_passthrough(device, agreed, tier_dirs))
 
 
-def adopt(held: Held, mountpoint: Path, places: Sequence[Path], *, writable: bool) -> Connected:
+def adopt(held: Held, mountpoint: Path, tier_dirs: Sequence[Path], *, writable: bool) -> Connected:
     """Take over the connection of a daemon that has ended."""
     number, minor, flags = held.agreed()
     device = Device.adopt(held.fd, mountpoint, number, writable=writable)
     agreed = Negotiated(minor, Init(flags))
-    return Connected(device, agreed, _try_passthrough(device, agreed, places))
+    return Connected(device, agreed, _try_passthrough(device, agreed, tier_dirs))
 
 
-def _try_passthrough(device: Device, agreed: Negotiated, places: Sequence[Path]) -> dict[Path, str]:
+def _try_passthrough(device: Device, agreed: Negotiated, tier_dirs: Sequence[Path]) -> dict[Path, str]:
     """Try to register a file of each tier's directory: the reasons, by directory, for those of which the kernel accepts
     none. The file is the tier's `tag`, because a full disk takes no new file."""
     if not agreed.passthrough:
         old = f"this kernel cannot read files by itself (Linux 6.9 can; FUSE 7.{agreed.minor})"
-        return dict.fromkeys(places, old)
+        return dict.fromkeys(tier_dirs, old)
     refused: dict[Path, str] = {}
-    for place in places:
+    for tier_dir in tier_dirs:
         try:
-            fd = os.open(place / "tag", os.O_RDONLY | os.O_NOFOLLOW)
+            fd = os.open(tier_dir / "tag", os.O_RDONLY | os.O_NOFOLLOW)
             try:
                 device.unregister(device.register(fd))
             finally:
                 os.close(fd)
         except OSError as exc:
-            refused[place] = STACKED if exc.errno == errno.ELOOP else _reason(exc)
+            refused[tier_dir] = STACKED if exc.errno == errno.ELOOP else _reason(exc)
     return refused
 
 

@@ -6,7 +6,7 @@ subprocess. So the process that opened the file is examined: as long as it has a
 not the last one. A descriptor is identified by its inode number and its mount, because another mount may have the same
 number.
 
-Errors lead to an upload too many, never to one too few: a process that cannot be examined (it has ended, or is in another
+Doubt leads to an upload too many, never to one too few: a process that cannot be examined (it has ended, or is in another
 PID namespace) counts as having no descriptor, a file that is open for writing more than once is uploaded at each close, and
 a process with more descriptors than are examined counts as having closed.
 
@@ -30,12 +30,12 @@ import trio
 
 from cachefs.base.tasks import in_thread
 
-DESCRIPTORS, LOOKING_S = 4096, 0.1
-"""How many descriptors of a process are examined, the latest first, and for how long. Derived: 4,096 take 0.08 s on an idle
-machine."""
+MAX_DESCRIPTORS, EXAMINE_S = 4096, 0.1
+"""Most descriptors of a process that are examined, the latest first, and the time limit for that. Derived: 4,096 take 0.08 s
+on an idle machine."""
 
 AT_ONCE = 32
-"""A process with at most so many descriptors is examined without a thread. Measured: 3 to 10 µs each, a thread takes 75
+"""A process with at most this many descriptors is examined without a thread. Measured: 3 to 10 µs each, a thread takes 75
 µs."""
 
 _NOT_FILES = ("socket:", "pipe:", "anon_inode:", "/dev/null", "/dev/pts/", "/proc/", "/memfd:")
@@ -101,24 +101,24 @@ class Writers:
         """The process that opened the handle; 0 if it is not known."""
         return self._opened.get(fh, (0, 0))[1]
 
-    async def last(self, fh: int) -> bool:
+    async def closed_last(self, fh: int) -> bool:
         """True if the descriptor of this handle that was closed just now was the last one.
 
-        A process with many descriptors is examined in a thread. This may be cancelled."""
-        if self._certain(fh):
+        A process with many descriptors is examined in a thread. The wait for it may be cancelled."""
+        if self._needs_no_examination(fh):
             return True
         inode, process = self._opened[fh]
-        look = partial(_has_open, process, inode, self._device())
+        examine = partial(_has_open, process, inode, self._device())
         if 0 < _count_descriptors(process) <= AT_ONCE:
-            has = look()
+            is_open = examine()
         else:
             try:
-                has = await in_thread(look, abandon_on_cancel=True, limiter=self._thread)
+                is_open = await in_thread(examine, abandon_on_cancel=True, limiter=self._thread)
             except OSError:  # no thread can be started
                 return True
-        return self._certain(fh) or not has
+        return self._needs_no_examination(fh) or not is_open
 
-    def _certain(self, fh: int) -> bool:
+    def _needs_no_examination(self, fh: int) -> bool:
         """True if a close counts as the last one without examining the process."""
         if fh not in self._opened:
             return True
@@ -148,19 +148,19 @@ def _has_open(process: int, inode: int, device: str) -> bool:
     Blocking."""
     if not process:
         return False
-    place = f"/proc/{process}"
+    proc = f"/proc/{process}"
     try:
-        numbers = os.listdir(f"{place}/fd")
+        numbers = os.listdir(f"{proc}/fd")
     except OSError:
         return False
-    until = time.monotonic() + LOOKING_S
-    for number in numbers[: -DESCRIPTORS - 1 : -1]:  # the latest are the most likely
+    until = time.monotonic() + EXAMINE_S
+    for number in numbers[: -MAX_DESCRIPTORS - 1 : -1]:  # the latest are the most likely
         if time.monotonic() > until:
             break
         try:
-            if os.readlink(f"{place}/fd/{number}").startswith(_NOT_FILES):
+            if os.readlink(f"{proc}/fd/{number}").startswith(_NOT_FILES):
                 continue
-            found = dict(_DESCRIPTOR_FIELD.findall(_read(f"{place}/fdinfo/{number}")))
+            found = dict(_DESCRIPTOR_FIELD.findall(_read(f"{proc}/fdinfo/{number}")))
         except OSError:
             continue
         if (

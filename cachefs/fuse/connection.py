@@ -200,9 +200,9 @@ def tune(mountpoint: Path, max_background: int = 0) -> list[str]:
     if os.geteuid() == 0 and not any(_CONNECTIONS.glob("*")) and not os.path.ismount(_CONNECTIONS):
         with suppress(OSError):
             mount_filesystem("fusectl", _CONNECTIONS, "fusectl")
-    place = _CONNECTIONS / mount.device.partition(":")[2]
-    reason = _write(place / "max_background", MAX_BACKGROUND) or _write(
-        place / "congestion_threshold", CONGESTION
+    settings = _CONNECTIONS / mount.device.partition(":")[2]
+    reason = _write(settings / "max_background", MAX_BACKGROUND) or _write(
+        settings / "congestion_threshold", CONGESTION
     )
     lines.append(
         f"max_background raised to {MAX_BACKGROUND}"
@@ -213,7 +213,7 @@ def tune(mountpoint: Path, max_background: int = 0) -> list[str]:
 
 
 def _write(path: Path, value: int) -> str | None:
-    """Write a number to a file. Returns the reason if that fails."""
+    """Write a number to a file. Returns why that failed, or None."""
     try:
         path.write_text(f"{value}\n")
     except OSError as exc:

@@ -19,7 +19,7 @@ from cachefs.fs import NoAttribute
 
 log = logging.getLogger(__name__)
 
-OURS = b"user.cachefs."
+XATTR_PREFIX = b"user.cachefs."
 """Prefix of the names of this filesystem's extended attributes."""
 
 TABLE: dict[type[BaseException], tuple[int, int]] = {
@@ -64,7 +64,9 @@ def errno_of(exc: BaseException) -> tuple[int, int]:
     return next(known, (errno.EIO, logging.ERROR))
 
 
-def tell(operation: str, exc: Exception, metrics: Metrics, deadline_s: float, repeats: Repeats) -> int:
+def report_failure(
+    operation: str, exc: Exception, metrics: Metrics, deadline_s: float, repeats: Repeats
+) -> int:
     """Count and log a failed operation, each kind of failure once a minute. Returns the errno that answers it."""
     number, level = errno_of(exc)
     left_out: int | None = 0
@@ -88,7 +90,7 @@ def is_expected(exc: BaseException) -> bool:
     return any(kind in TABLE for kind in type(exc).__mro__)
 
 
-def errno_of_foreign(name: bytes) -> int:
+def errno_of_foreign_xattr(name: bytes) -> int:
     """The errno for an extended attribute of another program. ls reads two attributes of each file, but none after it got
     EOPNOTSUPP."""
     return errno.ENODATA if name.startswith(b"user.") else errno.EOPNOTSUPP

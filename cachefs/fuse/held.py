@@ -66,23 +66,23 @@ LOOK_S = 0.05
 process."""
 
 MOST_HANDLES = 65_536
-"""Places for records, 2 KiB of address space each; only those that were ever used take memory. Handles without a place
-answer ESTALE after the daemon died. As many backing ids are known, 4 bytes each; a further one keeps its file until the
-connection ends. A bound of address space: 128 MiB."""
+"""Slots for records, 2 KiB of address space each; only those that were ever used take memory. Handles without a slot
+answer ESTALE after the daemon died. The table has room for as many backing ids, 4 bytes each; the file of a further one
+stays registered until the connection ends. A bound of address space: 128 MiB."""
 
-KEPT_PLACES = 4096
-"""Number of places that are used before one is used for another file, so that a file that is opened again finds its
-description there. As many as idle backing files (`IDLE_BACKINGS`), whose opens are the cheapest: 8 MiB."""
+DISTINCT_SLOTS = 4096
+"""So many different slots are used before one is used for another file: a file that is opened again then finds its
+description in its slot. As many as idle backing files (`IDLE_BACKINGS`), whose opens are the cheapest: 8 MiB."""
 
 DESCRIPTION_BYTES = 2048
 _USED = struct.Struct("=QQ")
-"""At the beginning: how many places for records, and how many for backing ids, were used so far."""
+"""At the beginning of the table: how many slots for records, and how many for backing ids, were used so far."""
 _FILE = struct.Struct("=QQqIIHHH")
 """A description: ino, size, mtime_ns, backing id, process, use, volume, bytes of the text that follows: the key, a zero byte
 and the etag."""
 _BACKING = struct.Struct("=I")  # a backing id, 0: none
 _HANDLES_AT = mmap.PAGESIZE * -(-(_USED.size + MOST_HANDLES * _BACKING.size) // mmap.PAGESIZE)
-"""Two words for each place: unique and fh (0: no record). They lie together, because most opens change only these."""
+"""Two words for each slot: unique and fh (0: no record). They lie together, because most opens change only these."""
 _FILES_AT = _HANDLES_AT + MOST_HANDLES * 16
 _LENGTH = _FILES_AT + MOST_HANDLES * DESCRIPTION_BYTES
 
@@ -122,7 +122,7 @@ class Held:
         for passed in (state_fd, socket_fd):
             os.set_inheritable(passed, False)
         self.fd = -1  # the previous daemon's connection
-        # The previous daemon's handles, with their places in the table.
+        # The previous daemon's handles, with their slots in the table.
         self.open: list[tuple[int, HandleRecord]] = []
         self.holds = False  # True if the connection outlives this daemon
         self.restarts, self._died_at, self.handed_over = 0, 0.0, 0
@@ -291,7 +291,7 @@ READS, READS_WRITTEN, WRITES = range(3)
 """A handle reads a version of the origin, reads a file that is being written, or writes."""
 
 
-def described(
+def describe_handle(
     ino: int,
     size: int,
     mtime_ns: int,
@@ -320,32 +320,34 @@ class HandleTable:
         self._memory = mmap.mmap(fd, _LENGTH, offset=offset)
         self._words = memoryview(self._memory)[_HANDLES_AT:_FILES_AT].cast("Q")
         used, self._backings_used = _USED.unpack_from(self._memory)
-        # By place: its description, and whether it is in `_free`. Place 0 is never read: records without a place are
-        # written there.
+        # By slot: its description, and whether it is in `_free`. Slot 0 is written for records that have no slot, and
+        # never read.
         self._descriptions: list[bytes | None] = [None] * max(used, 1)
-        self._waits: list[bool] = [True] * max(used, 1)
-        self._free: deque[int] = deque()  # in the order in which they became free; some are in use again
-        self._backing_slots: dict[int, int] = {}
-        self._backing_free: list[int] = []
+        self._in_free_list: list[bool] = [True] * max(used, 1)
+        self._free: deque[int] = (
+            deque()
+        )  # in the order in which they became free; some are in use again (`add_again`)
+        self._backing_offsets: dict[int, int] = {}  # backing id → where it lies in `_memory`
+        self._free_backing_offsets: list[int] = []
 
     # -- records of the previous daemon --------------------------------------------------------------
 
     def records(self) -> Iterator[tuple[int, HandleRecord]]:
-        """(place, record) of the previous daemon's handles. Each stays until it is dropped. To be called once, before
+        """(slot, record) of the previous daemon's handles. Each stays until it is dropped. To be called once, before
         `add`."""
         memory, words = self._memory, self._words
-        for place in range(1, len(self._waits)):
-            unique, fh = words[2 * place : 2 * place + 2]
+        for slot in range(1, len(self._in_free_list)):
+            unique, fh = words[2 * slot : 2 * slot + 2]
             if not fh:
-                self._free.append(place)
+                self._free.append(slot)
                 continue
-            self._waits[place] = False
-            at = _FILES_AT + place * DESCRIPTION_BYTES
+            self._in_free_list[slot] = False
+            at = _FILES_AT + slot * DESCRIPTION_BYTES
             ino, size, mtime_ns, backing, process, use, volume, length = _FILE.unpack_from(memory, at)
             text = memory[at + _FILE.size : at + _FILE.size + length].decode("utf-8", "surrogatepass")
             key, _, etag = text.rpartition("\0")
             yield (
-                place,
+                slot,
                 HandleRecord(fh, unique, ino, size, mtime_ns, backing, process, use, volume, key, etag),
             )
 
@@ -356,78 +358,78 @@ class HandleTable:
             (number,) = _BACKING.unpack_from(self._memory, at)
             if number:
                 found.add(number)
-                self._backing_slots[number] = at
+                self._backing_offsets[number] = at
             else:
-                self._backing_free.append(at)
+                self._free_backing_offsets.append(at)
         return found
 
     # -- handles -----------------------------------------------------------------------------------
 
     def add(self, fh: int, unique: int, description: bytes) -> int:
-        """Write the record of a handle, before the reply with the handle is sent. Returns its place, 0 if there is no free
-        one. `description` is what `described` returned."""
-        place = self._place() if description else 0
-        if place:
-            at = _FILES_AT + place * DESCRIPTION_BYTES
+        """Write the record of a handle, before the reply with the handle is sent. Returns its slot, 0 if there is no free
+        one. `description` is what `describe_handle` returned."""
+        slot = self._take_slot() if description else 0
+        if slot:
+            at = _FILES_AT + slot * DESCRIPTION_BYTES
             self._memory[at : at + len(description)] = description
-            self._descriptions[place] = description
-        self._words[2 * place] = unique
+            self._descriptions[slot] = description
+        self._words[2 * slot] = unique
         # Last, because the process may be killed between any two instructions.
-        self._words[2 * place + 1] = fh
-        return place
+        self._words[2 * slot + 1] = fh
+        return slot
 
-    def add_again(self, fh: int, unique: int, description: bytes, place: int) -> bool:
-        """`add` at the place of an earlier, dropped record of the same file. False if another description is there by now.
+    def add_again(self, fh: int, unique: int, description: bytes, slot: int) -> bool:
+        """`add` at the slot of an earlier, dropped record of the same file. False if another description is there by now.
         It is short, because most opens call it."""
-        if self._descriptions[place] is not description:
+        if self._descriptions[slot] is not description:
             return False
-        self._words[2 * place] = unique
-        self._words[2 * place + 1] = fh
+        self._words[2 * slot] = unique
+        self._words[2 * slot + 1] = fh
         return True
 
-    def _place(self) -> int:
-        """A free place; 0 if there is none."""
-        if len(self._waits) <= KEPT_PLACES and (place := self._new_place()):
-            return place
+    def _take_slot(self) -> int:
+        """A free slot; 0 if there is none."""
+        if len(self._in_free_list) <= DISTINCT_SLOTS and (slot := self._new_slot()):
+            return slot
         while self._free:
-            place = self._free.popleft()
-            self._waits[place] = False
-            if not self._words[2 * place + 1]:
-                return place
-        return self._new_place()
+            slot = self._free.popleft()
+            self._in_free_list[slot] = False
+            if not self._words[2 * slot + 1]:
+                return slot
+        return self._new_slot()
 
-    def _new_place(self) -> int:
-        """A place that was never used; 0 if there is none."""
-        place = len(self._waits)
-        if place >= MOST_HANDLES:
+    def _new_slot(self) -> int:
+        """A slot that was never used; 0 if there is none."""
+        slot = len(self._in_free_list)
+        if slot >= MOST_HANDLES:
             return 0
         self._descriptions.append(None)
-        self._waits.append(False)
-        _USED.pack_into(self._memory, 0, place + 1, self._backings_used)
-        return place
+        self._in_free_list.append(False)
+        _USED.pack_into(self._memory, 0, slot + 1, self._backings_used)
+        return slot
 
-    def drop(self, place: int) -> None:
-        """Clear a record whose handle the kernel does not have, or no longer. The place becomes free."""
-        self._words[2 * place + 1] = 0
-        if not self._waits[place]:
-            self._waits[place] = True
-            self._free.append(place)
+    def drop(self, slot: int) -> None:
+        """Clear the record of a handle that the kernel does not have, or has released. The slot becomes free."""
+        self._words[2 * slot + 1] = 0
+        if not self._in_free_list[slot]:
+            self._in_free_list[slot] = True
+            self._free.append(slot)
 
     # -- backing ids -------------------------------------------------------------------------------
 
     def registered(self, backing_id: int) -> None:
-        if not self._backing_free:
+        if not self._free_backing_offsets:
             if self._backings_used == MOST_HANDLES:
                 return
-            self._backing_free.append(_USED.size + self._backings_used * _BACKING.size)
+            self._free_backing_offsets.append(_USED.size + self._backings_used * _BACKING.size)
             self._backings_used += 1
-            _USED.pack_into(self._memory, 0, len(self._waits), self._backings_used)
-        at = self._backing_free.pop()
+            _USED.pack_into(self._memory, 0, len(self._in_free_list), self._backings_used)
+        at = self._free_backing_offsets.pop()
         _BACKING.pack_into(self._memory, at, backing_id)
-        self._backing_slots[backing_id] = at
+        self._backing_offsets[backing_id] = at
 
     def unregistered(self, backing_id: int) -> None:
-        at = self._backing_slots.pop(backing_id, None)
+        at = self._backing_offsets.pop(backing_id, None)
         if at is not None:
             _BACKING.pack_into(self._memory, at, 0)
-            self._backing_free.append(at)
+            self._free_backing_offsets.append(at)

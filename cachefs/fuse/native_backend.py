@@ -41,7 +41,16 @@ from cachefs.fuse.connection import CONGESTION, MAX_BACKGROUND, MOUNTING_S
 from cachefs.fuse.held import LOOK_S
 from cachefs.fuse.holder import has_ended
 from cachefs.fuse.notifier import Notifier
-from cachefs.fuse.operations import CHANGING, WRITING, Looked, Operations, Pending, Rule, Shown, Waiting
+from cachefs.fuse.operations import (
+    CHANGE_FLAGS,
+    WRITE_FLAGS,
+    AttributesReply,
+    LookupReply,
+    Operations,
+    Pending,
+    Rule,
+    Waiting,
+)
 from cachefs.fuse.protocol import (
     RESENT,
     Init,
@@ -68,8 +77,8 @@ name."""
 MAX_WRITE = 1 << 20
 """Largest write: as large as a read (`MAX_PAGES`)."""
 
-MOST_KEPT = 8
-"""Buffers (of `MAX_WRITE` and a bit) that writes may keep; further writes are copied. A bound of memory:
+MOST_DETACHED = 8
+"""Buffers (of `MAX_WRITE` and a bit) that unfinished writes may use; further writes are copied. A bound of memory:
 8 MiB."""
 
 MAX_PAGES = 256
@@ -100,8 +109,8 @@ _CLOEXEC, _RDONLY, _NOSUID, _NODEV, _NOEXEC = 1, 1, 2, 4, 8
 _FROM_FD, _AT_FDCWD = 4, -100
 
 _READ_AGAIN = (errno.EINTR, errno.ENOENT, errno.ENOMEM)
-"""Errors of a read after which the next request is read: the request was interrupted before, or the kernel had no memory for
-it and has failed it."""
+"""Errors of a read after which the next request can be read: a signal has interrupted the read (EINTR), the request was
+interrupted before it was read (ENOENT), or the kernel had no memory for it and has failed it (ENOMEM)."""
 
 
 class Negotiated(NamedTuple):
@@ -164,14 +173,14 @@ class Device:
         self._request_bytes = REQUEST_BYTES + (MAX_WRITE if writable else 0)
         self._incoming = select.poll()
         self._incoming.register(fd, select.POLLIN)
-        self.kept = 0  # number of buffers kept by unfinished requests
+        self.detached = 0  # number of buffers that unfinished writes use
         self._spare: list[bytearray] = []  # buffers to use again
         self._use(bytearray(self._request_bytes))
         self._mount = -1
         self._attached: Path | None = None
         self.number = ""  # "major:minor" of the mount; "" where the kernel does not report it
-        self._gone = False
-        self.held = False  # another process keeps the connection for the next daemon
+        self._disconnected = False
+        self.held = False  # True if the holder keeps the connection for the next daemon
         self._notifier: Notifier | None = None
 
     # -- mounting and unmounting -------------------------------------------------------------------
@@ -184,7 +193,7 @@ class Device:
         device = cls(os.open("/dev/fuse", os.O_RDWR | os.O_NONBLOCK), writable=writable)
         try:
             device._make(name, flags)
-            return device, device._shake_hands(stack_depth)
+            return device, device._negotiate(stack_depth)
         except BaseException:
             device.close()
             raise
@@ -208,10 +217,10 @@ class Device:
         if mountpoint is None:
             device.number = connection.device_of(fd)
         else:
-            device._is_at(mountpoint)
+            device._set_mountpoint(mountpoint)
         try:
             os.set_blocking(fd, False)
-            return device, device._shake_hands(stack_depth)
+            return device, device._negotiate(stack_depth)
         except BaseException:
             device.close()
             raise
@@ -248,7 +257,7 @@ class Device:
         finally:
             os.close(context)
 
-    def _shake_hands(self, stack_depth: int) -> Negotiated:
+    def _negotiate(self, stack_depth: int) -> Negotiated:
         poller = select.poll()
         poller.register(self.fd, select.POLLIN)
         while True:
@@ -269,16 +278,16 @@ class Device:
         syscall(_MOVE_MOUNT, self._mount, b"", _AT_FDCWD, os.fsencode(mountpoint), _FROM_FD)
         os.close(self._mount)  # an open descriptor would keep the mount busy
         self._mount = -1
-        self._is_at(mountpoint)
+        self._set_mountpoint(mountpoint)
 
-    def _is_at(self, mountpoint: Path) -> None:
+    def _set_mountpoint(self, mountpoint: Path) -> None:
         self._attached = mountpoint
         mount = mount_at(mountpoint)  # fstat would send a request that this thread cannot answer now
         self.number = mount.device if mount is not None else ""
 
     def close(self, *, unmount: bool = True) -> None:
         """Unmount if attached, even while in use, and end the connection; waiting requests fail with ECONNABORTED. Without
-        `unmount` the mount stays: dead, or alive if another process holds the connection."""
+        `unmount` the mount stays: alive if the holder keeps the connection, else dead."""
         if self._notifier is not None:
             self._notifier.close()
         if self.held and not unmount:
@@ -290,7 +299,7 @@ class Device:
             mount = mount_at(mountpoint)
             ours = mount is not None and mount.device == self.number
             if self._ended():
-                # Another mount may have this number by now. A dead mount is ours, whose connection has ended.
+                # Another mount may have this device number by now. If the mount is dead, it is ours.
                 if ours and is_dead(probe(mountpoint)):
                     connection.unmount(mountpoint, MNT_DETACH)
             elif ours or not self.number:
@@ -309,7 +318,7 @@ class Device:
 
     def _ended(self) -> bool:
         """True if the kernel has ended the connection, even if `read` has not returned None yet."""
-        return self._gone or has_ended(self.fd)
+        return self._disconnected or has_ended(self.fd)
 
     # -- messages ----------------------------------------------------------------------------------
 
@@ -322,7 +331,7 @@ class Device:
                 return self._view[:0]
             except OSError as exc:
                 if exc.errno in (errno.ENODEV, errno.ECONNABORTED):
-                    self._gone = True
+                    self._disconnected = True
                     return None
                 if exc.errno not in _READ_AGAIN:
                     raise
@@ -331,17 +340,17 @@ class Device:
         """Block this thread until a request has come. False after a millisecond without one."""
         return bool(self._incoming.poll(1))
 
-    def keep(self) -> bytearray:
-        """Keep the last request valid until the returned buffer is given back. Cheaper than a copy, because buffers are
-        reused and their pages are mapped already."""
-        kept = self._buffer
-        self.kept += 1
+    def detach_buffer(self) -> bytearray:
+        """Keep the last request valid until the returned buffer is recycled. Cheaper than a copy, because buffers are reused
+        and their pages are mapped already."""
+        detached = self._buffer
+        self.detached += 1
         self._use(self._spare.pop() if self._spare else bytearray(self._request_bytes))
-        return kept
+        return detached
 
-    def give_back(self, kept: bytearray) -> None:
-        self.kept -= 1
-        self._spare.append(kept)
+    def recycle(self, buffer: bytearray) -> None:
+        self.detached -= 1
+        self._spare.append(buffer)
 
     def _use(self, buffer: bytearray) -> None:
         self._buffer = buffer
@@ -373,15 +382,15 @@ class Device:
         except OSError as exc:
             log.debug("notification %d: %s", code, exc)
 
-    def notify_beside(self) -> None:
-        """Have another process send notifications from now on, so that no thread of this one waits in the kernel."""
+    def start_notifier(self) -> None:
+        """Send notifications through another process from now on, so that no thread of this one waits in the kernel."""
         self._notifier = Notifier(self.fd)
 
     def repeat_requests(self) -> None:
         """Have the kernel repeat the requests that the previous daemon has not answered, and look up each name again."""
         self.notify(protocol.NOTIFY_INC_EPOCH, b"")  # kernels before Linux 6.16 do not know it
         self.notify(protocol.NOTIFY_RESEND, b"")
-        self.notify_beside()
+        self.start_notifier()
 
     # -- backing files -----------------------------------------------------------------------------
 
@@ -412,13 +421,14 @@ Handler = Callable[[int, int, int, memoryview], None]
 AT_ONCE = 16
 """Requests that are answered without reading the clock. Derived: a tenth of `SLICE_S`, at 6 µs each."""
 
-SEVERAL = 64
-"""Opens for which several readers are assumed after two successive opens of different threads. Then the loop sleeps instead
-of polling. Measured on a busy machine, with 8 readers: half the processor time a message, twice as many files a second."""
+PARALLEL_OPENS = 64
+"""After two successive opens by different threads, so many further opens count as coming from several threads. Meanwhile
+the loop sleeps instead of polling. Measured on a busy machine, with 8 readers: half the processor time a message, twice as
+many files a second."""
 
-CLOSE_S, LOOK_AGAIN_S = 100e-6, 60e-6
-"""If the time between requests is less than the first, the loop polls for the next one for the second before it sleeps.
-Measured: waking a thread that sleeps on another processor takes 20 to 40 µs, as long as the rest of a small file's open."""
+BURST_GAP_S, POLL_S = 100e-6, 60e-6
+"""While the time between requests is below `BURST_GAP_S`, the loop polls for `POLL_S` before it sleeps. Measured: waking a
+thread that sleeps on another processor takes 20 to 40 µs, as long as the rest of a small file's open."""
 
 SLICE_S = 1e-3
 """Longest time that other tasks wait while requests come in a stream. Guessed: shorter than the round trips that they wait
@@ -486,16 +496,16 @@ class NativeBackend:
         # Unique of waiting requests whose process got a signal that did not end it.
         self._signalled: set[int] = set()
         # With one processor, polling for the next request would keep its sender from running.
-        self._eager = len(os.sched_getaffinity(0)) > 1
-        self._opener = 0  # the thread of the last open
-        self._several = 0  # above 0 while several threads open files
+        self._may_poll = len(os.sched_getaffinity(0)) > 1
+        self._last_opener = 0  # the thread of the last open
+        self._parallel_opens_left = 0  # above 0: several threads are opening files
         self._gap_s = 1.0  # moving average of the time between an answer and the next request
         self._answered_at = 0.0
         self._handlers: dict[int, Handler] = {
             Op.LOOKUP: self._lookup,
             Op.GETATTR: self._getattr,
             Op.STATFS: self._statfs,
-            Op.OPEN: self._open_unasked if zero_open else self._open_known if self.direct else self._open,
+            Op.OPEN: self._refuse_open if zero_open else self._open_known if self.direct else self._open,
             Op.READ: self._read,
             Op.RELEASE: self._release,
             Op.OPENDIR: self._opendir,
@@ -507,9 +517,9 @@ class NativeBackend:
             Op.INTERRUPT: self._interrupt,
             Op.FORGET: self._forget,
             Op.BATCH_FORGET: self._forget,
-            Op.FSYNCDIR: self._nothing,
-            Op.ACCESS: self._nothing,  # the kernel checks the mode bits (default_permissions)
-            Op.DESTROY: self._nothing,
+            Op.FSYNCDIR: self._acknowledge,
+            Op.ACCESS: self._acknowledge,  # the kernel checks the mode bits (default_permissions)
+            Op.DESTROY: self._acknowledge,
             Op.READLINK: self._readlink,
             Op.IOCTL: self._ioctl,
             Op.CREATE: self._create,
@@ -540,7 +550,7 @@ class NativeBackend:
                 # The next daemon can answer what this one leaves only if the kernel can repeat it.
                 self._records.held.hold(self._device.fd, mountpoint, self._device.number, *self.agreed)
                 self._device.held = True
-                self._device.notify_beside()
+                self._device.start_notifier()
 
     async def serve(self, ready: Callable[[], None]) -> None:
         if self._records is not None and self._records.held.taking_over:
@@ -614,12 +624,12 @@ class NativeBackend:
                     handle(request)
                 self._answered_at = now = clock()
             elif request is not None:
-                if self._waiting or not self._eager:
+                if self._waiting or not self._may_poll:
                     return False
-                if self._several > 0:
+                if self._parallel_opens_left > 0:
                     if self._gap_s > SLICE_S / 2 or not self._device.wait():
                         return False
-                elif self._gap_s > CLOSE_S or now - self._answered_at > LOOK_AGAIN_S:
+                elif self._gap_s > BURST_GAP_S or now - self._answered_at > POLL_S:
                     return False
             if request is None:
                 return None
@@ -663,7 +673,7 @@ class NativeBackend:
             # There is no checkpoint between answer and reply, so a handle is either reported to the kernel or released.
             reply(unique, await waiting.answer())
         except Exception as exc:
-            if waiting.interrupted and waiting.request.rule is Rule.WHOLE:
+            if waiting.interrupted and waiting.request.rule is Rule.RUN_TO_END:
                 log.debug("%s, after its process got EINTR: %s", waiting.request.name, exc)
             else:
                 self._fail(unique, waiting.request.name, exc)
@@ -723,7 +733,7 @@ class NativeBackend:
         """Reply with an errno; 0 or None is success."""
         self._write(protocol.OUT_HEADER.pack(_REPLY, -(number or 0), unique))
 
-    def _looked_up(self, unique: int, found: Looked) -> None:
+    def _lookup_reply(self, unique: int, found: LookupReply) -> None:
         attributes, ttl = found
         if attributes is not None:
             reply = protocol.ENTRY_REPLY
@@ -735,23 +745,25 @@ class NativeBackend:
         else:
             self._done(unique, errno.ENOENT)
 
-    def _attributes(self, unique: int, found: Shown) -> None:
+    def _attributes_reply(self, unique: int, found: AttributesReply) -> None:
         attributes, ttl = found
         self._send(protocol.ATTR_REPLY, unique, *duration(ttl), 0, *protocol.attr(attributes))
 
-    def _opened(self, unique: int, opened: Opened, flags: int = int(Flags.NOFLUSH)) -> None:
-        self._hand_over(protocol.OPEN_REPLY, unique, (), opened, flags)
+    def _open_reply(self, unique: int, opened: Opened, flags: int = int(Flags.NOFLUSH)) -> None:
+        self._reply_with_handle(protocol.OPEN_REPLY, unique, (), opened, flags)
 
-    def _opened_to_write(self, unique: int, opened: Opened) -> None:
-        self._opened(unique, opened, self._writer_flags if opened[1] else 0)
+    def _open_to_write_reply(self, unique: int, opened: Opened) -> None:
+        self._open_reply(unique, opened, self._writer_flags if opened[1] else 0)
 
-    def _created(self, unique: int, made: Created) -> None:
+    def _create_reply(self, unique: int, made: Created) -> None:
         attributes, ttl, opened = made
         # With 0 the kernel would send a GETATTR before open(2) returns. Changes in `BURST_S` come through the same kernel.
         fields = entry(attributes, ttl, least=0.0 if attributes.size else BURST_S)
-        self._hand_over(protocol.CREATE_REPLY, unique, fields, opened, self._writer_flags if opened[1] else 0)
+        self._reply_with_handle(
+            protocol.CREATE_REPLY, unique, fields, opened, self._writer_flags if opened[1] else 0
+        )
 
-    def _hand_over(
+    def _reply_with_handle(
         self, reply: struct.Struct, unique: int, fields: tuple[int, ...], opened: Opened, flags: int
     ) -> None:
         """Reply with `fields` and a handle. Release the handle if the kernel does not take the reply."""
@@ -776,16 +788,16 @@ class NativeBackend:
             self._records.released(fh)
         self.operations.drop(fh)
 
-    def _entered(self, unique: int, made: Shown) -> None:
+    def _entry_reply(self, unique: int, made: AttributesReply) -> None:
         self._send(protocol.ENTRY_REPLY, unique, *entry(*made))
 
     # -- names and attributes ----------------------------------------------------------------------
 
     def _lookup(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
-        self._answer(unique, self.operations.lookup(thread, inode, name_of(body)), self._looked_up)
+        self._answer(unique, self.operations.lookup(thread, inode, name_of(body)), self._lookup_reply)
 
     def _getattr(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
-        self._answer(unique, self.operations.getattr(thread, inode), self._attributes)
+        self._answer(unique, self.operations.getattr(thread, inode), self._attributes_reply)
 
     def _setattr(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
         valid, _, fh, size, _, atime, mtime, _, atime_ns, mtime_ns, _, mode, _, uid, gid, _ = (
@@ -806,7 +818,7 @@ class NativeBackend:
             clear=bool(valid & Setattr.KILL_SUIDGID),
             fh=fh if valid & Setattr.FH else None,
         )
-        self._begin(unique, pending, self._attributes)
+        self._begin(unique, pending, self._attributes_reply)
 
     def _statfs(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
         space = self.operations.statfs()
@@ -831,13 +843,13 @@ class NativeBackend:
         size, _ = protocol.GETXATTR_IN.unpack_from(body)
         name = name_of(body[protocol.GETXATTR_IN.size :])
         pending = self.operations.getxattr(thread, inode, name, self._uid)
-        self._begin(unique, pending, partial(self._value, size))
+        self._begin(unique, pending, partial(self._xattr_value, size))
 
     def _listxattr(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
         size, _ = protocol.GETXATTR_IN.unpack_from(body)
-        self._value(size, unique, b"".join(name + b"\0" for name in self.operations.listxattr()))
+        self._xattr_value(size, unique, b"".join(name + b"\0" for name in self.operations.listxattr()))
 
-    def _value(self, size: int, unique: int, value: bytes) -> None:
+    def _xattr_value(self, size: int, unique: int, value: bytes) -> None:
         """Reply with the value, with its length if `size` is 0, or with ERANGE if it does not fit into `size` bytes."""
         if not size:
             self._send(protocol.XATTR_SIZE_REPLY, unique, len(value), 0)
@@ -856,19 +868,19 @@ class NativeBackend:
 
     # -- files -------------------------------------------------------------------------------------
 
-    def _open_unasked(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
-        """Answer ENOSYS: the kernel then sends no more OPEN and RELEASE."""
+    def _refuse_open(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        """Answer ENOSYS, after which the kernel sends no more OPEN and RELEASE (`--zero-open`)."""
         self._metrics.fuse_open += 1
         self._done(unique, errno.ENOSYS)
 
     def _open_known(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
         """Answer an OPEN from the table of known files (`OpenFiles`), or as `_open` does if the file is not known."""
-        if thread == self._opener:
-            self._several -= 1
+        if thread == self._last_opener:
+            self._parallel_opens_left -= 1
         else:
-            self._opener, self._several = thread, SEVERAL
+            self._last_opener, self._parallel_opens_left = thread, PARALLEL_OPENS
         flags, _ = _unpack_open(body)
-        if flags & CHANGING or unique & RESENT or (known := self._reopen(inode, thread)) is None:
+        if flags & CHANGE_FLAGS or unique & RESENT or (known := self._reopen(inode, thread)) is None:
             self._open(unique, inode, thread, body)
             return
         fh, handle, records = known.fh, known.handle, self._records
@@ -893,17 +905,19 @@ class NativeBackend:
     def _open(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
         flags, more = _unpack_open(body)
         repeated = bool(unique & RESENT) and self._records is not None
-        if repeated and not flags & WRITING:
-            self._asked_again(unique)
+        if repeated and not flags & WRITE_FLAGS:
+            self._release_unanswered(unique)
         # The kernel marks opens that empty the file. Writes in passthrough are not seen here, so opens for writing count.
-        clear = bool(more & protocol.OPEN_KILL_SUIDGID or (flags & WRITING and self._uid))
+        clear = bool(more & protocol.OPEN_KILL_SUIDGID or (flags & WRITE_FLAGS and self._uid))
         opened = self.operations.open(thread, inode, flags, clear)
-        if repeated and flags & WRITING and isinstance(opened, Pending):
-            opened = self._in_place_of(unique, opened)
+        if repeated and flags & WRITE_FLAGS and isinstance(opened, Pending):
+            opened = self._releasing_unanswered(unique, opened)
         if isinstance(opened, Pending):
-            self._begin(unique, opened, self._opened_to_write if flags & WRITING else self._opened)
+            self._begin(
+                unique, opened, self._open_to_write_reply if flags & WRITE_FLAGS else self._open_reply
+            )
         else:
-            self._opened(unique, opened)
+            self._open_reply(unique, opened)
 
     def _create(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
         flags, mode, *_ = protocol.CREATE_IN.unpack_from(body)
@@ -912,21 +926,22 @@ class NativeBackend:
             flags &= ~os.O_EXCL  # the previous daemon may have created the file for this request
         pending = self.operations.create(thread, inode, name, flags, mode, self._uid, self._gid)
         if unique & RESENT and self._records is not None:
-            pending = self._in_place_of(unique, pending)
-        self._begin(unique, pending, self._created)
+            pending = self._releasing_unanswered(unique, pending)
+        self._begin(unique, pending, self._create_reply)
 
-    def _asked_again(self, unique: int) -> None:
+    def _release_unanswered(self, unique: int) -> None:
         assert self._records is not None
-        self.operations.writers.released(self._records.asked_again(unique))
+        self.operations.writers.released(self._records.release_unanswered(unique))
 
-    def _in_place_of(self, unique: int, pending: Pending[T]) -> Pending[T]:
-        """An OPEN that the kernel repeats; after its work, the handle that the previous daemon made for it is released."""
+    def _releasing_unanswered(self, unique: int, pending: Pending[T]) -> Pending[T]:
+        """`pending` for an OPEN that the kernel repeats: after its work, the handle that the previous daemon made for it is
+        released."""
 
         async def work() -> T:
             try:
                 return await pending.work()
             finally:
-                self._asked_again(unique)
+                self._release_unanswered(unique)
 
         return replace(pending, work=work)
 
@@ -947,28 +962,28 @@ class NativeBackend:
         data = body[protocol.WRITE_IN.size :]
         if len(data) != size:
             raise Malformed(f"a write of {len(data)} bytes that says it has {size}")
-        if size <= COPIED or self._device.kept >= MOST_KEPT:
+        if size <= COPIED or self._device.detached >= MOST_DETACHED:
             self._answer(
-                unique, self.operations.write(thread, fh, offset, bytes(data), size, clear), self._written
+                unique, self.operations.write(thread, fh, offset, bytes(data), size, clear), self._write_reply
             )
             return
         buffer = data.obj
         assert isinstance(buffer, bytearray)
         pending = self.operations.write(thread, fh, offset, data, len(buffer), clear)
         if not isinstance(pending, Pending):
-            self._written(unique, pending)
+            self._write_reply(unique, pending)
             return
-        work = partial(self._then_give_back, buffer, pending.work)
-        self._begin(unique, replace(pending, work=work), self._written)
-        self._device.keep()  # not earlier, because `_begin` may refuse the write
+        work = partial(self._then_recycle, buffer, pending.work)
+        self._begin(unique, replace(pending, work=work), self._write_reply)
+        self._device.detach_buffer()  # not earlier, because `_begin` may refuse the write
 
-    async def _then_give_back(self, buffer: bytearray, work: Callable[[], Awaitable[int]]) -> int:
+    async def _then_recycle(self, buffer: bytearray, work: Callable[[], Awaitable[int]]) -> int:
         try:
             return await work()
         finally:
-            self._device.give_back(buffer)
+            self._device.recycle(buffer)
 
-    def _written(self, unique: int, size: int) -> None:
+    def _write_reply(self, unique: int, size: int) -> None:
         self._send(protocol.WRITE_REPLY, unique, size, 0)
 
     def _fallocate(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
@@ -986,10 +1001,10 @@ class NativeBackend:
     def _release(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
         (fh,) = _unpack_handle(body)
         if self._records is not None:
-            # Before the reply, after which a killed daemon would leave the record for ever.
+            # Before the reply: if the daemon were killed between the two, the record would stay for ever.
             self._records.released(fh)
         try:
-            # Before the rest, so that the calling process does not wait for it.
+            # The reply is sent before the handle is closed, so that the calling process does not wait for that.
             self._write(_pack_header(_REPLY, 0, unique))
         finally:
             if self._close_known(fh):
@@ -1022,9 +1037,11 @@ class NativeBackend:
         if pack is dirent:
             # A listing without attributes is not kept: a program that needs them would send a request for each name.
             self._fs.listing_lost(dh)
-        self._begin(unique, pending, partial(self._listed, pack, size))
+        self._begin(unique, pending, partial(self._readdir_reply, pack, size))
 
-    def _listed(self, pack: Callable[[Entry], bytes], size: int, unique: int, entries: list[Entry]) -> None:
+    def _readdir_reply(
+        self, pack: Callable[[Entry], bytes], size: int, unique: int, entries: list[Entry]
+    ) -> None:
         fitting: list[bytes] = []
         for shown in entries:
             packed = pack(shown)
@@ -1049,7 +1066,7 @@ class NativeBackend:
     def _make(
         self,
         arguments: struct.Struct,
-        make: Callable[..., Pending[Shown]],
+        make: Callable[..., Pending[AttributesReply]],
         unique: int,
         inode: int,
         thread: int,
@@ -1057,8 +1074,8 @@ class NativeBackend:
     ) -> None:
         mode, *_ = arguments.unpack_from(body)
         name = name_of(body[arguments.size :])
-        pending = make(thread, inode, name, mode, self._uid, self._gid, again=bool(unique & RESENT))
-        self._begin(unique, pending, self._entered)
+        pending = make(thread, inode, name, mode, self._uid, self._gid, resent=bool(unique & RESENT))
+        self._begin(unique, pending, self._entry_reply)
 
     def _remove(
         self,
@@ -1070,18 +1087,18 @@ class NativeBackend:
     ) -> None:
         pending = remove(thread, inode, name_of(body))
         if unique & RESENT:
-            pending = self.operations.gone_again(pending)
+            pending = self.operations.tolerate_removed(pending)
         self._begin(unique, pending, self._done)
 
     def _rename(
         self, arguments: struct.Struct, unique: int, inode: int, thread: int, body: memoryview
     ) -> None:
-        to, *flags = arguments.unpack_from(body)
+        to, *flags = arguments.unpack_from(body)  # RENAME has no flags
         old, new = protocol.names_of(body[arguments.size :])
-        again = bool(unique & RESENT)
-        pending = self.operations.rename(thread, inode, old, to, new, flags[0] if flags else 0, again=again)
-        if again:
-            pending = self.operations.gone_again(pending, (to, new))
+        resent = bool(unique & RESENT)
+        pending = self.operations.rename(thread, inode, old, to, new, flags[0] if flags else 0, resent=resent)
+        if resent:
+            pending = self.operations.tolerate_removed(pending, (to, new))
         self._begin(unique, pending, self._done)
 
     def _link(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
@@ -1092,7 +1109,8 @@ class NativeBackend:
     def _forget(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
         """Do nothing: no state is kept for the inodes that the kernel knows, and there is no reply."""
 
-    def _nothing(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+    def _acknowledge(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        """Reply success to a request that needs no work."""
         self._metrics.fuse_other += 1
         self._done(unique)
 

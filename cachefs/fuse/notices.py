@@ -22,8 +22,8 @@ Notice = tuple[int, int, bytes]
 """(inode, parent, name): drop the pages and attributes of this inode (0: none), and this name in `parent` (b"": none)."""
 
 MOST_WAITING = 65_536
-"""Notices that wait, about 250 bytes each. Beyond it the oldest is dropped, and the kernel keeps that name for its TTL. A
-refresh waits after each thousand, so only changes that listings find can be so many. A bound of memory: 16 MB."""
+"""Most notices in the queue, about 250 bytes each. Beyond that the oldest is dropped, and the kernel keeps that name for
+its TTL. A refresh waits after each thousand, so only changes that listings find can be so many. A bound of memory: 16 MB."""
 
 AT_ONCE = 64
 """Notices that a thread sends before it returns, in 5 ms. Measured: 75 µs each."""
@@ -35,9 +35,11 @@ class Notices:
     def __init__(self, invalidate: Callable[[int, int, bytes], None]) -> None:
         self._invalidate = invalidate
         self._waiting: dict[Notice, None] = {}
-        self._came = trio.Event()
+        self._queued = trio.Event()
         self._refreshing = trio.lowlevel.ParkingLot()
-        self._taken = self._finished = 0  # numbers of notices taken from the queue, and sent, since the start
+        self._taken = self._finished = (
+            0  # how many notices were taken from the queue, and sent, since the start
+        )
         self._idle = trio.Event()
         self._idle.set()
         self._dropped = False
@@ -54,14 +56,14 @@ class Notices:
             self._dropped = True
             self._taken += 1
             self._finished += 1
-        self._came.set()
+        self._queued.set()
 
     async def told(self) -> None:
         """Wait until the kernel has taken all notices so far, at most `HANGS_AFTER_S`: a request may hold a lock in the
         kernel while it waits for the origin."""
-        came = self._taken + len(self._waiting)  # notices are sent in order
+        newest = self._taken + len(self._waiting)  # notices are sent in order
         with trio.move_on_after(HANGS_AFTER_S):
-            while self._finished < came:
+            while self._finished < newest:
                 await self._refreshing.park()
         await trio.lowlevel.checkpoint()
 
@@ -69,12 +71,12 @@ class Notices:
         """Send notices until cancelled. A thread may still be sending then; `quiet` waits for it."""
         token = trio.lowlevel.current_trio_token()
         while True:
-            await self._came.wait()
+            await self._queued.wait()
             batch = list(islice(self._waiting, AT_ONCE))
             for notice in batch:
                 del self._waiting[notice]
             if not self._waiting:
-                self._came = trio.Event()
+                self._queued = trio.Event()
             count = len(batch)
             self._taken += count
             self._idle = idle = trio.Event()

@@ -2,8 +2,9 @@
 
 To drop a page, the kernel makes the sender wait for the reader that has locked the page, and that reader may wait for the
 daemon. A living daemon answers it. But a thread that waits in the kernel cannot be killed: a killed daemon could not end,
-would keep its locks, and the next daemon, for which the reader waits, could not begin. So this process waits instead. It has
-only the connection and a socket of the daemon. It ends with the daemon, or as soon as the kernel lets it.
+would keep its locks, and the next daemon, for which the reader waits, could not begin. So this process waits instead. It
+holds only the connection and a socket to the daemon. It ends when the daemon ends, or as soon after that as its wait in the
+kernel is over.
 
 It runs as a script of its own (`python -I -S notifier.py FUSE SOCKET`) and imports nothing of cachefs. Each message on the
 socket is a notification; the answer is an errno, 0 for success.

@@ -27,26 +27,27 @@ from cachefs.fs.dirty_files import Opened
 from cachefs.fs.filesystem import Created
 from cachefs.fs.reader import Buffer
 from cachefs.fuse.callers import Writers
-from cachefs.fuse.errno_table import OURS, errno_of_foreign, tell
-from cachefs.fuse.walks import WalksAgain
+from cachefs.fuse.errno_table import XATTR_PREFIX, errno_of_foreign_xattr, report_failure
+from cachefs.fuse.walks import SecondWalks
 from cachefs.fuse.zero_open import UnopenedFiles
 
 T = TypeVar("T")
 
-Shown = tuple[Attributes, float]
-"""Attributes, and for how many seconds the kernel may keep them."""
+AttributesReply = tuple[Attributes, float]
+"""(attributes, ttl): the kernel may keep them for `ttl` seconds."""
 
-Looked = tuple[Attributes | None, float]
-"""The same for a looked-up name; the attributes are None if there is no such name, which the kernel may keep as long."""
+LookupReply = tuple[Attributes | None, float]
+"""(attributes or None, ttl) for a looked-up name. None: there is no such name, and the kernel may keep that for `ttl`
+seconds."""
 
-WRITING = os.O_WRONLY | os.O_RDWR | os.O_TRUNC
+WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_TRUNC
 """Flags of an open that may change the file."""
 
-CHANGING = WRITING | os.O_CREAT | os.O_APPEND
+CHANGE_FLAGS = WRITE_FLAGS | os.O_CREAT | os.O_APPEND
 """Flags of an open that is not just for reading."""
 
-SHARE = 4
-"""Waiting requests may hold one part of so many of the process's memory limit. Borrowed from the RAM tier's default."""
+MEMORY_SHARE = 4
+"""Waiting requests may hold the process's memory limit divided by this. Borrowed from the RAM tier's default."""
 
 REQUEST_BYTES = 16 << 10
 """Memory of a waiting request besides its data. Measured: 9 to 14 KiB for the task, its scope and its closures."""
@@ -72,36 +73,37 @@ class Refused(MemoryError):
 
 
 class Rule(Enum):
-    """What may end the work of a request early. For a WHOLE request a signal ends the wait of the calling process, but not
-    the work, which is bounded by the deadlines of its requests to the origin."""
+    """What may end the work of a request early."""
 
-    TIMED = auto()  # the deadline, or a signal that ends the calling process
-    PATIENT = auto()  # only a signal that ends the calling process
-    WHOLE = auto()  # nothing
+    DEADLINE = auto()  # the deadline, or a signal that ends the calling process
+    KILLABLE = auto()  # only a signal that ends the calling process
+    RUN_TO_END = auto()
+    """Nothing. A signal ends the wait of the calling process, but the work goes on. It is bounded by the deadlines of its
+    requests to the origin."""
 
 
 class Request(NamedTuple):
-    """A kind of request. `on` is the reason for its wait in the ledger (None for reads, which the reader enters there),
-    `shown` its name there. `always`: it is admitted without memory, too, like stat(2) and the requests that report whether a
-    file was uploaded."""
+    """A kind of request. `waits_on` is the reason for its wait in the ledger (None for reads, which the reader enters
+    there), `ledger_name` its name there if it differs. `always_admitted`: it is admitted without memory, too, like stat(2)
+    and the requests that report whether a file was uploaded."""
 
     name: str
-    on: str | None = NAMES
-    rule: Rule = Rule.TIMED
-    always: bool = False
-    shown: str = ""
+    waits_on: str | None = NAMES
+    rule: Rule = Rule.DEADLINE
+    always_admitted: bool = False
+    ledger_name: str = ""
 
 
 LOOKUP, OPEN, READDIR, GETXATTR = map(Request, ("lookup", "open", "readdir", "getxattr"))
-GETATTR = Request("getattr", always=True)
+GETATTR = Request("getattr", always_admitted=True)
 READ = Request("read", None)
 OPEN_TO_WRITE, CREATE, MKNOD, MKDIR, UNLINK, RMDIR, RENAME, SETATTR = (
-    Request(name, rule=Rule.WHOLE)
+    Request(name, rule=Rule.RUN_TO_END)
     for name in ("open", "create", "mknod", "mkdir", "unlink", "rmdir", "rename", "setattr")
 )
-WRITE, FALLOCATE = Request("write", WRITES, Rule.WHOLE), Request("fallocate", WRITES, Rule.WHOLE)
-FLUSH = Request("flush", WRITES, Rule.PATIENT, always=True, shown="close")
-FSYNC = Request("fsync", WRITES, Rule.PATIENT, always=True)
+WRITE, FALLOCATE = Request("write", WRITES, Rule.RUN_TO_END), Request("fallocate", WRITES, Rule.RUN_TO_END)
+FLUSH = Request("flush", WRITES, Rule.KILLABLE, always_admitted=True, ledger_name="close")
+FSYNC = Request("fsync", WRITES, Rule.KILLABLE, always_admitted=True)
 
 
 @dataclass(slots=True)
@@ -122,7 +124,7 @@ class Admission:
     programs. Beyond the bound, a request that would have to wait is answered with ENOMEM instead."""
 
     def __init__(self) -> None:
-        self.limit_bytes = memory_limit() // SHARE
+        self.limit_bytes = memory_limit() // MEMORY_SHARE
         self.held_bytes = 0
 
     def take(self, count: int, *, always: bool) -> None:
@@ -145,15 +147,15 @@ class Waiting(Generic[T]):
         self._work = pending.work
         self._held_bytes = REQUEST_BYTES + pending.data_bytes
         self._admission = operations.admission
-        self._admission.take(self._held_bytes, always=request.always)
+        self._admission.take(self._held_bytes, always=request.always_admitted)
         self._call: Wait | None = None
-        if request.on is not None:
+        if request.waits_on is not None:
             waits = operations.metrics.ledger.waits
-            self._call = waits.call(pending.thread, request.on, request.shown or request.name)
+            self._call = waits.call(pending.thread, request.waits_on, request.ledger_name or request.name)
         self._scope = None
-        if request.rule is not Rule.WHOLE:
+        if request.rule is not Rule.RUN_TO_END:
             self._scope = trio.CancelScope()
-            if request.rule is Rule.TIMED:
+            if request.rule is Rule.DEADLINE:
                 self._scope.deadline = trio.current_time() + operations.deadline_s
 
     async def answer(self) -> T:
@@ -172,7 +174,7 @@ class Waiting(Generic[T]):
             self._admission.held_bytes -= self._held_bytes
 
     def interrupt(self) -> bool:
-        """Stop the work, unless it is WHOLE, because a signal ends the calling process. True if the work goes on."""
+        """Stop the work, unless it is RUN_TO_END, because a signal ends the calling process. True if the work goes on."""
         self.interrupted = True
         self._leave_ledger()
         if self._scope is not None:
@@ -188,8 +190,8 @@ class Waiting(Generic[T]):
 
 
 class Operations:
-    """The requests of one mount. `deadline_s` bounds every wait that is `Rule.TIMED`. `device` returns the "major:minor" of
-    the mount, "" if it is not known."""
+    """The requests of one mount. `deadline_s` bounds every wait that is `Rule.DEADLINE`. `device` returns the "major:minor"
+    of the mount, "" if it is not known."""
 
     def __init__(
         self,
@@ -204,16 +206,16 @@ class Operations:
         self.admission = Admission()
         self.writers = Writers(device)
         self.unopened = UnopenedFiles(fs)
-        self.walks = WalksAgain(fs, self.deadline_s)
+        self.walks = SecondWalks(fs, self.deadline_s)
         self.metrics = metrics
         self._fs = fs
         self._writable = writable
         self._repeats = Repeats()
-        self._turns: dict[int, trio.Lock] = {}  # by directory
+        self._directory_locks: dict[int, trio.Lock] = {}  # by directory
 
     def took_over(self) -> None:
-        """Go on with the mount of a daemon that has died. Only if names can be changed here may it have answered ESTALE to
-        programs whose second walk is still to come: on a read-only mount, looking names up must not open files."""
+        """Go on with the mount of a daemon that has died. If it has answered ESTALE to a program, the second walk is still
+        to come. It can have done so on a writable mount only; on a read-only one, looking names up must not open files."""
         if self._writable:
             self.walks.took_over()
 
@@ -221,20 +223,20 @@ class Operations:
         """The errno that answers a request which raised `exc`, of any type. Failures are logged and counted."""
         if isinstance(exc, Errno):
             return exc.number
-        return tell(request, exc, self.metrics, self.deadline_s, self._repeats)
+        return report_failure(request, exc, self.metrics, self.deadline_s, self._repeats)
 
     # -- names and attributes ----------------------------------------------------------------------
 
-    def lookup(self, thread: int, parent: int, name: bytes) -> Looked | Pending[Looked]:
+    def lookup(self, thread: int, parent: int, name: bytes) -> LookupReply | Pending[LookupReply]:
         self.metrics.fuse_lookup += 1
-        if (self.walks.threads or self.walks.unsure) and self.walks.again(thread):
+        if (self.walks.threads or self.walks.assume_second) and self.walks.is_second(thread):
             return Pending(LOOKUP, thread, partial(self.walks.lookup, thread, parent, name))
         found = self._fs.lookup_now(parent, name)
         if found is None:
             return Pending(LOOKUP, thread, partial(self._fs.lookup, parent, name))
         return found
 
-    def getattr(self, thread: int, inode: int) -> Shown | Pending[Shown]:
+    def getattr(self, thread: int, inode: int) -> AttributesReply | Pending[AttributesReply]:
         self.metrics.fuse_getattr += 1
         try:
             found = self._fs.attributes_now(inode)
@@ -242,7 +244,9 @@ class Operations:
             self.walks.begin(thread)
             raise
         if found is None:
-            return Pending(GETATTR, thread, partial(self._known, thread, partial(self._fs.getattr, inode)))
+            return Pending(
+                GETATTR, thread, partial(self._begin_walk_on_change, thread, partial(self._fs.getattr, inode))
+            )
         return found
 
     def statfs(self) -> Space:
@@ -251,8 +255,8 @@ class Operations:
 
     def getxattr(self, thread: int, inode: int, name: bytes, uid: int) -> Pending[bytes]:
         self.metrics.fuse_other += 1
-        if not name.startswith(OURS):
-            raise Errno(errno_of_foreign(name))
+        if not name.startswith(XATTR_PREFIX):
+            raise Errno(errno_of_foreign_xattr(name))
         return Pending(GETXATTR, thread, partial(self._fs.getxattr, inode, name, uid))
 
     def listxattr(self) -> list[bytes]:
@@ -283,7 +287,7 @@ class Operations:
     def open(self, thread: int, inode: int, flags: int, clear: bool = False) -> Opened | Pending[Opened]:
         """Open a file. `clear`: set-uid and set-gid bits are cleared if the file is emptied, or written in passthrough."""
         self.metrics.fuse_open += 1
-        if flags & WRITING and self._writable:
+        if flags & WRITE_FLAGS and self._writable:
             return Pending(OPEN_TO_WRITE, thread, partial(self._open_to_write, thread, inode, flags, clear))
         try:
             opened = self._fs.open_now(inode, flags, thread)
@@ -292,28 +296,30 @@ class Operations:
             raise
         if opened is None:
             work = partial(self._fs.open, inode, flags, thread)
-            return Pending(OPEN, thread, partial(self._walked_to, thread, work))
+            return Pending(OPEN, thread, partial(self._end_walk_after, thread, work))
         if self.walks.threads:
             self.walks.end(thread)
         return opened
 
-    async def _known(self, thread: int, work: Callable[[], Awaitable[T]]) -> T:
-        """Do the work on a file that the kernel has looked up. After `ObjectChanged` the kernel walks the path again."""
+    async def _begin_walk_on_change(self, thread: int, work: Callable[[], Awaitable[T]]) -> T:
+        """Do the work on a file that the kernel has looked up. If it raises `ObjectChanged`, the kernel walks the path
+        again."""
         try:
             return await work()
         except ObjectChanged:
             self.walks.begin(thread)
             raise
 
-    async def _walked_to(self, thread: int, work: Callable[[], Awaitable[T]]) -> T:
-        """`_known` for the request that the kernel has walked the path for: it ends a second walk."""
-        answer = await self._known(thread, work)
+    async def _end_walk_after(self, thread: int, work: Callable[[], Awaitable[T]]) -> T:
+        """`_begin_walk_on_change` for the request for which the kernel has walked the path: its success ends a second
+        walk."""
+        answer = await self._begin_walk_on_change(thread, work)
         if self.walks.threads:
             self.walks.end(thread)
         return answer
 
     async def _open_to_write(self, thread: int, inode: int, flags: int, clear: bool) -> Opened:
-        opened = await self._walked_to(thread, partial(self._fs.open, inode, flags, thread))
+        opened = await self._end_walk_after(thread, partial(self._fs.open, inode, flags, thread))
         self.writers.opened(opened[0], inode, thread)
         if clear:
             self._fs.clear_set_ids(opened[0], later=not flags & os.O_TRUNC)
@@ -356,7 +362,7 @@ class Operations:
 
     # -- changes -----------------------------------------------------------------------------------
 
-    def _changing(self) -> None:
+    def _require_writable(self) -> None:
         """Raise `Errno` (EROFS) on a read-only mount."""
         if not self._writable:
             self.metrics.fuse_other += 1
@@ -366,36 +372,36 @@ class Operations:
         self, thread: int, parent: int, name: bytes, flags: int, mode: int, uid: int, gid: int
     ) -> Pending[Created]:
         work = partial(self._create, thread, parent, name, flags, mode, uid, gid)
-        return self._in_turn(CREATE, thread, work, parent)
+        return self._serialized(CREATE, thread, work, parent)
 
     async def _create(
         self, thread: int, parent: int, name: bytes, flags: int, mode: int, uid: int, gid: int
     ) -> Created:
         work = partial(self._fs.create, parent, name, flags, mode, thread, uid, gid)
-        made = await self._walked_to(thread, work)
+        made = await self._end_walk_after(thread, work)
         attributes, _, opened = made
         self.writers.opened(opened[0], attributes.ino, thread)
         return made
 
     def mknod(
-        self, thread: int, parent: int, name: bytes, mode: int, uid: int, gid: int, *, again: bool = False
-    ) -> Pending[Shown]:
-        """`again`: the kernel repeats the request."""
-        work = partial(self._fs.mknod, parent, name, mode, thread, uid, gid, again=again)
-        return self._in_turn(MKNOD, thread, work, parent)
+        self, thread: int, parent: int, name: bytes, mode: int, uid: int, gid: int, *, resent: bool = False
+    ) -> Pending[AttributesReply]:
+        """`resent`: the kernel repeats the request, so the previous daemon may have carried it out."""
+        work = partial(self._fs.mknod, parent, name, mode, thread, uid, gid, again=resent)
+        return self._serialized(MKNOD, thread, work, parent)
 
     def mkdir(
-        self, thread: int, parent: int, name: bytes, mode: int, uid: int, gid: int, *, again: bool = False
-    ) -> Pending[Shown]:
-        """For `again` see `mknod`."""
-        work = partial(self._fs.mkdir, parent, name, mode, uid, gid, again=again)
-        return self._in_turn(MKDIR, thread, work, parent)
+        self, thread: int, parent: int, name: bytes, mode: int, uid: int, gid: int, *, resent: bool = False
+    ) -> Pending[AttributesReply]:
+        """For `resent` see `mknod`."""
+        work = partial(self._fs.mkdir, parent, name, mode, uid, gid, again=resent)
+        return self._serialized(MKDIR, thread, work, parent)
 
     def unlink(self, thread: int, parent: int, name: bytes) -> Pending[None]:
-        return self._in_turn(UNLINK, thread, partial(self._fs.unlink, parent, name), parent)
+        return self._serialized(UNLINK, thread, partial(self._fs.unlink, parent, name), parent)
 
     def rmdir(self, thread: int, parent: int, name: bytes) -> Pending[None]:
-        return self._in_turn(RMDIR, thread, partial(self._fs.rmdir, parent, name), parent)
+        return self._serialized(RMDIR, thread, partial(self._fs.rmdir, parent, name), parent)
 
     def rename(
         self,
@@ -406,38 +412,40 @@ class Operations:
         new_name: bytes,
         flags: int,
         *,
-        again: bool = False,
+        resent: bool = False,
     ) -> Pending[None]:
-        """For `again` see `mknod`."""
-        work = partial(self._fs.rename, parent, name, new_parent, new_name, flags, again=again)
-        return self._in_turn(RENAME, thread, work, parent, new_parent)
+        """For `resent` see `mknod`."""
+        work = partial(self._fs.rename, parent, name, new_parent, new_name, flags, again=resent)
+        return self._serialized(RENAME, thread, work, parent, new_parent)
 
-    def gone_again(self, pending: Pending[None], left: tuple[int, bytes] | None = None) -> Pending[None]:
-        """UNLINK, RMDIR or RENAME that the kernel repeats: if the previous daemon has removed the name, that is success.
-        `left` is the (parent, name) that must exist afterwards (None: none)."""
+    def tolerate_removed(
+        self, pending: Pending[None], new_name: tuple[int, bytes] | None = None
+    ) -> Pending[None]:
+        """`pending` for an UNLINK, RMDIR or RENAME that the kernel repeats: it succeeds, too, if the previous daemon has
+        removed the name. `new_name` is the (parent, name) that must exist after a RENAME."""
 
         async def work() -> None:
             try:
                 await pending.work()
             except NotFound:
-                if left is not None and (await self._fs.lookup(*left))[0] is None:
+                if new_name is not None and (await self._fs.lookup(*new_name))[0] is None:
                     raise
 
         return replace(pending, work=work)
 
-    def setattr(self, thread: int, inode: int, **changes: Any) -> Pending[Shown]:
+    def setattr(self, thread: int, inode: int, **changes: Any) -> Pending[AttributesReply]:
         """For `changes` see `FileSystem.setattr`; a mode has permission bits alone."""
-        self._changing()
+        self._require_writable()
         self.metrics.fuse_change += 1
         work = partial(self._fs.setattr, inode, **changes)
-        return Pending(SETATTR, thread, partial(self._walked_to, thread, work))
+        return Pending(SETATTR, thread, partial(self._end_walk_after, thread, work))
 
     def write(
         self, thread: int, fh: int, offset: int, data: Buffer, held_bytes: int, clear: bool
     ) -> int | Pending[int]:
         """Write to a file; the answer is the number of bytes written. `held_bytes` is the size of the buffer that `data`
         lies in. `clear`: clear set-uid and set-gid bits."""
-        self._changing()
+        self._require_writable()
         self.metrics.fuse_write += 1
         size = self._fs.write_now(fh, offset, data)
         if size is None:
@@ -454,7 +462,7 @@ class Operations:
         return size
 
     def fallocate(self, thread: int, fh: int, mode: int, offset: int, length: int) -> Pending[None]:
-        self._changing()
+        self._require_writable()
         self.metrics.fuse_change += 1
         return Pending(FALLOCATE, thread, partial(self._fs.fallocate, fh, mode, offset, length))
 
@@ -467,7 +475,7 @@ class Operations:
         return Pending(FLUSH, thread, partial(self._flush, fh))
 
     async def _flush(self, fh: int) -> None:
-        if await self.writers.last(fh):
+        if await self.writers.closed_last(fh):
             await self._fs.flush(fh)
 
     def fsync(self, thread: int, fh: int) -> Pending[None] | None:
@@ -480,45 +488,45 @@ class Operations:
 
     def link(self) -> None:
         """Refuse hard and symbolic links (EPERM)."""
-        self._changing()
+        self._require_writable()
         self.metrics.fuse_other += 1
         raise Errno(errno.EPERM)
 
     def setxattr(self, name: bytes) -> None:
         """Ignore an attribute of ours, because a copy from another mount may carry some. Used for removing one, too."""
-        self._changing()
+        self._require_writable()
         self.metrics.fuse_other += 1
-        if not name.startswith(OURS):
+        if not name.startswith(XATTR_PREFIX):
             raise Errno(errno.EOPNOTSUPP)
 
-    # -- turns -------------------------------------------------------------------------------------
+    # -- one change of a directory at a time -------------------------------------------------------
 
-    def _in_turn(
+    def _serialized(
         self, request: Request, thread: int, work: Callable[[], Awaitable[T]], *directories: int
     ) -> Pending[T]:
         """A `Pending` that does `work`, which changes names in these directories, when no other such change is running. The
-        kernel sends the changes of a directory one by one, but sends the next after an interrupted one whose work goes
-        on."""
-        self._changing()
+        kernel sends the changes of a directory one by one. But if a signal interrupts one, the kernel sends the next while
+        the work of the first goes on."""
+        self._require_writable()
         if request is CREATE or request is MKNOD:
             self.metrics.fuse_create += 1
         else:
             self.metrics.fuse_change += 1
         # Locks are always taken in this order, so that no two requests wait for each other.
-        return Pending(request, thread, partial(self._take_turn, work, sorted(set(directories))))
+        return Pending(request, thread, partial(self._with_locks, work, sorted(set(directories))))
 
-    async def _take_turn(self, work: Callable[[], Awaitable[T]], directories: Sequence[int]) -> T:
+    async def _with_locks(self, work: Callable[[], Awaitable[T]], directories: Sequence[int]) -> T:
         if not directories:
             return await work()
         directory, *others = directories
-        lock = self._turns.setdefault(directory, trio.Lock())
+        lock = self._directory_locks.setdefault(directory, trio.Lock())
         if lock.locked():
             await lock.acquire()
         else:
             lock.acquire_nowait()
         try:
-            return await self._take_turn(work, others)
+            return await self._with_locks(work, others)
         finally:
             if not lock.statistics().tasks_waiting:
-                del self._turns[directory]
+                del self._directory_locks[directory]
             lock.release()

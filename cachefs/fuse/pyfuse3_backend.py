@@ -25,7 +25,7 @@ from cachefs.fs import Attributes, Backing, Entry, FileSystem, Space
 from cachefs.fs.dirty_files import Opened
 from cachefs.fs.filesystem import Created
 from cachefs.fuse.connection import abort, device_of, end
-from cachefs.fuse.operations import Errno, Looked, Operations, Pending, Shown, Waiting
+from cachefs.fuse.operations import AttributesReply, Errno, LookupReply, Operations, Pending, Waiting
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Pyfuse3Backend(pyfuse3.Operations):
         self._ready: Callable[[], None] = lambda: None
         self._mountpoint: Path | None = None  # set if this backend has to unmount
         self._device = ""  # "major:minor" of the connection, as long as it lives
-        self._listing: dict[int, int] = {}  # open directories: the thread that opened each
+        self._directory_openers: dict[int, int] = {}  # handle of an open directory → thread that opened it
 
     # -- the backend ---------------------------------------------------------------------------------
 
@@ -77,9 +77,9 @@ class Pyfuse3Backend(pyfuse3.Operations):
         self._device = device_of(fd)
         self._begin(f"/dev/fd/{fd}", {f"fsname={name}"})
 
-    def _begin(self, place: str, options: set[str]) -> None:
+    def _begin(self, mountpoint: str, options: set[str]) -> None:
         try:
-            pyfuse3.init(self, place, {*pyfuse3.default_options, *options})
+            pyfuse3.init(self, mountpoint, {*pyfuse3.default_options, *options})
         except RuntimeError as exc:
             raise MountError(str(exc)) from exc
 
@@ -153,7 +153,7 @@ class Pyfuse3Backend(pyfuse3.Operations):
     async def setattr(
         self, inode: int, attr: pyfuse3.EntryAttributes, fields: Any, fh: int | None, ctx: Any
     ) -> pyfuse3.EntryAttributes:
-        def setattr() -> Pending[Shown]:
+        def setattr() -> Pending[AttributesReply]:
             return self.operations.setattr(
                 ctx.pid,
                 inode,
@@ -179,10 +179,10 @@ class Pyfuse3Backend(pyfuse3.Operations):
         return True  # the kernel checks the mode bits (default_permissions)
 
     async def readlink(self, inode: int, ctx: Any) -> bytes:
-        return await self._answer(_same, self.operations.readlink)
+        return await self._answer(_unchanged, self.operations.readlink)
 
     async def getxattr(self, inode: int, name: bytes, ctx: Any) -> bytes:
-        return await self._answer(_same, self.operations.getxattr, ctx.pid, inode, name, ctx.uid)
+        return await self._answer(_unchanged, self.operations.getxattr, ctx.pid, inode, name, ctx.uid)
 
     async def listxattr(self, inode: int, ctx: Any) -> list[bytes]:
         return self.operations.listxattr()
@@ -196,8 +196,8 @@ class Pyfuse3Backend(pyfuse3.Operations):
     # -- directories -------------------------------------------------------------------------------
 
     async def opendir(self, inode: int, ctx: Any) -> int:
-        dh = await self._answer(_same, self.operations.opendir, inode)
-        self._listing[dh] = ctx.pid
+        dh = await self._answer(_unchanged, self.operations.opendir, inode)
+        self._directory_openers[dh] = ctx.pid
         return dh
 
     async def readdir(self, fh: int, start_id: int, token: Any) -> None:
@@ -207,10 +207,10 @@ class Pyfuse3Backend(pyfuse3.Operations):
                 if not pyfuse3.readdir_reply(token, entry.name, shown, entry.next_offset):
                     break
 
-        await self._answer(reply, self.operations.readdir, self._listing.get(fh, 0), fh, start_id)
+        await self._answer(reply, self.operations.readdir, self._directory_openers.get(fh, 0), fh, start_id)
 
     async def releasedir(self, fh: int) -> None:
-        self._listing.pop(fh, None)
+        self._directory_openers.pop(fh, None)
         try:
             self.operations.releasedir(fh)
         except Exception:
@@ -235,11 +235,11 @@ class Pyfuse3Backend(pyfuse3.Operations):
         )
 
     async def read(self, fh: int, off: int, size: int) -> Any:
-        return await self._answer(_same, self.operations.read, 0, fh, off, size)
+        return await self._answer(_unchanged, self.operations.read, 0, fh, off, size)
 
     async def write(self, fh: int, off: int, buf: bytes) -> int:
         process = self.operations.writers.process(fh)
-        return await self._answer(_same, self.operations.write, process, fh, off, buf, len(buf), False)
+        return await self._answer(_unchanged, self.operations.write, process, fh, off, buf, len(buf), False)
 
     async def flush(self, fh: int) -> None:
         writers = self.operations.writers
@@ -300,7 +300,7 @@ class Pyfuse3Backend(pyfuse3.Operations):
 # -- answers as pyfuse3's structures ---------------------------------------------------------------
 
 
-def _same(found: T) -> T:
+def _unchanged(found: T) -> T:
     return found
 
 
@@ -325,11 +325,11 @@ def entry_of(attributes: Attributes, ttl: float) -> pyfuse3.EntryAttributes:
     return entry
 
 
-def _entry(found: Shown) -> pyfuse3.EntryAttributes:
+def _entry(found: AttributesReply) -> pyfuse3.EntryAttributes:
     return entry_of(*found)
 
 
-def _looked_up(found: Looked) -> pyfuse3.EntryAttributes:
+def _looked_up(found: LookupReply) -> pyfuse3.EntryAttributes:
     attributes, ttl = found
     if attributes is not None:
         return entry_of(attributes, ttl)

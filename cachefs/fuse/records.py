@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from cachefs.base.names import ObjectId
 from cachefs.fs import FileSystem, Former
 from cachefs.fuse.callers import Writers
-from cachefs.fuse.held import READS, READS_WRITTEN, WRITES, Held, described
+from cachefs.fuse.held import READS, READS_WRITTEN, WRITES, Held, describe_handle
 from cachefs.fuse.protocol import RESENT
 from cachefs.origin import Origin
 
@@ -29,14 +29,14 @@ class Records:
         self.registered, self.unregistered = held.table.registered, held.table.unregistered
         # Unique of an OPEN → handle that the previous daemon made for it.
         self._unanswered: dict[int, int] = {}
-        self._failing: dict[int, int] = {}  # handle that could not be restored → place of its record
+        self._unrestored: dict[int, int] = {}  # handle that could not be restored → slot of its record
 
     def take_over(self, writers: Writers) -> set[int]:
-        """Restore the previous daemon's handles. Returns those of its backing ids that none of them has."""
+        """Restore the previous daemon's handles. Returns its backing ids that no handle uses."""
         self._fs.follow(self.held.restarts)
-        used = set()
+        used_backing_ids = set()
         count = 0
-        for at, record in self.held.open:
+        for slot, record in self.held.open:
             try:
                 origin, writes = self._origins[record.volume], record.use == WRITES
                 version = ObjectId(origin.source, record.key, record.etag, record.size)
@@ -57,17 +57,17 @@ class Records:
                     log.warning("%s was open for writing: what was not synced of it is lost", record.key)
             except Exception:
                 log.exception("the open file %s is given up", record.key)
-                self._table.drop(at)
+                self._table.drop(slot)
                 continue
             if (handle := self._handles.get(record.fh)) is not None:
-                handle.record = at
+                handle.record = slot
             else:
-                self._failing[record.fh] = at
+                self._unrestored[record.fh] = slot
             self._unanswered[record.unique & ~RESENT] = record.fh
-            used.add(record.backing_id)
+            used_backing_ids.add(record.backing_id)
             count += 1
         log.info("took the mount over from another daemon: %d files are open", count)
-        return self._table.backing_ids() - used
+        return self._table.backing_ids() - used_backing_ids
 
     # -- handles -----------------------------------------------------------------------------------
 
@@ -76,7 +76,7 @@ class Records:
         handle = self._handles[fh]
         if not handle.description or handle.node is not None:
             obj = handle.object
-            handle.description = described(
+            handle.description = describe_handle(
                 handle.ino,
                 obj.size,
                 handle.mtime_ns,
@@ -89,10 +89,10 @@ class Records:
             )
         handle.record = self._table.add(fh, unique, handle.description)
 
-    def asked_again(self, unique: int) -> int:
-        """Release the handle that the previous daemon made for an OPEN that the kernel repeats: its reply did not arrive.
-        For an OPEN for writing, to be called when there is another handle, because the last close would upload the file.
-        Returns the released handle, 0 if there was none."""
+    def release_unanswered(self, unique: int) -> int:
+        """Release the handle that the previous daemon made for an OPEN that the kernel repeats, because its reply was lost.
+        Returns the handle, 0 if there was none. For an OPEN for writing, the new handle must exist before this call: closing
+        the last handle would upload the file."""
         fh = self._unanswered.pop(unique & ~RESENT, None)
         if fh is not None:
             self.released(fh)
@@ -102,4 +102,4 @@ class Records:
     def released(self, fh: int) -> None:
         """Clear a handle's record. To be called before the reply to RELEASE, or when the kernel has not taken the handle."""
         handle = self._handles.get(fh)
-        self._drop(self._failing.pop(fh, 0) if handle is None else handle.record)
+        self._drop(self._unrestored.pop(fh, 0) if handle is None else handle.record)

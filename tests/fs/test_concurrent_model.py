@@ -30,7 +30,7 @@ from cachefs.base.names import ObjectId
 from cachefs.fs import FileSystem
 from cachefs.fs.attributes import Attributes
 from cachefs.fuse.errno_table import errno_of
-from cachefs.fuse.walks import WalksAgain
+from cachefs.fuse.walks import SecondWalks
 from cachefs.origin.protocol import ObjectInfo
 from tests import threads
 from tests.conftest import examples
@@ -243,7 +243,7 @@ class Kernel:
     """System calls, as steps of a history. A call that is told ESTALE is begun once more, as Linux does."""
 
     def __init__(
-        self, world: World, walks: WalksAgain, inodes: Inodes, history: list[Step], thread: int
+        self, world: World, walks: SecondWalks, inodes: Inodes, history: list[Step], thread: int
     ) -> None:
         self.world, self.fs, self.walks, self.shared = world, world.mount.fs, walks, inodes
         inodes.kernels.append(self)
@@ -307,7 +307,7 @@ class Kernel:
             async with self.shared.asking(parent):
                 if above in self.dead:
                     return 0, ""
-                if self.walks.again(self.thread):
+                if self.walks.is_second(self.thread):
                     found, ttl = await self.walks.lookup(self.thread, parent, wanted)
                 else:
                     found, ttl = self.fs.lookup_now(parent, wanted) or await self.fs.lookup(parent, wanted)
@@ -703,7 +703,7 @@ async def play(seed: int, path: Path) -> list[Step]:
         world = Shaken(path, nursery, chance)
         await world.start()
         walks, inodes = (
-            WalksAgain(world.mount.fs, HELD_S),
+            SecondWalks(world.mount.fs, HELD_S),
             Inodes(world.mount.fs, chance.locks, chance.cached),
         )
         if not chance.locks:
@@ -729,7 +729,7 @@ async def play(seed: int, path: Path) -> list[Step]:
             stored = {key: world.bucket.content(key) for key in world.bucket.objects if key[-1] != "/"}
             assert stored == shown, "the origin holds something else than the mount"
         await world.start()
-        last = Kernel(world, WalksAgain(world.mount.fs, HELD_S), Inodes(world.mount.fs, True), history, 99)
+        last = Kernel(world, SecondWalks(world.mount.fs, HELD_S), Inodes(world.mount.fs, True), history, 99)
         assert await observe(last) == shown, "something else is there after a restart"
         await world.stop()
         nursery.cancel_scope.cancel()

@@ -16,7 +16,7 @@ from cachefs.base.errors import NotFound, ObjectChanged
 from cachefs.base.names import ObjectId
 from cachefs.fs.attributes import Attributes
 from cachefs.fuse.operations import Operations, Pending, Waiting
-from cachefs.fuse.walks import ASKED, TOLD_BEFORE_S, WALKS, WalksAgain, _Walk
+from cachefs.fuse.walks import ASSUMED_S, MAX_LOOKUPS, MAX_WALKS, SecondWalks, _Walk
 from cachefs.origin.protocol import ObjectInfo
 from tests.fs.bucket import Bucket, WritableBucket, content_of
 from tests.fs.mount import ROOT, Mount, mounted
@@ -386,7 +386,7 @@ async def test_a_thread_that_the_daemon_before_has_told_walks_again(later: bool,
     async with program() as p:
         p.operations = Operations(p.mount.fs, p.mount.metrics, 5.0, writable=writable)
         p.operations.took_over()
-        await trio.sleep(TOLD_BEFORE_S + 0.1 if later else 0)
+        await trio.sleep(ASSUMED_S + 0.1 if later else 0)
         ino = await p.walk()
         later |= not writable
         assert p.files == (not later)
@@ -421,9 +421,9 @@ async def test_the_kernel_asks_several_times_in_one_walk(told: str) -> None:
 
 async def test_a_thread_that_opens_nothing_is_not_taken_to_walk_for_ever() -> None:
     async with program() as p:
-        for _ in range(2 * ASKED):
+        for _ in range(2 * MAX_LOOKUPS):
             await p.walk()
-        assert p.files == ASKED
+        assert p.files == MAX_LOOKUPS
         await trio.sleep(p.operations.deadline_s + 1)
         await p.walk()
         assert p.files == 0
@@ -468,10 +468,10 @@ async def test_what_a_walk_holds_is_left_at_the_end_of_the_daemon() -> None:
 
 async def test_walks_are_bounded() -> None:
     async with mounted(WritableBucket(["f"]), writer=MemoryWriter(), **RW) as mount:
-        walks = WalksAgain(mount.fs, 10.0)
-        for thread in range(WALKS + 10):
+        walks = SecondWalks(mount.fs, 10.0)
+        for thread in range(MAX_WALKS + 10):
             walks.begin(thread)
-        assert len(walks.threads) == WALKS and not walks.again(9) and walks.again(10)
+        assert len(walks.threads) == MAX_WALKS and not walks.is_second(9) and walks.is_second(10)
 
 
 class Cached(Reader):

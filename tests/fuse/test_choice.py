@@ -357,7 +357,7 @@ def test_titles_fit_the_mount_table() -> None:
 # -- the real thing, as far as it goes without mounting ------------------------------------------------
 
 
-@pytest.mark.parametrize("fails", ["_make", "_shake_hands"])
+@pytest.mark.parametrize("fails", ["_make", "_negotiate"])
 def test_a_connection_that_fails_closes_its_device(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = os.open
     monkeypatch.setattr(os, "open", lambda path, *how: opened("/dev/null", os.O_RDWR))

@@ -22,7 +22,7 @@ RUN_SYNC = trio.to_thread.run_sync
 
 
 def last(writers: Writers, fh: int = HANDLE) -> bool:
-    return trio.run(writers.last, fh)
+    return trio.run(writers.closed_last, fh)
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_the_process_is_examined_beside_the_loop(
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(writers.last, HANDLE)
+            nursery.start_soon(writers.closed_last, HANDLE)
             await trio.lowlevel.checkpoint()
             went_on.set()
 
@@ -209,7 +209,7 @@ def test_only_so_many_descriptors_are_looked_at(
     fd, inode = file
     writers = Writers()
     writers.opened(HANDLE, inode, os.getpid())
-    monkeypatch.setattr(callers, "DESCRIPTORS", 50)
+    monkeypatch.setattr(callers, "MAX_DESCRIPTORS", 50)
     looked: list[str] = []
     readlink = os.readlink
     monkeypatch.setattr(callers.os, "readlink", lambda path: looked.append(path) or readlink(path))
@@ -234,6 +234,6 @@ def test_the_look_ends_in_time(file: tuple[int, int], monkeypatch: pytest.Monkey
     looked: list[str] = []
     readlink = os.readlink
     monkeypatch.setattr(callers.os, "readlink", lambda path: looked.append(path) or readlink(path))
-    monkeypatch.setattr(callers, "LOOKING_S", -1.0)
+    monkeypatch.setattr(callers, "EXAMINE_S", -1.0)
     assert last(writers)
     assert not looked

@@ -187,7 +187,7 @@ async def played(
             asking.fs._files.warm = Forgetful()
             asking.fs._files.walked = Forgetful()
         asking.backend.operations.walks.held_s = HELD_S
-        asking.backend._eager = False  # or real time would decide which tasks run first
+        asking.backend._may_poll = False  # or real time would decide which tasks run first
         asking.cache.whole.update(FILES)
         history = History(asking, bucket, seed, writes=writes)
         await history.play()

@@ -166,7 +166,7 @@ def test_any_changes(no_threads: None, script: list[Sent], writeback: bool) -> N
                 await asking.ask(Op.RELEASE, ROOT, release_in(fh))
             await asking.idle()
             assert asking.counts == (0, 0)
-            assert asking.line.kept == 0
+            assert asking.line.detached == 0
             assert not asking.backend._waiting
             await writer.upload_all()
             assert not writer.dirty_files

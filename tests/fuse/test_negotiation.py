@@ -210,7 +210,7 @@ class Pair:
 def test_shaking_hands() -> None:
     with Pair() as pair:
         pair.near.send(init(7, 44, MODERN))
-        agreed = pair.device._shake_hands(2)
+        agreed = pair.device._negotiate(2)
         assert (agreed.minor, agreed.passthrough) == (44, True)
         assert Answer(pair.near.recv(100)).stack_depth == 2
 
@@ -219,7 +219,7 @@ def test_shaking_hands_twice() -> None:
     with Pair() as pair:
         pair.near.send(init(8, 3, MODERN))
         pair.near.send(init(7, 45, MODERN, unique=4))
-        assert pair.device._shake_hands(1).minor == 45
+        assert pair.device._negotiate(1).minor == 45
         assert [Answer(pair.near.recv(100)).unique for _ in range(2)] == [2, 4]
 
 
@@ -232,7 +232,7 @@ def test_the_kernel_has_as_long_as_the_whole_mount() -> None:
 def test_a_kernel_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_backend, "MOUNTING_S", 0.01)
     with Pair() as pair, pytest.raises(MountError, match="did not begin"):
-        pair.device._shake_hands(1)
+        pair.device._negotiate(1)
 
 
 def test_a_mount_that_goes_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +249,7 @@ def test_a_mount_that_goes_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> 
         pair.near.send(init(7, 45, MODERN))
         monkeypatch.setattr(os, "readv", readv)
         with pytest.raises(MountError):
-            pair.device._shake_hands(1)
+            pair.device._negotiate(1)
 
 
 # -- what a device does with what it reads and writes ------------------------------------------------

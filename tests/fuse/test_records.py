@@ -14,7 +14,7 @@ from cachefs.base.names import ObjectId
 from cachefs.fs import Former
 from cachefs.fuse import held
 from cachefs.fuse.callers import Writers
-from cachefs.fuse.held import HandleRecord, HandleTable, described
+from cachefs.fuse.held import HandleRecord, HandleTable, describe_handle
 from cachefs.fuse.protocol import RESENT
 from cachefs.fuse.records import Records
 
@@ -32,7 +32,7 @@ def record(fh: int, key: str = "a/ü\udcff", etag: str = '"e"') -> HandleRecord:
 
 def add(table: HandleTable, one: HandleRecord) -> int:
     fh, unique, *file = one
-    return table.add(fh, unique, described(*file))
+    return table.add(fh, unique, describe_handle(*file))
 
 
 def found(table: HandleTable) -> dict[int, HandleRecord]:
@@ -41,9 +41,9 @@ def found(table: HandleTable) -> dict[int, HandleRecord]:
 
 def test_the_next_daemon_finds_what_is_open(memory: int) -> None:
     table = HandleTable(memory, 4096)
-    places = {fh: add(table, record(fh)) for fh in range(1, 20)}
+    slots = {fh: add(table, record(fh)) for fh in range(1, 20)}
     for fh in range(2, 20, 3):
-        table.drop(places[fh])
+        table.drop(slots[fh])
     add(table, record(50, "b" * 1024))
     assert found(HandleTable(memory, 4096)) == {
         **{fh: record(fh) for fh in range(1, 20) if fh % 3 != 2},
@@ -52,16 +52,16 @@ def test_the_next_daemon_finds_what_is_open(memory: int) -> None:
 
 
 def test_the_next_daemon_goes_on_in_the_same_table(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held, "KEPT_PLACES", 0)
+    monkeypatch.setattr(held, "DISTINCT_SLOTS", 0)
     add(HandleTable(memory, 0), record(1))
     second = HandleTable(memory, 0)
-    [(place, one)] = second.records()
+    [(slot, one)] = second.records()
     assert one.fh == 1
     add(second, record(2))
-    second.drop(place)
+    second.drop(slot)
     third = HandleTable(memory, 0)
     assert list(found(third)) == [2]
-    assert add(third, record(3)) == place
+    assert add(third, record(3)) == slot
     assert set(found(HandleTable(memory, 0))) == {2, 3}
     assert os.fstat(memory).st_blocks * 512 < 1 << 20
 
@@ -78,17 +78,17 @@ def test_what_is_too_long_or_too_many_has_no_record(memory: int, monkeypatch: py
 def test_a_file_that_is_opened_again_is_not_described_again(
     memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held, "KEPT_PLACES", 3)
+    monkeypatch.setattr(held, "DISTINCT_SLOTS", 3)
     table = HandleTable(memory, 0)
-    files = [described(*record(fh)[2:]) for fh in range(5)]
-    places = [table.add(fh + 1, 0, file) for fh, file in enumerate(files[:3])]
-    for place in places:
-        table.drop(place)
-    assert table.add_again(10, 0, files[0], places[0])
-    # The places of the others are used for further files, that of the open one is not.
-    assert {table.add(11, 0, files[3]), table.add(12, 0, files[4])} == set(places[1:])
-    assert not table.add_again(13, 0, files[1], places[1])
-    assert table.add(13, 0, files[1]) not in places
+    files = [describe_handle(*record(fh)[2:]) for fh in range(5)]
+    slots = [table.add(fh + 1, 0, file) for fh, file in enumerate(files[:3])]
+    for slot in slots:
+        table.drop(slot)
+    assert table.add_again(10, 0, files[0], slots[0])
+    # The slots of the others are used for further files, that of the open one is not.
+    assert {table.add(11, 0, files[3]), table.add(12, 0, files[4])} == set(slots[1:])
+    assert not table.add_again(13, 0, files[1], slots[1])
+    assert table.add(13, 0, files[1]) not in slots
     inos = {one.fh: one.ino for one in found(HandleTable(memory, 0)).values()}
     assert inos == {fh: record(n).ino for fh, n in ((10, 0), (11, 3), (12, 4), (13, 1))}
 
@@ -102,30 +102,30 @@ def test_the_next_daemon_finds_exactly_what_is_open(
     kept: int, most: int, steps: list[tuple[int, bool]]
 ) -> None:
     """Files are opened and closed in any order; `True` says that another version of one has another description, and a
-    daemon may die at any step. Whatever has a place is found; others have place 0."""
+    daemon may die at any step. Whatever has a slot is found; others have slot 0."""
     fd = os.memfd_create("test")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(held, "KEPT_PLACES", kept)
+        patch.setattr(held, "DISTINCT_SLOTS", kept)
         patch.setattr(held, "MOST_HANDLES", most)
         table = HandleTable(fd, 0)
         described_as: dict[int, bytes] = {}
-        places: dict[int, int] = {}
+        slots: dict[int, int] = {}
         is_open: dict[int, int] = {}  # file → handle
         for fh, (file, again) in enumerate(steps, start=1):
             if file in is_open:
                 del is_open[file]
-                table.drop(places[file])
+                table.drop(slots[file])
                 continue
             if again or file not in described_as:
-                described_as[file] = described(*record(fh)[2:-2], f"{file}-{fh}", "")
-            taken = sum(bool(places[other]) for other in is_open)
-            if not table.add_again(fh, fh, described_as[file], places.get(file, 0)):
-                places[file] = table.add(fh, fh, described_as[file])
+                described_as[file] = describe_handle(*record(fh)[2:-2], f"{file}-{fh}", "")
+            taken = sum(bool(slots[other]) for other in is_open)
+            if not table.add_again(fh, fh, described_as[file], slots.get(file, 0)):
+                slots[file] = table.add(fh, fh, described_as[file])
             is_open[file] = fh
-            expected = {fh: described_as[file] for file, fh in is_open.items() if places[file]}
-            assert bool(places[file]) == (taken < most - 1)
+            expected = {fh: described_as[file] for file, fh in is_open.items() if slots[file]}
+            assert bool(slots[file]) == (taken < most - 1)
             now = found(HandleTable(fd, 0))
-            assert {fh: described(*one[2:]) for fh, one in now.items()} == expected
+            assert {fh: describe_handle(*one[2:]) for fh, one in now.items()} == expected
     os.close(fd)
 
 
@@ -189,7 +189,7 @@ def test_a_handle_that_the_kernel_never_heard_of_goes_when_it_asks_again(memory:
     restored = {fh: handle.what for fh, handle in after.handles.items()}
     assert restored == {fh: (40 + fh, obj, 5, fh) for fh in (1, 2)}
 
-    reader.asked_again(1002 | RESENT)  # the reply to this one was lost
-    reader.asked_again(999 | RESENT)  # this one was not answered at all
+    reader.release_unanswered(1002 | RESENT)  # the reply to this one was lost
+    reader.release_unanswered(999 | RESENT)  # this one was not answered at all
     assert set(after.handles) == {1}
     assert list(found(HandleTable(memory, 0))) == [1]

@@ -23,7 +23,7 @@ import pytest
 from cachefs.base import shared_memory
 from cachefs.base.shared_memory import SharedMemory
 from cachefs.fuse import held, holder
-from cachefs.fuse.held import HandleRecord, HandleTable, Held, described
+from cachefs.fuse.held import HandleRecord, HandleTable, Held, describe_handle
 
 LAYOUTS = {2: "eb6adad46cf4cc95", 3: "8a3086621fb67812"}
 """FORMAT → digest of what says where what lies in the memory file (`layout`)."""
@@ -79,7 +79,7 @@ def written() -> int:
     os.pwrite(fd, holder.KILLED.pack(True), holder.KILLED_AT)
     table = HandleTable(fd, held._TABLE_AT)
     for fh, unique, *file in HANDLES:
-        table.add(fh, unique, described(*file))
+        table.add(fh, unique, describe_handle(*file))
     for number in BACKING_IDS:
         table.registered(number)
     memory = SharedMemory(fd, held._SHARED_AT)

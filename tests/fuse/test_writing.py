@@ -18,7 +18,7 @@ from cachefs.fs import Attributes
 from cachefs.fs.attributes import Space
 from cachefs.fs.freshness import BURST_S
 from cachefs.fuse import protocol
-from cachefs.fuse.native_backend import COPIED, MAX_WRITE, MOST_KEPT
+from cachefs.fuse.native_backend import COPIED, MAX_WRITE, MOST_DETACHED
 from cachefs.fuse.protocol import Op, Opened, Setattr
 from tests.fs.bucket import Bucket
 from tests.fuse.kernel import DEADLINE_S, PID, Kernel, kernel, opened, release_in
@@ -389,7 +389,7 @@ async def test_bytes_of_a_write_that_waits_are_not_those_of_the_next(size: int) 
         fs.gate.set()
         for sent in (first, second):
             assert (await asking.reply(sent)).body == size.to_bytes(8, "little")
-        assert asking.line.kept == 0
+        assert asking.line.detached == 0
 
 
 async def test_buffers_are_used_again() -> None:
@@ -397,7 +397,7 @@ async def test_buffers_are_used_again() -> None:
         for number in range(30):
             data = bytes([number]) * MAX_WRITE
             assert not (await asking.ask(Op.WRITE, 7, write_in(9, 0, data))).error
-        assert asking.line.kept == 0
+        assert asking.line.detached == 0
         assert len(asking.line._spare) <= 2
 
 
@@ -418,7 +418,7 @@ async def test_writes_that_wait_hold_up_nothing_else() -> None:
             sent.append(asking.send(Op.WRITE, 7, write_in(9, number, bytes([number % 251]) * (68 << 10))))
             await asking.idle()
         assert len(fs.calls) == 300
-        assert asking.line.kept == MOST_KEPT
+        assert asking.line.detached == MOST_DETACHED
         statfs = asking.send(Op.STATFS, 7)
         await asking.idle()
         assert statfs in asking.replies
@@ -429,7 +429,7 @@ async def test_writes_that_wait_hold_up_nothing_else() -> None:
             assert not (await asking.reply(unique)).error
         await asking.idle()
         assert fs.written == {number: bytes([number % 251]) * (68 << 10) for number in range(300)}
-        assert asking.line.kept == 0
+        assert asking.line.detached == 0
         assert asking.backend.operations.admission.held_bytes == 0
 
 
@@ -449,7 +449,7 @@ async def test_writes_that_find_no_memory_are_refused() -> None:
         fs.gate.set()
         for unique in (*sent[:5], flush):
             assert not (await asking.reply(unique)).error
-        assert asking.line.kept == 0
+        assert asking.line.detached == 0
         assert asking.backend.operations.admission.held_bytes == 0
 
 
@@ -523,7 +523,7 @@ async def test_changes_of_one_directory_have_their_turns() -> None:
         for sent in (*after, elsewhere):
             assert not (await asking.reply(sent)).error
         assert sorted(call[0] for call in fs.calls[2:]) == ["create", "rename", "rename"]
-        assert not asking.backend.operations._turns
+        assert not asking.backend.operations._directory_locks
 
 
 async def test_a_change_that_fails_after_its_process_ended_is_no_failure() -> None:
@@ -602,7 +602,7 @@ async def test_a_write_that_waits_for_nothing_is_answered_at_once(size: int) -> 
         data = bytes(size - 4) + b"now!"
         for offset in range(3):
             reply = await asking.ask(Op.WRITE, DIRECTORY, write_in(9, offset, data))
-            assert reply.body == size.to_bytes(8, "little") and asking.line.kept == 0
+            assert reply.body == size.to_bytes(8, "little") and asking.line.detached == 0
             assert fs.calls[-1] == ("write_now", 9, offset, data)
 
 
