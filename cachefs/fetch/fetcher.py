@@ -1,7 +1,7 @@
 """The ladder: a block is read from the cache store, from a fetch in flight, from the node that owns its extent, or from the
 origin, in this order.
 
-A transfer under way is an `InFlightFetch`, and readers of its blocks join it. `Fetcher` is the ladder itself.
+`Fetcher` is the ladder. An `InFlightFetch` is one transfer under way; readers of its blocks join it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count, blocks_covering
 from cachefs.base.tasks import contained
 from cachefs.fetch.readahead import Budget, Readahead
-from cachefs.fetch.upstream import Comparing, Upstream
+from cachefs.fetch.upstream import WHOLE_BYTES, Comparing, Upstream
 from cachefs.origin import Origin, Ticket
 from cachefs.peers.wire import Busy
 from cachefs.store import Backing, CachedObject, CacheWrite, Run, Settled, Store, Tier, TierWrite, WriteClosed
@@ -37,7 +37,7 @@ _NONE: Mapping[int, InFlightFetch] = {}
 # -- transfers under way ---------------------------------------------------------------------------
 
 AskPeers = Callable[[CacheWrite, Ticket], Awaitable[None]]
-"""Has peers deliver as much of a cache write as they can. The origin delivers the rest."""
+"""Has peers deliver as much of a cache write as they can. The caller reads the rest from the origin."""
 
 OnEnd = Callable[[int, CachefsError | None], None]
 """(bytes fetched, error or None): called when the background fetch of a file is over. Never raises."""
@@ -89,8 +89,9 @@ def count_misses(metrics: Metrics, reasons: Counter[str]) -> None:
 
 class InFlightFetch:
     """Fetches the blocks of one cache write, and holds their object until it is over. `prefetched`: it began before any
-    reader waited. `elsewhere`: peers are being asked. `error` is set if it failed. `policy` is told when all is written,
-    `on_end` when it is over. A fetch that was given up ends without its blocks and without an error."""
+    reader waited. `asking_peers`: peers are asked first, and the origin was not asked yet. `error` is set if it failed.
+    `policy` learns when all is written, and `on_end` is called when it is over. A fetch that was given up ends without its
+    blocks and without an error."""
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class InFlightFetch:
         token: trio.lowlevel.TrioToken,
         *,
         prefetched: bool,
-        elsewhere: bool,
+        asking_peers: bool,
         policy: Readahead | None,
         on_end: OnEnd | None,
     ) -> None:
@@ -110,7 +111,7 @@ class InFlightFetch:
         self.object = obj
         self.cache_write = cache_write
         self.prefetched = prefetched
-        self.elsewhere = elsewhere
+        self.asking_peers = asking_peers
         self.policy = policy
         self.on_end = on_end
         self.done = False
@@ -120,10 +121,11 @@ class InFlightFetch:
         self._ticket = Ticket(background=prefetched)
         self._end_early: Callable[[], None] | None = None  # cancels the current transfer
         self._given_up = False
-        self._failed: tuple[CachefsError, float] | None = None  # (error, begin) of the attempt without a task
+        # (error, when it began) of a failed first attempt, which had no task.
+        self._failed: tuple[CachefsError, float] | None = None
         self._joined: set[int] = set()
         self._store = store
-        self._waiters: list[tuple[int, trio.Event]] = []
+        self._waiters: list[tuple[int, trio.Event]] = []  # (offset up to which bytes must be written, event)
         cache_write.on_written = lambda: token.run_sync_soon(self.wake, idempotent=True)
         self._transfers = transfers
         transfers.add(self)
@@ -142,13 +144,20 @@ class InFlightFetch:
 
     def left_s(self) -> float:
         """Estimate the seconds until it is over, from its rate so far. Before its first byte: as long as it has lasted."""
-        so_far, came = trio.current_time() - self._began, self.cache_write.written - self.cache_write.start
-        return so_far * (self.cache_write.stop - self.cache_write.written) / came if came else so_far
+        elapsed_s, received = (
+            trio.current_time() - self._began,
+            self.cache_write.written - self.cache_write.start,
+        )
+        return (
+            elapsed_s * (self.cache_write.stop - self.cache_write.written) / received
+            if received
+            else elapsed_s
+        )
 
-    def waited_for(self, wait: Wait, thread: int) -> None:
+    def add_wait(self, wait: Wait, thread: int) -> None:
         """Note that a read of `thread` waits for it. Its requests to the origin count for the first such thread."""
         self.waits.append(wait)
-        wait.now_for(PEER if self.elsewhere else ORIGIN)
+        wait.now_for(PEER if self.asking_peers else ORIGIN)
         self._ticket.thread = self._ticket.thread or thread
 
     def failure(self) -> CachefsError | None:
@@ -167,15 +176,15 @@ class InFlightFetch:
         if self._end_early is not None:
             self._end_early()
 
-    def break_off(self, error: CachefsError) -> None:
-        """Fail it with `error` at once: its readers stop waiting, and try another way. A write to a disk that is under way
-        is not waited for."""
+    def fail(self, error: CachefsError) -> None:
+        """Fail it with `error` at once: its readers stop waiting, and read the blocks in another way. A write to the disk
+        may still be under way."""
         self.error = error
-        self._leave()
+        self._unpublish()
         self._wake_all()
         self._cancel()
 
-    def _leave(self) -> None:
+    def _unpublish(self) -> None:
         """Make it unavailable to further readers."""
         self.done = True
         self._transfers.discard(self)
@@ -244,11 +253,11 @@ class InFlightFetch:
         if lowest <= self.cache_write.written:
             self.cache_write.on_written()  # type: ignore[misc]
 
-    def begin(self, over: Callable[[bool], None]) -> bool:
-        """Begin the transfer at once and without a task, if it needs no wait. Returns whether it has begun. When it has
-        ended, `over` is called, with True if `run` must repeat it."""
+    def begin(self, on_attempt_end: Callable[[bool], None]) -> bool:
+        """Begin the transfer at once and without a task, if it needs no wait. Returns whether it has begun. When this
+        attempt has ended, `on_attempt_end` is called, with True if `run` must repeat it."""
         cache_write, object_id = self.cache_write, self.object.id
-        if self.elsewhere or cache_write.kept:
+        if self.asking_peers or cache_write.kept:
             return False
 
         since = time.monotonic()
@@ -263,7 +272,7 @@ class InFlightFetch:
                     self.error = self.error or (None if self._given_up else error)
                     self._end()
             finally:
-                over(repeat)
+                on_attempt_end(repeat)
 
         self._end_early = self.origin.begin(
             object_id.key,
@@ -289,7 +298,7 @@ class InFlightFetch:
                 async with slots or nullcontext():
                     if ask_peers is not None:
                         await ask_peers(cache_write, self._ticket)
-                        self.elsewhere = False
+                        self.asking_peers = False
                         for wait in self.waits:
                             if wait.on == PEER:
                                 wait.now_for(ORIGIN)
@@ -310,7 +319,7 @@ class InFlightFetch:
             self._end()
 
     def _end(self) -> None:
-        self._leave()
+        self._unpublish()
         # Both refer back to this object, and a cycle is freed late.
         self._end_early = self.cache_write.on_written = None
         try:
@@ -320,12 +329,12 @@ class InFlightFetch:
             self.object.release()
 
 
-# -- opens that wait a moment, for a file that is about to be whole --------------------------------
+# -- opens that wait for the last blocks of a file -------------------------------------------------
 #
 # The open decides how a file is read: in passthrough, if it is wholly cached, or through the daemon, with a message and two
-# more copies for each part of it. A prefetched file is often opened while its last blocks come. Its reader is then faster if
-# the open waits a moment. An open begins no transfer here, and never fails here: if the file does not come in time, it is
-# opened as it is.
+# more copies for each part of it. A prefetched file is often opened while its last blocks are in flight. Its reader is then
+# faster if the open waits for them. This wait begins no transfer and never fails: if the file is not whole in time, it is
+# opened through the daemon.
 
 OPEN_WAITS_S = 0.2
 """How long an open waits at most, and only if the file should be whole by then. A reader of the whole file loses nothing,
@@ -336,7 +345,7 @@ passthrough when opens waited for 0.05 or 0.1 s, and 42 to 53 with 0.2."""
 
 @dataclass(eq=False, repr=False)
 class OpenWaits:
-    """Has opens wait for files that should be wholly cached in a moment."""
+    """Lets an open wait for a file that should be wholly cached within `OPEN_WAITS_S`."""
 
     _store: Store
     _transfers: Transfers
@@ -353,7 +362,8 @@ class OpenWaits:
         )
 
     async def wait(self, obj: CachedObject, pid: int) -> None:
-        """Return when its fetches have ended, or after `OPEN_WAITS_S`. The ledger counts it as a read that waits."""
+        """Return when the fetches of `obj` have ended, or after `OPEN_WAITS_S`. The ledger counts this as a read that
+        waits."""
         in_flight: list[InFlightFetch] = list(dict.fromkeys(self._transfers.of(obj).values()))
         absent = [block for block in self._blocks(obj) if not self._store.has(obj, block)]
         reasons = self._transfers.miss_reasons(self._metrics, obj, absent)
@@ -364,7 +374,7 @@ class OpenWaits:
             with obj.held(), trio.move_on_after(OPEN_WAITS_S):
                 for fetch in in_flight:
                     self._metrics.prefetched_late += fetch.join(absent)
-                    fetch.waited_for(wait, pid)
+                    fetch.add_wait(wait, pid)
                 for fetch in in_flight:
                     await fetch.ended()
                 if all(self._store.has(obj, block) for block in absent):
@@ -379,20 +389,16 @@ class OpenWaits:
 
 # -- the ladder ------------------------------------------------------------------------------------
 
-WHOLE_BYTES = 4 << 20
-"""Objects up to this size are fetched in one GET, however little of them is read, because a round trip costs more than the
-bytes (at 20 ms and 200 MB/s they cost the same at 4 MB). Derived."""
-
 COUNTED_BYTES = 4 << 30
-"""When a handle without a READ is closed, blocks of larger versions are not counted. Derived: 4 GiB are 256 rows of the
-index."""
+"""When a handle that sent no READ is closed, the blocks of its version count as read from the page cache, unless the version
+is larger than this. Derived: 4 GiB are 256 rows of the index."""
 
 PARTS_AT_ONCE = 8
 """Most parts of one object that `prefetch` has in flight. Derived: 64 MiB hide a round trip of 60 ms at 1 GB/s."""
 
 PARTS_OF_ALL_CALLS = 64
-"""Most parts that all calls of `prefetch` have in flight. Derived from the usual concurrency: more would reserve space and
-then wait."""
+"""Most parts that all calls of `prefetch` together have in flight. Derived from the default concurrency: more would reserve
+space and then wait."""
 
 ATTEMPTS = 8
 """How often one read may find its blocks missing again (evicted, bad checksum, a failing tier) before it fails. In the
@@ -406,8 +412,8 @@ ReadHook = Callable[[ObjectId, int, int], None]
 
 REPETITION_S = 0.1
 """When a read-ahead fails, the kernel repeats it at once as a read. One read of the same handle within this time gets the
-same failure, or an application would wait for two deadlines. Derived: the repetition comes within 1 ms, and a loaded daemon
-may be a hundred times slower."""
+same failure; otherwise the application would wait for two deadlines. Derived: the repetition comes within 1 ms, and a loaded
+daemon may be a hundred times slower."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -418,7 +424,7 @@ class OpenedObject:
     id: ObjectId
     cached: CachedObject | None = None
     readahead: Readahead | None = None
-    _failed: tuple[float, CachefsError] | None = None
+    _failed: tuple[float, CachefsError] | None = None  # (when it expires, the error)
 
     def failed(self, error: CachefsError) -> None:
         """Note that a read of it fails with `error`."""
@@ -483,46 +489,46 @@ class Fetcher:
         self._token = trio.lowlevel.current_trio_token()
         self._open_waits = OpenWaits(store, self.transfers, metrics)
         self._budget = Budget(0)
-        self._ahead_bytes = 0
+        self._prefetch_bytes = 0
         self._prefetching = trio.CapacityLimiter(PARTS_AT_ONCE)
-        self._room = -1
+        self._eighth_bytes = -1
         self._raise_bounds()
         # Most blocks that are fetched into memory at a time, for readers whose blocks no tier takes; the others wait.
         self._heap_slots = trio.CapacityLimiter(max(4, IN_FLIGHT_BYTES // store.block_size))
         self._in_flight: set[InFlightFetch] = set()
-        self._without_task: set[InFlightFetch] = set()
-        self._none_without = trio.Event()
+        self._taskless: set[InFlightFetch] = set()
+        self._no_taskless = trio.Event()
         for tier in store.tiers:
             tier.disk.on_down.append(partial(self._disk_down, tier))
-        self.passthrough = self.written = False
+        self.passthrough = self.written = False  # see `Reader`; the filesystem sets them
         self.open = OpenedObject  # without I/O: an open whose pages the kernel still has needs no store
         self.release_backing = store.release_backing
         self.reopen_backing, self.cached_bytes = store.reopen_backing, store.cached_bytes
         self._on_read: ReadHook | None = None
-        self._not_passed: Container[bytes] = frozenset()
+        self._withheld: Container[bytes] = frozenset()
 
     def _raise_bounds(self) -> None:
-        """Derive the bounds of what is fetched ahead from what the tiers may hold, which grows when a disk that was full at
-        the start has space again. They never sink."""
-        room = sum(tier.limit_bytes() for tier in self._store.tiers) // 8
-        if room <= self._room:
+        """Derive the bounds of prefetch and readahead from what the tiers may hold. That grows when a disk that was full at
+        the start has space again. The bounds never sink."""
+        eighth = sum(tier.limit_bytes() for tier in self._store.tiers) // 8
+        if eighth <= self._eighth_bytes:
             return
-        self._room = room
+        self._eighth_bytes = eighth
         # A window as large as the cache would evict the blocks that were just fetched for it.
-        self._window_blocks = min(self._max_readahead, room) // self._block_size
+        self._window_blocks = min(self._max_readahead, eighth) // self._block_size
         # A peer sends an extent in one reply, because each request costs both nodes processor time. Measured: large files
         # were read 1.3 times as fast as with parts.
-        self._peer_part_blocks = max(self._part_blocks, min(room // self._block_size, BLOCKS_PER_EXTENT))
+        self._peer_part_blocks = max(self._part_blocks, min(eighth // self._block_size, BLOCKS_PER_EXTENT))
         # The bound of all streams together: blocks in flight cannot be evicted, and demand needs space, too.
-        self._ahead_limit = 2 * room
-        self._budget.blocks = self._ahead_limit // self._block_size
-        parts = min(PARTS_OF_ALL_CALLS, self._ahead_limit // (self._part_blocks * self._block_size))
+        self._prefetch_limit = 2 * eighth
+        self._budget.blocks = self._prefetch_limit // self._block_size
+        parts = min(PARTS_OF_ALL_CALLS, self._prefetch_limit // (self._part_blocks * self._block_size))
         self._prefetching.total_tokens = max(PARTS_AT_ONCE, parts)
 
-    def watch_reads(self, hook: ReadHook, not_passed: Container[bytes]) -> None:
-        """Call `hook` for reads of files larger than `WHOLE_BYTES` from now on. Those whose digest is in `not_passed` are
-        not opened in passthrough, so that the daemon sees all their reads."""
-        self._on_read, self._not_passed = hook, not_passed
+    def watch_reads(self, hook: ReadHook, withheld: Container[bytes]) -> None:
+        """Call `hook` for reads of files larger than `WHOLE_BYTES` from now on. Files whose digest is in `withheld` are not
+        opened in passthrough, so that the daemon sees all their reads."""
+        self._on_read, self._withheld = hook, withheld
 
     # -- the filesystem's `Reader` -----------------------------------------------------------------
 
@@ -556,7 +562,7 @@ class Fetcher:
         return self._store.settled(opened.id, passthrough=self.passthrough, on_disk=on_disk)
 
     def _passthrough_ready(self, object_id: ObjectId) -> bool:
-        return object_id.size <= WHOLE_BYTES or object_id.digest not in self._not_passed
+        return object_id.size <= WHOLE_BYTES or object_id.digest not in self._withheld
 
     def soon_cached(self, object_id: ObjectId) -> bool:
         if not self.passthrough or not self._store.passthrough or not self._passthrough_ready(object_id):
@@ -577,7 +583,7 @@ class Fetcher:
 
     def read_now(self, opened: OpenedObject, offset: int, size: int, pid: int) -> Buffer | None:
         """The bytes [offset, offset+size), which lie within the object; None if that needs a wait."""
-        obj = self._attached(opened)
+        obj = self._cached_object(opened)
         data = self._store.read_now(obj, offset, size)
         if data is not None and opened.id.size > WHOLE_BYTES:
             self._read_ahead(opened, obj, offset, size, pid)
@@ -595,7 +601,7 @@ class Fetcher:
             wait.end(count)
 
     async def _read(self, opened: OpenedObject, offset: int, size: int, pid: int, wait: Wait) -> Buffer:
-        obj = self._attached(opened)
+        obj = self._cached_object(opened)
         blocks = blocks_covering(offset, size, self._block_size)
         counted = observed = False
         for attempt in range(ATTEMPTS):
@@ -615,12 +621,12 @@ class Fetcher:
                 self._store.hit(obj, (block for block in blocks if block not in absent))
                 count_misses(self._metrics, self.transfers.miss_reasons(self._metrics, obj, missing))
                 counted = True
-            in_flight = self._demand(opened, obj, missing, bypass=attempt >= ATTEMPTS // 2)
+            in_flight = self._join_or_fetch(opened, obj, missing, bypass=attempt >= ATTEMPTS // 2)
             if not observed and opened.id.size > WHOLE_BYTES:
                 self._read_ahead(opened, obj, offset, size, pid)
                 observed = True
             for fetch in in_flight:
-                fetch.waited_for(wait, pid)
+                fetch.add_wait(wait, pid)
                 await fetch.written(offset + size)
             data = await self._collect(obj, in_flight, offset, size)
             if data is not None:
@@ -650,7 +656,8 @@ class Fetcher:
         obj = self._store.object(object_id)
         stop = object_id.size if stop is None else min(stop, object_id.size)
         blocks = blocks_covering(start, max(0, stop - start), self._block_size)
-        missing = (b for b in blocks if not self._store.has(obj, b))  # lazily: others may come meanwhile
+        # Lazy: blocks may be cached meanwhile.
+        missing = (b for b in blocks if not self._store.has(obj, b))
         parts = runs(missing, partial(self._part, object_id))
         fetched = 0
         failures: list[CachefsError] = []
@@ -684,8 +691,8 @@ class Fetcher:
 
     def prefetch_small(self, origin: Origin, files: Sequence[tuple[ObjectId, OnEnd]]) -> list[ObjectId]:
         """Begin to fetch small files as `prefetch` does, without a task for each. The second of each pair is called when its
-        fetch is over; with `NoRoom` at once. Returns the files for which nothing was begun: those that are too large for
-        this, or partly cached or in flight."""
+        fetch is over, or at once with `NoRoom`. Returns the files for which nothing was begun: they are too large, or partly
+        cached or in flight."""
         group: list[tuple[Run, OnEnd]] = []
         others: list[ObjectId] = []
         for object_id, done in files:
@@ -699,9 +706,9 @@ class Fetcher:
                 group.append(((obj, 0, blocks), done))
             else:
                 others.append(object_id)
-        cache_writes = self._begin_all([run for run, _ in group], prefetched=True)
+        cache_writes = self._reserve_all([run for run, _ in group], prefetched=True)
         for ((obj, *_), done), cache_write in zip(group, cache_writes, strict=True):
-            if self._start(origin, obj, cache_write, prefetched=True, on_end=done) is None:
+            if self._start_fetch(origin, obj, cache_write, prefetched=True, on_end=done) is None:
                 done(0, NoRoom(f"no tier takes {obj.id.key} now"))
         return others
 
@@ -739,29 +746,30 @@ class Fetcher:
         in_flight = self.transfers.of(obj)
         for block in missing:
             fetch = in_flight.get(block)
-            if fetch is not None and ((fetch.elsewhere and not background) or fetch.cache_write.kept):
+            if fetch is not None and ((fetch.asking_peers and not background) or fetch.cache_write.kept):
                 raise Busy("another node is being asked for it, or no tier takes it")
         # A peer that reads gets an extent in one reply. From the origin it is fetched in parts, as for a local reader.
         longest = whole_extent if background else lambda _: self._part_blocks
         for start, stop in runs([b for b in missing if b not in in_flight], longest):
-            cache_write = self._begin(obj, start, stop, keep=background)
+            cache_write = self._reserve(obj, start, stop, keep=background)
             if cache_write is None:
                 raise Busy("no tier takes it now")
             cache_write.requester = requester
-            self._start(origin, obj, cache_write, prefetched=background, straight=not background)
+            self._start_fetch(origin, obj, cache_write, prefetched=background, origin_only=not background)
 
     # -- beginning and ending fetches --------------------------------------------------------------
 
-    def _begin(
+    def _reserve(
         self, obj: CachedObject, start: int, stop: int, *, prefetched: bool = False, keep: bool = False
     ) -> CacheWrite | None:
-        """Reserve space for blocks of one extent, by their priority here; None if no tier takes them."""
-        return self._begin_all([(obj, start, stop)], prefetched=prefetched, keep=keep)[0]
+        """Reserve space for blocks of one extent, with the priority class that they have on this node. None if no tier takes
+        them."""
+        return self._reserve_all([(obj, start, stop)], prefetched=prefetched, keep=keep)[0]
 
-    def _begin_all(
+    def _reserve_all(
         self, wanted: Sequence[Run], *, prefetched: bool = False, keep: bool = False
     ) -> list[CacheWrite | None]:
-        """`_begin` for runs of several versions, with one search for space unless other nodes may own some of them."""
+        """`_reserve` for runs of several versions, with one search for space unless other nodes may own some of them."""
         if keep or not self._shared:
             return self._store.begin_writes(wanted, prefetched=prefetched)
         cache_writes = []
@@ -771,27 +779,27 @@ class Fetcher:
             cache_writes += self._store.begin_writes([run], prefetched=prefetched, remote_owned=remote_owned)
         return cache_writes
 
-    def _attached(self, opened: OpenedObject) -> CachedObject:
+    def _cached_object(self, opened: OpenedObject) -> CachedObject:
         obj = opened.cached
         if obj is None:
             obj = opened.cached = self._store.object(opened.id)
             obj.hold()
         return obj
 
-    def _demand(
+    def _join_or_fetch(
         self, opened: OpenedObject, obj: CachedObject, missing: list[int], *, bypass: bool
     ) -> list[InFlightFetch]:
-        """The fetches of the blocks `missing`, joined or begun."""
+        """Join or begin the fetches of the blocks `missing`, and return them."""
         wanted = [] if bypass else missing
         if opened.id.size <= WHOLE_BYTES and not bypass:
             wanted = [
                 b for b in range(block_count(opened.id.size, self._block_size)) if not self._store.has(obj, b)
             ]
         for start, stop in runs([b for b in wanted if b not in self.transfers.of(obj)]):
-            self._start(opened.origin, obj, self._begin(obj, start, stop), prefetched=False)
+            self._start_fetch(opened.origin, obj, self._reserve(obj, start, stop), prefetched=False)
         for block in missing:
             if block not in self.transfers.of(obj) and not self._store.has(obj, block):
-                self._start(opened.origin, obj, self._store.begin_bypass(obj, block), prefetched=False)
+                self._start_fetch(opened.origin, obj, self._store.begin_bypass(obj, block), prefetched=False)
         found = self.transfers.of(obj)
         in_flight = list(dict.fromkeys(found[block] for block in missing if block in found))
         for fetch in in_flight:
@@ -813,7 +821,7 @@ class Fetcher:
             self._on_read(opened.id, offset, size)
         wanted = policy.observe(pid, offset, size)
         if wanted:
-            self._ask_ahead(opened.origin, obj, policy, wanted)
+            self._fetch_ahead(opened.origin, obj, policy, wanted)
 
     def _leave_readahead(self, opened: OpenedObject, obj: CachedObject) -> None:
         policy, opened.readahead = opened.readahead, None
@@ -824,22 +832,22 @@ class Fetcher:
                 del self._readahead[obj.id.digest]  # a later reader starts with new streams
                 self._store.left_behind(obj)
 
-    def _ask_ahead(self, origin: Origin, obj: CachedObject, policy: Readahead, wanted: range) -> None:
+    def _fetch_ahead(self, origin: Origin, obj: CachedObject, policy: Readahead, wanted: range) -> None:
         in_flight = self.transfers.of(obj)
         blocks = [b for b in wanted if b not in in_flight and not self._store.has(obj, b)]
-        # A growing window is fetched from the origin over at least two connections.
-        halves = len(wanted) // 2 if len(wanted) % self._part_blocks else self._part_blocks
+        # A growing window is fetched from the origin over at least two connections. Full windows come in whole parts.
+        half = len(wanted) // 2 if len(wanted) % self._part_blocks else self._part_blocks
 
         def part(block: int) -> int:
-            if self._asks(obj.id, block):
+            if self._is_remote_owned(obj.id, block):
                 return self._peer_part_blocks
-            return max(1, min(self._part_blocks, halves))
+            return max(1, min(self._part_blocks, half))
 
         for start, stop in runs(blocks, part):
             cache_write = None
-            if self._ahead_bytes < self._ahead_limit:
-                cache_write = self._begin(obj, start, stop, prefetched=True)
-            if self._start(origin, obj, cache_write, prefetched=True, policy=policy) is None:
+            if self._prefetch_bytes < self._prefetch_limit:
+                cache_write = self._reserve(obj, start, stop, prefetched=True)
+            if self._start_fetch(origin, obj, cache_write, prefetched=True, policy=policy) is None:
                 policy.declined(start)
                 break
 
@@ -858,8 +866,8 @@ class Fetcher:
             if fetch is None:
                 in_flight = self.transfers.of(obj)
                 first, last = next(runs([b for b in missing if b not in in_flight]))
-                cache_write = self._begin(obj, first, last, prefetched=prefetched, keep=keep)
-                fetch = self._start(origin, obj, cache_write, prefetched=True)
+                cache_write = self._reserve(obj, first, last, prefetched=prefetched, keep=keep)
+                fetch = self._start_fetch(origin, obj, cache_write, prefetched=True)
                 if fetch is None:
                     raise refused or NoRoom(f"no tier takes {obj.id.key} now")
             try:
@@ -878,15 +886,15 @@ class Fetcher:
                 wanted = range(fetch.cache_write.stop_block, stop)  # it began with the first missing block
         raise OriginFailed(f"{obj.id.key}: its blocks vanish as fast as they come")
 
-    def _asks(self, object_id: ObjectId, block: int) -> bool:
+    def _is_remote_owned(self, object_id: ObjectId, block: int) -> bool:
         """True if another node owns the block's extent."""
-        return self._shared and self._upstream.asks(object_id, block)
+        return self._shared and self._upstream.is_remote_owned(object_id, block)
 
     def _part(self, object_id: ObjectId, block: int) -> int:
         """How many blocks, from this one on, to fetch in one part."""
-        return self._peer_part_blocks if self._asks(object_id, block) else self._part_blocks
+        return self._peer_part_blocks if self._is_remote_owned(object_id, block) else self._part_blocks
 
-    def _start(
+    def _start_fetch(
         self,
         origin: Origin,
         obj: CachedObject,
@@ -894,11 +902,11 @@ class Fetcher:
         *,
         prefetched: bool,
         policy: Readahead | None = None,
-        straight: bool = False,
+        origin_only: bool = False,
         on_end: OnEnd | None = None,
     ) -> InFlightFetch | None:
-        """Begin a fetch for a cache write. Returns None without one. `straight`: from the origin, without asking peers. For
-        the others see `InFlightFetch`."""
+        """Begin a fetch for a cache write; None if there is none. `origin_only`: peers are not asked. For the other
+        arguments see `InFlightFetch`."""
         if cache_write is None:
             return None
         fetch = InFlightFetch(
@@ -909,47 +917,49 @@ class Fetcher:
             cache_write,
             self._token,
             prefetched=prefetched,
-            elsewhere=not straight and self._asks(obj.id, cache_write.start_block),
+            asking_peers=not origin_only and self._is_remote_owned(obj.id, cache_write.start_block),
             policy=policy,
             on_end=on_end,
         )
         misses = self._metrics.ledger.misses
         misses.fetched(obj.id)
-        if not fetch.elsewhere:
+        if not fetch.asking_peers:
             misses.asked(obj.id.digest, cache_write.start_block // BLOCKS_PER_EXTENT, "origin")
         if prefetched:
             self._metrics.prefetched += cache_write.stop_block - cache_write.start_block
-            self._ahead_bytes += cache_write.stop - cache_write.start
+            self._prefetch_bytes += cache_write.stop - cache_write.start
         if policy is not None:
             policy.under_way += cache_write.stop_block - cache_write.start_block
         self._in_flight.add(fetch)
         # Without a task, a reader's request is sent before those of its readahead, which begin later.
-        if fetch.begin(partial(self._ended_without_task, fetch)):
-            if not self._without_task:
-                self._none_without = trio.Event()
-                contained(self._nursery, "transfers without a task", self._attend, self._none_without)
-            self._without_task.add(fetch)
+        if fetch.begin(partial(self._taskless_ended, fetch)):
+            if not self._taskless:
+                self._no_taskless = trio.Event()
+                contained(
+                    self._nursery, "transfers without a task", self._keep_nursery_open, self._no_taskless
+                )
+            self._taskless.add(fetch)
         else:
             contained(self._nursery, f"a transfer of {obj.id.key}", self._transfer, fetch)
         return fetch
 
-    def _ended_without_task(self, fetch: InFlightFetch, repeat: bool) -> None:
+    def _taskless_ended(self, fetch: InFlightFetch, repeat: bool) -> None:
         """End a transfer without a task, or repeat it in a task."""
         if repeat:
             contained(self._nursery, f"a transfer of {fetch.object.id.key}", self._transfer, fetch)
         else:
-            self._committed(fetch)  # may begin others, so this one is discarded after it
-        self._without_task.discard(fetch)
-        if not self._without_task:
-            self._none_without.set()
+            self._finish(fetch)  # it may begin others, so this one is discarded only afterwards
+        self._taskless.discard(fetch)
+        if not self._taskless:
+            self._no_taskless.set()
 
-    async def _attend(self, none_left: trio.Event) -> None:
-        """Keep the nursery open while transfers go on without tasks, and end them with it."""
+    async def _keep_nursery_open(self, none_left: trio.Event) -> None:
+        """Keep the nursery open while transfers without tasks go on, and end them when it is cancelled."""
         try:
             await none_left.wait()
         except trio.Cancelled:
-            for fetch in list(self._without_task):
-                fetch.break_off(OriginFailed("the mount ends"))
+            for fetch in list(self._taskless):
+                fetch.fail(OriginFailed("the mount ends"))
             with trio.CancelScope(shield=True):
                 await none_left.wait()
             raise
@@ -962,35 +972,35 @@ class Fetcher:
         """Fail the fetches into a tier whose disk does not answer, so that their readers try another way."""
         for fetch in list(self._in_flight):
             if isinstance(fetch.cache_write, TierWrite) and fetch.cache_write.tier is tier:
-                fetch.break_off(NoRoom(f"the disk of the {tier.name} tier does not answer"))
+                fetch.fail(NoRoom(f"the disk of the {tier.name} tier does not answer"))
 
     async def _transfer(self, fetch: InFlightFetch) -> None:
-        """Transfer in a task."""
-        peers = partial(self._upstream.read, fetch.object.id, fetch.origin) if fetch.elsewhere else None
+        """The task of a transfer."""
+        peers = partial(self._upstream.read, fetch.object.id, fetch.origin) if fetch.asking_peers else None
         try:
             await fetch.run(peers, self._heap_slots if fetch.cache_write.kept else None)
         except BaseException:
-            self._leave_flight(fetch)
+            self._stop_counting(fetch)
             raise
-        self._committed(fetch)
+        self._finish(fetch)
 
-    def _leave_flight(self, fetch: InFlightFetch) -> None:
+    def _stop_counting(self, fetch: InFlightFetch) -> None:
         """Stop counting a fetch as in flight."""
         cache_write = fetch.cache_write
         self._in_flight.discard(fetch)
         if fetch.prefetched:
-            self._ahead_bytes -= cache_write.stop - cache_write.start
+            self._prefetch_bytes -= cache_write.stop - cache_write.start
         if fetch.policy is not None:
             fetch.policy.under_way -= cache_write.stop_block - cache_write.start_block
 
-    def _committed(self, fetch: InFlightFetch) -> None:
+    def _finish(self, fetch: InFlightFetch) -> None:
         """Finish a fetch that is over, with an error or not."""
-        self._leave_flight(fetch)
+        self._stop_counting(fetch)
         obj, cache_write, error, policy = fetch.object, fetch.cache_write, fetch.error, fetch.policy
         if error is not None and not isinstance(error, CachefsError | WriteClosed):
             log.error("transfer of %s failed unexpectedly", obj.id.key, exc_info=error)
         if error is None and policy is not None and (wanted := policy.committed()):
-            self._ask_ahead(fetch.origin, obj, policy, wanted)
+            self._fetch_ahead(fetch.origin, obj, policy, wanted)
         if fetch.on_end is not None:
             if error is None and self.passthrough:
                 self._store.prepare_later(obj)

@@ -1,9 +1,10 @@
-"""Sequential readahead: pure policy. `observe` is told of each read, and returns the blocks to fetch.
+"""Sequential readahead: pure policy. The caller reports each read to `observe`, which returns the blocks to fetch.
 
 Reads are sorted into *streams* by (pid, offset), because forked loader workers share a file handle, and one process may read
-a file at two places. A read that continues a stream doubles its window, up to the cap. A read that is near no stream starts
-a new one. It gets a window when two reads have continued it, except at the file's start, where sequential reads are likely
-until three jumps have shown otherwise. A read of the footer starts no stream, because readers of columnar formats begin
+a file at two places. A stream that is continued requests windows of blocks ahead of its reader, each twice as large as the
+one before, up to the cap. A read that is near no stream starts a new one, which gets a window when two reads have continued
+it. A stream at the file's start gets one at once, because sequential reads are likely there, until three jumps have shown
+otherwise. A read of the footer starts no stream, because readers of columnar formats begin
 there, whatever they read afterwards.
 
 A stream from the file's start that has used two full windows will probably read the whole file (a shard, a checkpoint). Then
@@ -48,13 +49,13 @@ class Budget:
 @dataclass(slots=True)
 class Stream:
     pid: int
-    position: int
-    window: int
+    position: int  # offset at which its last read ended
+    window: int  # blocks
     ahead: int  # the first block that was not yet requested for this stream
     whole: bool  # it began at the file's start, so it may read the whole object
     mark: int  # the offset from which its density is measured
     covered: int  # bytes read since then
-    hits: int = 0
+    hits: int = 0  # reads that have continued it
     unused: int = 0  # requested blocks ahead of its position
 
 
@@ -105,8 +106,8 @@ class Readahead:
         return _NOTHING
 
     def declined(self, block: int) -> None:
-        """Note that the last requested blocks, from this one on, are not fetched, because no tier takes them. Blocks further
-        away than a window are returned again when the reader has come that near."""
+        """Note that the last requested blocks, from this one on, are not fetched, because no tier takes them. Those further
+        away than a window are requested again when the reader is within a window of them."""
         for stream in self._streams:
             if stream.ahead > block > self._block_of(stream) + stream.window:
                 stream.ahead = block
@@ -114,7 +115,7 @@ class Readahead:
                 self._account(stream)
 
     def close(self) -> None:
-        """Give the streams' share of the budget back. Call it after the last reader has closed the object."""
+        """Release the streams' share of the budget. Call it after the last reader has closed the object."""
         while self._streams:
             self._budget.used -= self._streams.pop().unused
 
@@ -126,7 +127,7 @@ class Readahead:
         self._jumps += not presumed
         window = min(1, self._max) if presumed else 0
         ahead = -(-end // self._block_size)
-        stream = Stream(pid, end, window, ahead, offset < NEAR_BYTES, offset, end - offset)
+        stream = Stream(pid, end, window, ahead, whole=offset < NEAR_BYTES, mark=offset, covered=end - offset)
         if len(self._streams) >= STREAMS:
             self._budget.used -= self._streams.pop().unused
         self._streams.insert(0, stream)
@@ -148,23 +149,23 @@ class Readahead:
     def _extend(self, stream: Stream) -> range:
         window, block = stream.window, self._block_of(stream)
         start = max(stream.ahead, block)
-        room = window - (start - block)
+        count = window - (start - block)  # blocks that the window lacks
         # When half of a growing window is used up, request twice as much: so fast readers get large windows, and each
         # request is worth its round trip. A full window advances a part at a time, so that the most parts are in flight.
         full = window == self._max
         least = self._part if full else window - window // 2
         if full and stream.whole and block >= 2 * window:
-            room = max(room, min(window - self.under_way, self._budget.blocks - self._budget.used))
-        stop = _NOTHING.stop
-        if window and room >= min(least, self._blocks - start):
-            stop = min(start + room, self._blocks)
+            count = max(count, min(window - self.under_way, self._budget.blocks - self._budget.used))
+        stop = start
+        if window and count >= min(least, self._blocks - start):
+            stop = min(start + count, self._blocks)
             if full and stop < self._blocks:
                 stop = max(stop // self._part * self._part, start)
         if stop > start:
             stream.window = min(self._max, window * 2)
             stream.ahead = stop
         self._account(stream)
-        return range(start, stop) if stop > start else _NOTHING
+        return range(start, stop)
 
     def _account(self, stream: Stream) -> None:
         unused = max(0, stream.ahead - self._block_of(stream))
@@ -175,12 +176,12 @@ class Readahead:
         """The stream that a read belongs to, or None: the nearest one of this process, else the nearest of another."""
         if self._streams and (last := self._streams[0]).position == offset and last.pid == pid:
             return last
-        best, rank = 0, (2, 0)
+        best, best_rank = -1, (2, 0)  # (1 for a stream of another process, distance)
         for index, stream in enumerate(self._streams):
             distance = abs(offset - stream.position)
-            if distance <= NEAR_BYTES and (found := (int(stream.pid != pid), distance)) < rank:
-                best, rank = index, found
-        if rank[0] == 2:
+            if distance <= NEAR_BYTES and (rank := (int(stream.pid != pid), distance)) < best_rank:
+                best, best_rank = index, rank
+        if best < 0:
             return None
         stream = self._streams[best]
         if best:

@@ -19,8 +19,8 @@ from cachefs.peers.cluster import Cluster
 from cachefs.peers.wire import BlockRequest, Busy, NotShared, Piece
 from cachefs.store import Shared, Store
 
-LOOKED_AT_ONCE = 1024
-"""Blocks looked up before other tasks run: about 1 ms."""
+LOOKUPS_AT_ONCE = 1024
+"""Blocks that are looked up before other tasks get a turn: about 1 ms."""
 
 
 class Serving:
@@ -44,13 +44,13 @@ class Serving:
 
     async def have(self, request: BlockRequest, peer: str) -> list[bool]:
         self._origin_of(request.object)
-        held: list[bool] = []
+        found: list[bool] = []
         for block in range(request.start_block, request.stop_block):
-            if len(held) % LOOKED_AT_ONCE == 0:
+            if len(found) % LOOKUPS_AT_ONCE == 0:
                 await trio.lowlevel.checkpoint()
                 obj = self._store.look(request.object)
-            held.append(self._store.has(obj, block))
-        return held
+            found.append(self._store.has(obj, block))
+        return found
 
     def fetch(self, reply: Reply, blocks: range) -> None:
         """Begin to fetch the missing ones of these blocks. Raises `NotShared`, `Busy`."""
@@ -74,7 +74,7 @@ class Serving:
 
 
 class Reply:
-    """`cachefs.peers.wire.Served`: the requested blocks, in order. Blocks that were taken are pinned until `close`."""
+    """`cachefs.peers.wire.Served`: the requested blocks, in order. They are pinned from when each is ready until `close`."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Reply:
         self._store = store
         self._next = request.start_block
         self._shared: Shared | None = None  # the next block, once it is ready
-        self._held: list[Shared] = []
+        self._pinned: list[Shared] = []
 
     def begin(self) -> None:
         """Begin to fetch all missing blocks."""
@@ -114,7 +114,7 @@ class Reply:
         if self._shared is None:
             self._shared = self._store.share(self.object, self._next, checked=checked, requester=self.peer)
             if self._shared is not None:
-                self._held.append(self._shared)
+                self._pinned.append(self._shared)
         return self._shared is not None
 
     async def wait(self) -> None:
@@ -129,7 +129,7 @@ class Reply:
                     return
                 raise Busy("no tier takes it now")
             fetch = self._serving.transfers.of(self.object).get(block)
-            if fetch is None or (fetch.elsewhere and not self.background) or fetch.cache_write.kept:
+            if fetch is None or (fetch.asking_peers and not self.background) or fetch.cache_write.kept:
                 self.begin()
                 continue
             if not self.background:
@@ -143,22 +143,22 @@ class Reply:
         raise Busy("its blocks vanish as fast as they come")
 
     def close(self) -> None:
-        for shared in self._held:
+        for shared in self._pinned:
             self._store.unshare(self.object, shared)
-        self._held.clear()
+        self._pinned.clear()
         self.object.release()
 
 
 def _raise_failure(fetch: InFlightFetch) -> None:
-    """Raise the error of a fetch as one of the peer protocol. Returns if it has none."""
+    """Raise the error of a fetch, if it has one, as an error of the peer protocol."""
     error = fetch.error
     if isinstance(error, ObjectChanged):
         raise error
     if isinstance(error, NoRoom):
         raise Busy(str(error))
     if error is not None:
-        said = str(error) if isinstance(error, CachefsError) else type(error).__name__
-        raise NotShared(f"the origin does not give it: {said}")
+        reason = str(error) if isinstance(error, CachefsError) else type(error).__name__
+        raise NotShared(f"the origin does not give it: {reason}")
 
 
 def _directory(prefix: str) -> str:

@@ -1,4 +1,4 @@
-"""The rung of the ladder between this node's store and the origin: the node that owns the extent, or its successor.
+"""Reading from peers: from the node that owns the extent, or its successor, before the origin is asked.
 
 A peer delivers whole, verified blocks into the same cache write that the origin writes to. If it fails, the next peer, and
 at last the origin, goes on where it stopped. If a reply breaks off after some blocks, the same peer is asked again, because
@@ -18,7 +18,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import trio
 
@@ -35,14 +35,23 @@ from cachefs.store import CachedObject, CacheWrite, Store
 
 log = logging.getLogger(__name__)
 
-ASKED_AT_ONCE = 8
+EXTENTS_AT_ONCE = 8
 """Most extents of one file that owners are asked to fetch at a time. As `fetcher.PARTS_AT_ONCE`."""
+
+WHOLE_BYTES = 4 << 20
+"""Objects up to this size are fetched in one GET, however little of them is read, because a round trip costs more than the
+bytes (at 20 ms and 200 MB/s they cost the same at 4 MB). Derived."""
 
 FetchHere = Callable[[int, int], Awaitable[None]]
 """(start, stop): fetches these bytes of a file on this node."""
 
-Piece = tuple[int, int, bool]
-"""(start, stop, True if this node keeps it): bytes of one or more extents."""
+
+class KeptRange(NamedTuple):
+    """The bytes [start, stop) of a file: one or more extents, all of which this node keeps, or none."""
+
+    start: int
+    stop: int
+    kept: bool
 
 
 class Upstream:
@@ -60,7 +69,7 @@ class Upstream:
         """True if this node keeps the block's extent, as an owner or because there is no cluster."""
         return self.cluster is None or self.cluster.keeps(object_id.digest, block // BLOCKS_PER_EXTENT)
 
-    def asks(self, object_id: ObjectId, block: int) -> bool:
+    def is_remote_owned(self, object_id: ObjectId, block: int) -> bool:
         """True if another node owns the block's extent."""
         extent = block // BLOCKS_PER_EXTENT
         return self.cluster is not None and self.cluster.owner(object_id.digest, extent) is not None
@@ -81,7 +90,8 @@ class Upstream:
                 if self.comparing is not None:
                     await self.comparing.received(asked, origin, object_id, cache_write, before)
                 if cache_write.written == cache_write.stop:
-                    return  # also if the request has failed: its deadline may pass while the last block is written
+                    # The request may have failed all the same: its deadline may pass while the last block is written.
+                    return
         self._note_asked(object_id, cache_write, "origin")
         if asked_any:
             self._metrics.peer_misses += (
@@ -126,13 +136,13 @@ class Upstream:
             object_id.digest, cache_write.start_block // BLOCKS_PER_EXTENT, source
         )
 
-    def kept_here(self, object_id: ObjectId, start: int, stop: int) -> Iterator[Piece]:
+    def kept_here(self, object_id: ObjectId, start: int, stop: int) -> Iterator[KeptRange]:
         """Cut [start, stop) at extents into pieces that this node keeps or does not keep."""
         while start < stop:
             kept, end = self.keeps(object_id, start // self._block_size), start
             while end < stop and self.keeps(object_id, end // self._block_size) == kept:
                 end = min(stop, (end // self._extent_bytes + 1) * self._extent_bytes)
-            yield start, end, kept
+            yield KeptRange(start, end, kept)
             start = end
 
     async def prefetch(self, object_id: ObjectId, start: int, stop: int, fetch_here: FetchHere) -> int:
@@ -140,8 +150,7 @@ class Upstream:
         replicas, in the ring's order, without those that fail. `fetch_here` is awaited for extents that this node keeps, and
         for those that no node fetches. Returns the bytes that only other nodes fetched. Raises what `fetch_here` raises."""
         extent_bytes = self._extent_bytes
-        first = start // extent_bytes * extent_bytes
-        cuts = [max(start, first), *range(first + extent_bytes, stop, extent_bytes), stop]
+        cuts = [start, *range((start // extent_bytes + 1) * extent_bytes, stop, extent_bytes), stop]
         cluster, waiting = self.cluster, itertools.pairwise(cuts)
         if cluster is None:
             for start, stop in waiting:
@@ -163,7 +172,7 @@ class Upstream:
                     elsewhere += 0 if fetched_here else stop - start
 
         async with trio.open_nursery() as nursery:
-            for _ in range(ASKED_AT_ONCE):
+            for _ in range(EXTENTS_AT_ONCE):
                 nursery.start_soon(work)
         if failures:
             raise failures[0]
@@ -183,7 +192,7 @@ class Upstream:
                     async with self._admitted(asked.member.name, Ticket(background=True)):
                         await cluster.prefetch(asked, object_id, start, stop)
                 except PeerFailed as exc:
-                    log.debug("a peer does not bring %s from %d on: %s", object_id.key, start, exc)
+                    log.debug("a peer does not fetch %s from %d on: %s", object_id.key, start, exc)
                     continue
             copies += 1
             if copies == cluster.replicas:
@@ -221,7 +230,8 @@ class Upstream:
 # and not that the origin has the same. Two samples find a node that sends wrong bytes, because of broken memory or an
 # intruder:
 #
-# - Of small objects that came whole from a peer and whose etag is an MD5, one in `WHOLES` is hashed. This costs no request.
+# - Of objects up to `WHOLE_BYTES` that came whole from a peer and whose etag is an MD5, one in `HASHED_SHARE` is hashed.
+#   This costs no request.
 # - Of all other blocks, about one in `SHARE` is read from the origin, too.
 #
 # If the origin returns other bytes twice, the peer is not asked again until it or this node restarts, and the cached blocks
@@ -232,23 +242,21 @@ SHARE = 256
 """Of the bytes that come from peers, one part in so many is read from the origin, too. Derived: four nodes that read a whole
 dataset then read at most 1.004 times its bytes from the origin."""
 
-WHOLES = 8
-"""Of whole objects with an MD5, one in so many is hashed. Guessed: hashing takes as long as receiving the bytes."""
-
-WHOLE_BYTES = 4 << 20
-"""The largest object that is hashed. As `fetcher.WHOLE_BYTES`, the largest that is fetched in one GET."""
+HASHED_SHARE = 8
+"""Of these objects, one in so many is hashed. Guessed: hashing takes as long as receiving the bytes."""
 
 MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 """The etag of an object that S3 got in one PUT, without an encryption key of the client's or KMS's."""
 
 
 class Sampler:
-    """Decides which blocks to compare. Pure but for the random numbers, without which a peer could predict the samples."""
+    """Decides which blocks to compare. Pure policy, except that it draws random numbers, so that a peer cannot predict the
+    samples."""
 
     def __init__(self, block_size: int, share: int = SHARE, rng: random.Random | None = None) -> None:
         self.rng = rng or random.SystemRandom()
         self._share = share
-        self._bytes_to_go = self.rng.uniform(1.0, 1.25) * share * block_size
+        self._bytes_to_go = self.rng.uniform(1.0, 1.25) * share * block_size  # until the next sample
 
     def take(self, start: int, stop: int, block_size: int) -> tuple[int, int] | None:
         """(offset, length) of the block to compare, among the bytes [start, stop) that have just come; None for none."""
@@ -261,8 +269,8 @@ class Sampler:
         return offset, length
 
 
-class UnderWay(Protocol):
-    """A transfer under way."""
+class Transfer(Protocol):
+    """A fetch in flight."""
 
     async def ended(self) -> None:
         """Return when it is over."""
@@ -275,7 +283,7 @@ class Comparing:
     def __init__(
         self,
         store: Store,
-        transfers_of: Callable[[CachedObject], Mapping[int, UnderWay]],
+        transfers_of: Callable[[CachedObject], Mapping[int, Transfer]],
         cluster: Cluster,
         nursery: trio.Nursery,
         metrics: Metrics,
@@ -288,17 +296,22 @@ class Comparing:
         self._nursery = nursery
         self._metrics = metrics
         self._busy = False
-        self._other_etags: set[str] = set()  # sources whose etags look like an MD5, and are none
+        self._not_md5_sources: set[str] = set()  # sources whose etags look like an MD5 but are none
 
     async def received(
         self, asked: Asked, origin: Origin, object_id: ObjectId, cache_write: CacheWrite, start: int
     ) -> None:
-        """Take a sample, perhaps, after a peer has delivered bytes [start, cache_write.written) of an open cache write."""
+        """Decide on a sample after a peer has delivered bytes [start, cache_write.written) of an open cache write, and
+        compare it in a task of its own."""
         wanted = self.sampler.take(start, cache_write.written, cache_write.block_size)
         md5 = ""
         if start == 0 and cache_write.written == object_id.size <= WHOLE_BYTES:
             found = MD5.fullmatch(object_id.etag)
-            if found and origin.source not in self._other_etags and not self.sampler.rng.randrange(WHOLES):
+            if (
+                found
+                and origin.source not in self._not_md5_sources
+                and not self.sampler.rng.randrange(HASHED_SHARE)
+            ):
                 wanted, md5 = (0, cache_write.written), found[1]
         if wanted is None or self._busy:
             return
@@ -332,7 +345,7 @@ class Comparing:
             real = await self._read(origin, object_id, offset, len(data))
             if real == data:
                 if md5:
-                    self._other_etags.add(origin.source)
+                    self._not_md5_sources.add(origin.source)
                     log.info("%s: its etags are no MD5, and say nothing of the bytes", origin.source)
             elif real == await self._read(origin, object_id, offset, len(data)):
                 await self._drop_wrong(asked, origin, object_id, offset)
@@ -343,7 +356,7 @@ class Comparing:
 
     async def _read(self, origin: Origin, object_id: ObjectId, offset: int, length: int) -> bytes:
         """The origin's bytes at this place."""
-        sink, stop = _Kept(), offset + length
+        sink, stop = _MemorySink(), offset + length
         whole = offset == 0 and length == object_id.size
         try:
             await origin.read(
@@ -368,15 +381,15 @@ class Comparing:
             while True:
                 self._store.unpin(obj)
                 self._store.evict(obj)
-                under_way = next(iter(self._transfers_of(obj).values()), None)
-                if under_way is None:
+                in_flight = next(iter(self._transfers_of(obj).values()), None)
+                if in_flight is None:
                     break
-                await under_way.ended()  # it may still write blocks from that peer
+                await in_flight.ended()  # it may still write blocks from that peer
         if self.on_lie is not None:
             await self.on_lie(origin, object_id)
 
 
-class _Kept:
+class _MemorySink:
     """A sink in memory, for one block."""
 
     def __init__(self) -> None:

@@ -57,7 +57,7 @@ class Reading:
 
     def over(self) -> None:
         """Nothing is under way, and every slot is free."""
-        assert not self.fetcher.in_flight_fetches and not self.fetcher._without_task
+        assert not self.fetcher.in_flight_fetches and not self.fetcher._taskless
         assert not self.fetcher.transfers._versions
         attempts = self.origin._attempts
         assert not attempts.gate.in_flight and not attempts.breaker._hanging
@@ -95,7 +95,7 @@ def test_faults_that_pass(
             store.store.fault(action, **arguments)
             brought: list[tuple[int, CachefsError | None]] = []
             assert not it.fetcher.prefetch_small(it.origin, [(object_id, lambda *told: brought.append(told))])
-            assert len(it.fetcher._without_task) == 1
+            assert len(it.fetcher._taskless) == 1
             assert await it.read(object_id) == BODY
             await until(lambda: bool(brought), 30)
             assert brought == [(SIZE, None)]
@@ -177,7 +177,7 @@ def test_what_has_come_is_no_circle_of_objects(store: Lab, cache_dir: Path) -> N
                 assert not it.fetcher.prefetch_small(
                     it.origin, [(object_id, lambda *told: brought.append(told))]
                 )
-                (fetch,) = it.fetcher._without_task
+                (fetch,) = it.fetcher._taskless
                 left = weakref.ref(fetch), weakref.ref(fetch.cache_write)
                 del fetch
                 await until(lambda: bool(brought), 30)
@@ -320,7 +320,7 @@ def test_a_short_deadline_and_a_limit_take_a_task(store: Lab, cache_dir: Path) -
             remove_ram(cache_dir)
             async with reading(store, cache_dir, **options) as it:
                 assert not it.fetcher.prefetch_small(it.origin, [(object_id, lambda *_: None)])
-                assert not it.fetcher._without_task
+                assert not it.fetcher._taskless
                 await until(lambda: not it.fetcher.in_flight_fetches, 30)
                 it.over()
 

@@ -130,7 +130,7 @@ async def test_of_whole_objects_with_an_md5_one_in_eight_is_hashed() -> None:
     rng: Any = SimpleNamespace(randrange=lambda stop: asked.append(stop) or 1)
     sampler: Any = SimpleNamespace(take=lambda *_: None, rng=rng)
     comparing = object.__new__(Comparing)
-    comparing.sampler, comparing._other_etags, comparing._busy = sampler, set(), False
+    comparing.sampler, comparing._not_md5_sources, comparing._busy = sampler, set(), False
     version = ObjectId(SOURCE, "a", f'"{"0" * 32}"', 10)
     origin: Any = SimpleNamespace(source=SOURCE)
     cache_write: Any = SimpleNamespace(written=10, block_size=BLOCK)
@@ -154,7 +154,7 @@ async def test_etags_that_only_look_like_md5_say_nothing(cache_dir: Path) -> Non
             cluster.origin.gets.clear()
             assert await reader.read(object_id, 0, len(data)) == data
             await cluster.quiet()
-            await until(lambda: SOURCE in comparing._other_etags and not comparing._busy, 30)
+            await until(lambda: SOURCE in comparing._not_md5_sources and not comparing._busy, 30)
             assert len(cluster.origin.gets) == (1 if number == 0 else 0)
         assert reader.metrics.peer_lies == 0
 
