@@ -10,7 +10,7 @@ daemon, a path outside of the mount) cause one warning at most. Paths are sent o
 sample.
 
 A *plan* is a list of files and the orders that were sent for it. Each rank, each list and each sampler of a process has its
-own. Its name consists of host, rank and the list's digest, and of a number where another job has that name now: jobs that
+own. Its name consists of host, rank and the list's digest, and of a number if another job uses that name now. So jobs that
 share a node have different plans, and a job that is started again finds its own. An order is sent with the digest of its
 list, and the daemon refuses it for any other list.
 """
@@ -59,13 +59,14 @@ EXIT_DEADLINE_S = 5.0
 hold up the end of a job."""
 
 MOST_WAITING = 256
-"""Announcements and orders that wait to be sent; beyond, the oldest is dropped. Derived: a daemon keeps so many plans."""
+"""Most announcements and orders that wait to be sent; beyond that the oldest is dropped. Derived: a daemon keeps so many
+plans."""
 
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "LOCAL_RANK")
 """Variables in which launchers (torchrun, srun, Open MPI, MPICH, Intel MPI) tell a process its rank."""
 
 NOT_ON_A_MOUNT = 0xFFFFFFFF
-"""Number of a path that does not lie below a mount."""
+"""Position of a path that does not lie below the mount."""
 
 
 def announce(
@@ -97,21 +98,22 @@ class HintedSampler:
     PyTorch. If that sampler, or one inside of it, has `set_epoch`, the order of the next epoch is sent ahead, too. Every
     other attribute is the wrapped sampler's.
 
-    The whole order is drawn when the first sample is requested; if the sampler can be saved (`state_dict`), from a copy."""
+    The whole order is drawn when the first sample is requested. If the sampler can be saved (it has `state_dict`), the order
+    is drawn from a copy of it."""
 
     def __init__(
         self, sampler: Any, paths: Iterable[str | os.PathLike[str]], *, plan: str | None = None
     ) -> None:
         self.sampler = sampler
         self._files = _Files(plan, [os.fsdecode(path) for path in paths], partial(_rank, sampler))
-        self._rounds = 0
-        self._set: int | None = None
+        self._iterations = 0
+        self._given_epoch: int | None = None
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._pass_on(iter(self.sampler))
+        return self._iterate(iter(self.sampler))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "sampler" not in self.__dict__:
@@ -120,21 +122,21 @@ class HintedSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the wrapped sampler, whose own `set_epoch` may be called, too."""
-        self._set = epoch
-        holder = _holder(self.sampler)
-        if holder is not None:
-            holder.set_epoch(epoch)
+        self._given_epoch = epoch
+        setter = _epoch_setter(self.sampler)
+        if setter is not None:
+            setter.set_epoch(epoch)
 
     def _epoch(self) -> int:
-        inner = getattr(_holder(self.sampler), "epoch", None)
+        inner = getattr(_epoch_setter(self.sampler), "epoch", None)
         if isinstance(inner, int):
             return inner
-        return self._rounds if self._set is None else self._set
+        return self._iterations if self._given_epoch is None else self._given_epoch
 
-    def _pass_on(self, drawing: Iterator[Any]) -> Iterator[Any]:
+    def _iterate(self, drawing: Iterator[Any]) -> Iterator[Any]:
         # This runs when the first sample is requested: a loader may call `__iter__` twice before that.
         epoch = self._epoch()
-        self._rounds += 1
+        self._iterations += 1
         length = _length(self.sampler)
         if length is None or _in_worker():
             if length is None:
@@ -142,7 +144,7 @@ class HintedSampler:
             yield from drawing
             return
         order: list[Any] = []
-        if any(hasattr(one, "state_dict") for one in _chain(self.sampler)):
+        if any(hasattr(one, "state_dict") for one in _wrapped_samplers(self.sampler)):
             self._draw_ahead(epoch, lambda: self._send(epoch, list(islice(_clone(self.sampler), length))))
         else:
             order = list(islice(drawing, length))
@@ -156,10 +158,10 @@ class HintedSampler:
     def _send_next(self, epoch: int, length: int) -> None:
         def draw() -> None:
             later = _clone(self.sampler)
-            _holder(later).set_epoch(epoch + 1)
+            _epoch_setter(later).set_epoch(epoch + 1)
             self._send(epoch + 1, list(islice(later, length)), ahead=True)
 
-        if _holder(self.sampler) is not None:  # without it, the next order is not decided yet
+        if _epoch_setter(self.sampler) is not None:  # without it, the next order is not decided yet
             self._draw_ahead(epoch + 1, draw)
 
     def _draw_ahead(self, epoch: int, draw: Callable[[], None]) -> None:
@@ -186,8 +188,8 @@ def hinted(loader: Any, paths: Iterable[str | os.PathLike[str]], *, plan: str | 
     `paths` is the file of each sample of its dataset, by index. Call it before the first iteration."""
     if not hasattr(loader, "collate_fn"):
         return HintedSampler(loader, paths, plan=plan)
-    # Replaces the attribute that the loader iterates. `vars`, because the loader refuses assignments: its other attributes
-    # must agree with it, and they do.
+    # Replace the attribute that the loader iterates. An assignment would be refused, because the loader's other attributes
+    # must agree with this one. They still do, so it is set through `vars`.
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     vars(loader)[name] = HintedSampler(getattr(loader, name), paths, plan=plan)
     return loader
@@ -196,7 +198,7 @@ def hinted(loader: Any, paths: Iterable[str | os.PathLike[str]], *, plan: str | 
 # -- samplers --------------------------------------------------------------------------------------
 
 
-def _chain(sampler: Any) -> Iterator[Any]:
+def _wrapped_samplers(sampler: Any) -> Iterator[Any]:
     """The sampler and those that it wraps, the outermost first."""
     for _ in range(8):
         if sampler is None:
@@ -205,12 +207,14 @@ def _chain(sampler: Any) -> Iterator[Any]:
         sampler = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
 
 
-def _holder(sampler: Any) -> Any:
+def _epoch_setter(sampler: Any) -> Any:
     """The sampler that has `set_epoch`, or None."""
-    return next((one for one in _chain(sampler) if callable(getattr(one, "set_epoch", None))), None)
+    return next(
+        (one for one in _wrapped_samplers(sampler) if callable(getattr(one, "set_epoch", None))), None
+    )
 
 
-def _inside(sampler: Any) -> list[tuple[str, Any]]:
+def _inner_samplers(sampler: Any) -> list[tuple[str, Any]]:
     """(name, value) of the attributes that a sampler may draw from."""
     return [
         (name, one)
@@ -219,22 +223,22 @@ def _inside(sampler: Any) -> list[tuple[str, Any]]:
     ]
 
 
-def _reached(sampler: Any) -> list[Any]:
+def _all_samplers(sampler: Any) -> list[Any]:
     """The sampler and all that it draws from, each once."""
     reached: dict[int, Any] = {}
-    waiting = list(_chain(sampler))
+    waiting = list(_wrapped_samplers(sampler))
     while waiting:
         one = waiting.pop()
         if id(one) not in reached:
             reached[id(one)] = one
-            waiting += [inner for _, inner in _inside(one)]
+            waiting += [inner for _, inner in _inner_samplers(one)]
     return list(reached.values())
 
 
 def _clone(sampler: Any, depth: int = 8) -> Any:
     """A copy of a sampler and of those that it wraps: changes to one, and draws from it, do not affect the other."""
     clone = copy.copy(sampler)
-    for name, inner in _inside(clone) if depth else ():
+    for name, inner in _inner_samplers(clone) if depth else ():
         named = name in ("sampler", "batch_sampler")
         if named or hasattr(inner, "set_epoch") or hasattr(inner, "state_dict"):
             setattr(clone, name, _clone(inner, depth - 1))
@@ -271,7 +275,7 @@ def _generators_restored(sampler: Any) -> Iterator[None]:
         states.append((numpy.random.set_state, numpy.random.get_state()))
     if (torch := sys.modules.get("torch")) is not None:
         states.append((torch.set_rng_state, torch.get_rng_state()))
-    for one in _reached(sampler):
+    for one in _all_samplers(sampler):
         for own in vars(one).values() if hasattr(one, "__dict__") else ():
             if isinstance(own, random.Random):
                 states.append((own.setstate, own.getstate()))
@@ -282,13 +286,13 @@ def _generators_restored(sampler: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for put_back, state in states:
-            put_back(state)
+        for restore, state in states:
+            restore(state)
 
 
 def _rank(sampler: Any = None) -> str:
     """The rank of this process: its sampler's, torch's, or the launcher's."""
-    for one in _chain(sampler):
+    for one in _wrapped_samplers(sampler):
         rank = getattr(one, "rank", None)
         if isinstance(rank, int) and not isinstance(rank, bool):
             return str(rank)
@@ -309,7 +313,7 @@ def _in_worker() -> bool:
 
 class _Files:
     """The files of a plan, by mount. Only the sending thread calls its methods. `rank` is called when it is first needed.
-    With `replaces`, the plan takes the place of the process's earlier plan without a name."""
+    With `replaces`, the plan replaces the last one of this process that had no name, either."""
 
     def __init__(
         self, plan: str | None, paths: list[str], rank: Callable[[], str], *, replaces: bool = False
@@ -318,8 +322,10 @@ class _Files:
         self._paths = paths
         self._rank = rank
         self._replaces = replaces
-        self._shares: list[_Share] = []
-        self._ahead: tuple[int, array[int]] | None = None  # what was sent before its epoch
+        self._mount_plans: list[_MountPlan] = []
+        self._ahead: tuple[int, array[int]] | None = (
+            None  # (epoch, order) that was sent before its epoch began
+        )
 
     def send(self, epoch: int, order: array[int], *, ahead: bool = False) -> None:
         """Send the order of an epoch, and before the first one the files. An order that was last sent `ahead` is not sent
@@ -327,17 +333,17 @@ class _Files:
         sent, self._ahead = self._ahead, None
         if sent == (epoch, order):
             return
-        if not self._shares:
-            shares, rank = list(_by_mount(self._paths)), self._rank()
-            if not shares:
+        if not self._mount_plans:
+            mount_plans, rank = list(_by_mount(self._paths)), self._rank()
+            if not mount_plans:
                 raise MountError("none of these paths lies below a cachefs mount")
-            for share in shares:
-                share.name(self._plan, rank, replaces=self._replaces)
-            self._shares, self._paths = shares, []
+            for mount_plan in mount_plans:
+                mount_plan.name(self._plan, rank, replaces=self._replaces)
+            self._mount_plans, self._paths = mount_plans, []
         failure = None
-        for share in self._shares:
+        for mount_plan in self._mount_plans:
             try:
-                share.send(epoch, order)
+                mount_plan.send(epoch, order)
             except CachefsError as exc:
                 failure = exc
         if failure is not None:
@@ -346,14 +352,15 @@ class _Files:
             self._ahead = epoch, order
 
 
-class _Share:
-    """The files of a plan below one mount. `numbers` has, for each file of the whole list, its place in `paths`."""
+class _MountPlan:
+    """The files of a plan below one mount. `positions` has, for each file of the whole list, its index in `paths`, or
+    `NOT_ON_A_MOUNT`."""
 
     def __init__(self, mountpoint: str) -> None:
         self.mountpoint = Path(mountpoint)
-        self.plan = self.digest = self._former = ""
+        self.plan = self.digest = self._replaced = ""
         self.paths: list[str] = []
-        self.numbers = array("I")
+        self.positions = array("I")
         self._sent = False
 
     def name(self, plan: str | None, rank: str, *, replaces: bool) -> None:
@@ -364,7 +371,7 @@ class _Share:
             return
         self.plan = f"{socket.gethostname()}-{rank}-{self.digest[:8]}"
         if replaces:
-            self._former = _last_plans.get(self.mountpoint, "")
+            self._replaced = _last_plans.get(self.mountpoint, "")
             _last_plans[self.mountpoint] = self.plan
             return
         first, job = self.plan, 1
@@ -376,12 +383,12 @@ class _Share:
             self.plan += f"-{number}"
 
     def send(self, epoch: int, order: array[int]) -> None:
-        if len(self.numbers) != len(self.paths) or (order and max(order) >= len(self.numbers)):
-            numbers, count = self.numbers, len(self.numbers)
-            order = array("I", (numbers[i] for i in order if i < count and numbers[i] != NOT_ON_A_MOUNT))
+        if len(self.positions) != len(self.paths) or (order and max(order) >= len(self.positions)):
+            positions, count = self.positions, len(self.positions)
+            order = array("I", (positions[i] for i in order if i < count and positions[i] != NOT_ON_A_MOUNT))
         if not self._sent:
-            if self._former not in ("", self.plan):
-                drop(self.mountpoint, self._former)
+            if self._replaced not in ("", self.plan):
+                drop(self.mountpoint, self._replaced)
             send_files(self.mountpoint, self.plan, self.paths)
             self._sent = True
         try:
@@ -418,22 +425,25 @@ def _claim(mountpoint: Path, plan: str) -> bool:
     return True
 
 
-def _by_mount(paths: list[str]) -> Iterable[_Share]:
+def _by_mount(paths: list[str]) -> Iterable[_MountPlan]:
     finder = Finder()
-    shares: dict[str, _Share] = {}
+    mount_plans: dict[str, _MountPlan] = {}
     for number, path in enumerate(paths):
-        place = finder.find(path)
-        if place is None or not place[1]:
+        found = finder.find(path)
+        if found is None:
             continue
-        share = shares.get(place[0])
-        if share is None:
-            share = shares[place[0]] = _Share(place[0])
-        missing = number - len(share.numbers)
+        mountpoint, relative_path = found
+        if not relative_path:
+            continue
+        mount_plan = mount_plans.get(mountpoint)
+        if mount_plan is None:
+            mount_plan = mount_plans[mountpoint] = _MountPlan(mountpoint)
+        missing = number - len(mount_plan.positions)
         if missing:
-            share.numbers.extend([NOT_ON_A_MOUNT] * missing)
-        share.numbers.append(len(share.paths))
-        share.paths.append(place[1])
-    return shares.values()
+            mount_plan.positions.extend([NOT_ON_A_MOUNT] * missing)
+        mount_plan.positions.append(len(mount_plan.paths))
+        mount_plan.paths.append(relative_path)
+    return mount_plans.values()
 
 
 def digest(paths: Iterable[str]) -> str:
@@ -537,8 +547,8 @@ _sender = _Sender()
 
 
 def _after_fork() -> None:
-    """Begin without tasks in a forked child, which has the lock and the tasks of its parent, but not the thread. Its first
-    announcement replaces none of the parent's, and the names of plans stay with the parent."""
+    """Begin without tasks in a forked child, which has the lock and the tasks of its parent, but not the thread. The child's
+    first announcement replaces none of the parent's, and the parent keeps the names of plans."""
     global _sender
     _sender = _Sender()
     _last_plans.clear()

@@ -17,7 +17,7 @@ from cachefs.base.linux import memory_limit
 from cachefs.base.linux import parse as parse_mountinfo
 from cachefs.base.units import FOREVER, Size
 from cachefs.config import layers
-from cachefs.config.config import AS_THE_MOUNT, ROWS, Config, Source, default_cache_dir
+from cachefs.config.config import INHERITED, ROWS, Config, Source, default_cache_dir
 from cachefs.config.options import SECRET_ADVICE
 
 PLACES = {"source": "s3://bucket/prefix", "mountpoint": "/mnt/data"}
@@ -463,7 +463,7 @@ def test_a_source_has_options_of_its_own(tmp_path: Path) -> None:
     frozen, live = config.sources
 
     def of(source: Source) -> dict[str, object]:
-        return {name: config.of(source, name) for name in AS_THE_MOUNT}
+        return {name: config.of(source, name) for name in INHERITED}
 
     assert of(frozen) == {
         "read_only": True,

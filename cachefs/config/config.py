@@ -96,16 +96,16 @@ class Source:
     concurrency: int | None = None
 
 
-AS_THE_MOUNT = ("read_only", "consistency", "metadata_ttl", "negative_ttl", "prefetch", "concurrency")
+INHERITED = ("read_only", "consistency", "metadata_ttl", "negative_ttl", "prefetch", "concurrency")
 """Options of a source that default to the mount's value (`Config.of`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All options of a mount. Paths are absolute. A size in percent is resolved by the room that knows the total.
+    """All options of a mount. Paths are absolute. A size in percent is resolved where the total is known.
 
     Options that say how an origin is reached (`client`, `endpoint_url`, …) are read from its `Source`, where
-    `layers.load` has filled in those of the mount; options in `AS_THE_MOUNT` are read with `of`. `dataclasses.replace`
+    `layers.load` has filled in those of the mount; options in `INHERITED` are read with `of`. `dataclasses.replace`
     does not derive values again.
     """
 
@@ -323,7 +323,7 @@ class Config:
         flag_only=True,
     )
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    """Option name → where its value came from. Options with default values are not in it."""
+    """Option name → where its value was given, as `--print-config` shows it. Options with default values are not in it."""
 
     def __post_init__(self) -> None:
         for name, row in ROWS.items():
@@ -332,12 +332,13 @@ class Config:
 
     @property
     def identity(self) -> str:
-        """What must be the same for a daemon that takes over the mount: records of open and dirty files depend on it."""
+        """The options that must be the same in a daemon that takes over the mount: records of open and dirty files depend on
+        them."""
         sources = [(source.name, source.url) for source in self.sources]
         return repr((sources, str(self.cache_dir), self.block_size))
 
     def of(self, source: Source, name: str) -> Any:
-        """The value of an option in `AS_THE_MOUNT` for a source: its own, else by its own consistency, else the mount's."""
+        """The value of an option in `INHERITED` for a source: its own, else by its own consistency, else the mount's."""
         own = getattr(source, name)
         if own is None and source.consistency is not None and name in _TTLS:
             return _TTLS[name][source.consistency]

@@ -1,9 +1,8 @@
 """Reading a `Config` from argv, `-o`, the environment and a TOML file, and writing it as TOML.
 
 The layers are merged as text: argv wins over `-o`, `-o` over the environment, the environment over the file, and the file
-over the defaults. Then each text is parsed once. A bad value is refused in one line, with its origin and what to write
-instead; an unknown name is refused with the nearest known one.
-"""
+over the defaults. Then each text is parsed once. A bad value is refused in one line, with where it was given and what to
+write instead; an unknown name is refused with the nearest known one."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cachefs.base.errors import ConfigError
-from cachefs.config.config import AS_THE_MOUNT, ROWS, Config, Source
+from cachefs.config.config import INHERITED, ROWS, Config, Source
 from cachefs.config.options import SECRET_ADVICE, Row, SecretInside, check_name, check_url, looks_secret
 
 ENV_PREFIX = "CACHEFS_"
@@ -36,17 +35,17 @@ PER_SOURCE = tuple(item.name for item in fields(Source) if item.name not in ("na
 
 
 class Given(NamedTuple):
-    """The text of an option, and where it came from (for error messages and `--print-config`)."""
+    """The text of an option, and where it was given (for error messages and `--print-config`)."""
 
     text: str
-    origin: str
+    given_by: str
 
 
 class SourceTable(NamedTuple):
     """A ``[[source]]`` table, and its place in the file."""
 
     options: dict[str, Given]
-    origin: str
+    given_by: str
 
 
 _ALIASES = {
@@ -55,8 +54,8 @@ _ALIASES = {
 _NEGATIONS = {"rw": "read_only", "noexec": "exec"}
 """An option of mount(8) → the option here that it turns off."""
 
-_EVERYWHERE = [name for name, row in ROWS.items() if not row.flag_only]
-_PLACES = ["source", "mountpoint"]
+_IN_EVERY_LAYER = [name for name, row in ROWS.items() if not row.flag_only]
+_POSITIONAL = ["source", "mountpoint"]
 
 
 def load(argv: Mapping[str, Any], o: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Config:
@@ -78,11 +77,11 @@ def load(argv: Mapping[str, Any], o: Sequence[str] = (), environ: Mapping[str, s
         "config": _parse("config", path) if path else None,
         "mountpoint": _parse("mountpoint", given["mountpoint"]),
     }
-    shared = {name: values[name] for name in PER_SOURCE if name in values and name not in AS_THE_MOUNT}
+    shared = {name: values[name] for name in PER_SOURCE if name in values and name not in INHERITED}
     values["sources"] = _sources(given.get("source"), source_tables, shared)
     if values.get("zero_open"):
         _check_zero_open(values)
-    return Config(**values, origins={name: option.origin for name, option in given.items()})
+    return Config(**values, origins={name: option.given_by for name, option in given.items()})
 
 
 def load_file(path: Path) -> Config:
@@ -92,14 +91,14 @@ def load_file(path: Path) -> Config:
 
 
 def _flag(name: str) -> str:
-    return name.upper() if name in _PLACES else "--" + name.replace("_", "-")
+    return name.upper() if name in _POSITIONAL else "--" + name.replace("_", "-")
 
 
 def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _row(name: str) -> Row:
+def _row_of(name: str) -> Row:
     if name in ("source", "name"):
         return Row("", check_url if name == "source" else check_name, str)
     return ROWS["cache_dir" if name == "mountpoint" else name]
@@ -120,17 +119,17 @@ def _check_zero_open(values: Mapping[str, Any]) -> None:
 
 
 def _parse(name: str, given: Given) -> Any:
-    text, origin = given
+    text, given_by = given
     try:
-        return _row(name).parse(text)
+        return _row_of(name).parse(text)
     except SecretInside as exc:
-        raise ConfigError(f"{origin}: this is {exc}") from None
+        raise ConfigError(f"{given_by}: this is {exc}") from None
     except ValueError as exc:
         shown = "this" if "@" in text else repr(text)
-        raise ConfigError(f"{origin}: {shown} is {exc}") from None
+        raise ConfigError(f"{given_by}: {shown} is {exc}") from None
 
 
-def _known(name: str, origin: str, allowed: Iterable[str], kind: str = "option") -> str:
+def _known(name: str, given_by: str, allowed: Iterable[str], kind: str = "option") -> str:
     """The canonical name of an option, which may be given with dashes or underscores. Raises `ConfigError`."""
     plain = name.strip().replace("-", "_")
     plain = _ALIASES.get(plain, plain)
@@ -138,11 +137,11 @@ def _known(name: str, origin: str, allowed: Iterable[str], kind: str = "option")
     if plain in allowed:
         return plain
     if looks_secret(plain):
-        raise ConfigError(f"{origin}: unknown {kind}; {SECRET_ADVICE}")
+        raise ConfigError(f"{given_by}: unknown {kind}; {SECRET_ADVICE}")
     if plain in ROWS and ROWS[plain].flag_only:
-        raise ConfigError(f"{origin}: {name} is for the command line alone: --{plain.replace('_', '-')}")
+        raise ConfigError(f"{given_by}: {name} is for the command line alone: --{plain.replace('_', '-')}")
     near = difflib.get_close_matches(plain, allowed, 1, 0.5)
-    raise ConfigError(f"{origin}: unknown {kind} {name!r}" + (f": did you mean {near[0]}?" if near else ""))
+    raise ConfigError(f"{given_by}: unknown {kind} {name!r}" + (f": did you mean {near[0]}?" if near else ""))
 
 
 def _mount_options(arguments: Iterable[str]) -> dict[str, Given]:
@@ -154,9 +153,9 @@ def _mount_options(arguments: Iterable[str]) -> dict[str, Given]:
         if name in _NEGATIONS and not equals:
             given[_NEGATIONS[name]] = Given("false", f"-o {name}")
             continue
-        known = _known(name, "-o", _EVERYWHERE)
-        if not equals and _row(known).metavar:
-            raise ConfigError(f"-o {name}: needs a value: write -o {name}={_row(known).metavar}")
+        known = _known(name, "-o", _IN_EVERY_LAYER)
+        if not equals and _row_of(known).metavar:
+            raise ConfigError(f"-o {name}: needs a value: write -o {name}={_row_of(known).metavar}")
         given[known] = Given(value if equals else "true", f"-o {name}")
     return given
 
@@ -174,7 +173,7 @@ def _environment(environ: Mapping[str, str]) -> dict[str, Given]:
             continue
         name = variable.removeprefix(ENV_PREFIX).lower()
         name = _ALIASES.get(name, name)
-        allowed = [*_EVERYWHERE, *_PLACES, "config"]
+        allowed = [*_IN_EVERY_LAYER, *_POSITIONAL, "config"]
         if name in allowed:
             _refuse_second(name, given, variable)
             given[name] = Given(value, variable)
@@ -201,53 +200,53 @@ def _file(path: Path) -> tuple[dict[str, Given], list[SourceTable]]:
             for number, entry in enumerate(value, 1):
                 sources.append(_source_table(entry, f"{path}: source {number}"))
         elif isinstance(value, dict):
-            raise ConfigError(f"{path}: {_flat(key, value)}")
+            raise ConfigError(f"{path}: {_no_sections(key, value)}")
         else:
-            name = _known(key, str(path), [*_EVERYWHERE, *_PLACES])
+            name = _known(key, str(path), [*_IN_EVERY_LAYER, *_POSITIONAL])
             _refuse_second(name, given, f"{path}: {key}")
             given[name] = _from_toml(name, value, f"{path}: {key}")
     return given, sources
 
 
-def _flat(table: str, entries: Mapping[str, object]) -> str:
+def _no_sections(table: str, entries: Mapping[str, object]) -> str:
     """The message for a table other than ``[[source]]``: what to write instead."""
     if table in ("source", "sources"):
         return "[source] is one of a list: write [[source]]"
     for entry in entries:
         for name in (f"{table}_{entry}", entry):
             plain = name.replace("-", "_")
-            if _ALIASES.get(plain, plain) in _EVERYWHERE:
+            if _ALIASES.get(plain, plain) in _IN_EVERY_LAYER:
                 return f"options have no sections: for [{table}] {entry} write {plain} = … above the first [[source]]"
     return f"no section [{table}] is known: [[source]] is the only one, options stand above it"
 
 
-def _source_table(entry: object, origin: str) -> SourceTable:
+def _source_table(entry: object, given_by: str) -> SourceTable:
     if not isinstance(entry, dict):
-        raise ConfigError(f'{origin}: not a table: write [[source]] with name = "…" and url = "…" below it')
+        raise ConfigError(f'{given_by}: not a table: write [[source]] with name = "…" and url = "…" below it')
     options: dict[str, Given] = {}
     for key, value in entry.items():
-        name = _known(key, origin, ["name", "url", *PER_SOURCE], "key")
-        _refuse_second(name, options, f"{origin}: {key}")
-        options[name] = _from_toml(name, value, f"{origin}: {key}")
-    return SourceTable(options, origin)
+        name = _known(key, given_by, ["name", "url", *PER_SOURCE], "key")
+        _refuse_second(name, options, f"{given_by}: {key}")
+        options[name] = _from_toml(name, value, f"{given_by}: {key}")
+    return SourceTable(options, given_by)
 
 
-def _refuse_second(name: str, given: Mapping[str, Given], origin: str) -> None:
-    """Raise `ConfigError` for two spellings of one option, of which one would win silently."""
+def _refuse_second(name: str, given: Mapping[str, Given], given_by: str) -> None:
+    """Raise `ConfigError` if an option is given in two spellings: one would win silently."""
     if name in given:
-        raise ConfigError(f"{origin}: the same option as {given[name].origin}: leave one of them out")
+        raise ConfigError(f"{given_by}: the same option as {given[name].given_by}: leave one of them out")
 
 
-def _from_toml(name: str, value: object, origin: str) -> Given:
+def _from_toml(name: str, value: object, given_by: str) -> Given:
     if isinstance(value, str):
-        return Given(value, origin)
+        return Given(value, given_by)
     if isinstance(value, bool | int | float):
         if name in ROWS and ROWS[name].metavar == "OCTAL":
             raise ConfigError(
-                f'{origin}: a mode is octal, and this number is not: write it in quotes, "0644"'
+                f'{given_by}: a mode is octal, and this number is not: write it in quotes, "0644"'
             )
-        return Given(_text(value), origin)
-    raise ConfigError(f"{origin}: write a single value, not a {type(value).__name__}")
+        return Given(_text(value), given_by)
+    raise ConfigError(f"{given_by}: write a single value, not a {type(value).__name__}")
 
 
 def _sources(
@@ -261,21 +260,21 @@ def _sources(
             "no SOURCE: write cachefs mount s3://bucket/prefix MOUNTPOINT, or [[source]] in the config file"
         )
     sources: list[Source] = []
-    for table, origin in tables:
+    for table, given_by in tables:
         if "url" not in table:
-            raise ConfigError(f'{origin}: no url: write url = "s3://bucket/prefix"')
+            raise ConfigError(f'{given_by}: no url: write url = "s3://bucket/prefix"')
         own = {name: _parse(name, table[name]) for name in PER_SOURCE if name in table}
         name = ""
         if "name" in table or len(tables) > 1:
-            name = _parse("name", table.get("name", Given("", f"{origin}: name")))
+            name = _parse("name", table.get("name", Given("", f"{given_by}: name")))
         if name in (other.name for other in sources):
-            raise ConfigError(f"{origin}: name: {name!r} is taken by another source: give each its own")
+            raise ConfigError(f"{given_by}: name: {name!r} is taken by another source: give each its own")
         sources.append(Source(name=name, url=_parse("source", table["url"]), **{**shared, **own}))
     return tuple(sources)
 
 
 def dump(config: Config) -> str:
-    """The configuration as TOML, each value with its origin. `load` reads it back as `--config`."""
+    """The configuration as TOML, each value with where it was given. `load` reads it back as `--config`."""
     lines = ["# The effective configuration. What is marked as a default may be left out."]
     lines += [_assignment("mountpoint", str(config.mountpoint), config.origins.get("mountpoint", "given"))]
     group = ""
@@ -301,7 +300,7 @@ def dump(config: Config) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _assignment(name: str, value: str | int | float | bool, origin: str = "") -> str:
+def _assignment(name: str, value: str | int | float | bool, given_by: str = "") -> str:
     # A JSON string is a TOML basic string, except that JSON does not escape DEL.
     text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return f"{name} = {text}" + (f"  # {origin}" if origin else "")
+    return f"{name} = {text}" + (f"  # {given_by}" if given_by else "")

@@ -1,7 +1,7 @@
 """The rows of the options table, and the kinds of values.
 
-A parser takes text and returns the value, or raises `ValueError` whose text completes "'12X' is …". `show` gives text, a
-number or a bool, which the parser reads back to the same value.
+A parser takes text and returns the value, or raises `ValueError` whose text completes "'12X' is …". `show` returns text, a
+number or a bool; the parser turns its text into the same value.
 
 URLs with a secret are refused: `ps`, the shell's history, logs and `--print-config` would show it. The error message does
 not repeat it.
@@ -186,7 +186,7 @@ def _group(name: str) -> int:
 
 
 NO_ID = (1 << 32) - 1
-"""The uid or gid that is none (-1)."""
+"""(uid_t) -1, which is no uid or gid."""
 
 
 def _parse_id(kind: str, find: Callable[[str], int], text: str) -> int:
