@@ -1,8 +1,8 @@
-"""Side by side: what is not cached yet and what is being written, beside every mount of its kind that is installed here.
+"""Side by side: cold reads and writes of cachefs and of every other mount of its kind that is installed here.
 
-Same store, same reader (`bench/reader.c`), fresh mounts with empty caches, turns. The store is measured without a shape too:
-then nothing hides what a program itself takes. A row has a rate and the processor time of the program's processes; ext4
-stands beside what is written, the raw client beside what is read.
+All use the same store and the same reader (`bench/reader.c`), on fresh mounts with empty caches, in turns. The store is also
+measured unshaped: then no latency hides what a program itself takes. A row has a rate and the processor time of the
+program's processes. The baseline of writes is ext4, that of reads the raw client.
 """
 
 from __future__ import annotations

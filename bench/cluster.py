@@ -1,8 +1,8 @@
-"""Several nodes: four daemons on hosts of their own (`bench.lab.netns`), one store that all of them ask.
+"""Several nodes: four daemons on hosts of their own (`bench.lab.netns`), and one store for all of them.
 
-All hosts share the processors of this machine, so whatever is a question of processors looks worse than on four machines:
-the work of four daemons, their readers, the store and the kernel's network is done by these few. What the store sends is
-counted, and does not depend on that. The nodes know a key, as nodes off loopback must.
+All hosts share the processors of this machine: they do the work of four daemons, their readers, the store and the kernel's
+network. So rates that processors limit are lower than on four machines. The bytes that the store sends are counted, and do
+not depend on that. The nodes share a key, as nodes on any address but the loopback must.
 """
 
 from __future__ import annotations

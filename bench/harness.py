@@ -1,7 +1,8 @@
 """How a scenario is measured, judged and kept.
 
-The machine is shared and its times wander, so contenders take turns (A B, B A, A B …) and are compared within each round:
-a ratio is the median of the rounds' ratios. Whatever a count can say is counted instead: counts do not wander.
+The machine is shared and its speed varies, so contenders take turns (A B, B A, A B …) and are compared within each round: a
+ratio is the median of the rounds' ratios. Where a count can answer the question, it is used instead, because counts do not
+vary.
 
 A scenario is a function from a workspace to a `Result`; `scenario` gives it its name. A result holds the figures of the
 project's table (each with what it must show), everything that was measured beside them, and notes.
@@ -31,7 +32,7 @@ Sense = Literal["=", "≥", "≤"]
 
 @dataclass(frozen=True)
 class Figure:
-    """A demand of the table: `value` must be `sense` `target`."""
+    """A demand of the table, such as "value ≥ target"."""
 
     what: str
     value: float
@@ -84,7 +85,8 @@ class Result:
         self.notes.append(text)
 
     def ceiling(self, series: Series, base: str, own: str = PYFUSE3) -> None:
-        """How far pyfuse3 alone comes, and how near cachefs comes to that: with that backend it can be no faster."""
+        """Note the rate of pyfuse3 alone (the null filesystem), and the rate of cachefs relative to it: with that backend
+        cachefs can be no faster."""
         null, mine = series.ratio(NULL, base), series.ratio(own, NULL)
         self.note(
             f"{series.what}: null filesystem / {base} {number(null)}, {own} / null filesystem {number(mine)}"

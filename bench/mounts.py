@@ -1,9 +1,8 @@
 """Mounts to measure: cachefs and others of its kind, each a context that leaves nothing behind.
 
-All of them show one bucket of the lab store, keep what they cache in a directory of their own, and are ended by the
-descriptor of the very process that was started (a pidfd: it can never mean somebody else). The others run with the options
-their documentation recommends for reading data that nobody else changes; what cannot run here raises `Unavailable` and
-says why.
+All of them show one bucket of the lab store, keep what they cache in a directory of their own, and are ended through a
+pidfd, which can mean no process but the one that was started. The other mounts run with the options that their documentation
+recommends for reading data that no other client changes. A mount that cannot run here raises `Unavailable` with the reason.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class Mount:
         """Mount; when this returns, the mount answers."""
 
     def own(self, pid: int) -> None:
-        """This process is ours to end."""
+        """Note the process that `crash` ends."""
         self.pid = pid
         self._pidfd = os.pidfd_open(pid)
 

@@ -2,8 +2,8 @@
 
     python -m bench.nullserver TREE MOUNTPOINT [--passthrough]
 
-Every reply is packed before its request comes; only the request's number is put in. What the native backend costs beyond
-this is ours. `--passthrough` hands the kernel the tree's own files, one backing id each.
+Every reply is packed before its request comes; only the request's number is put in. So the difference to the native backend
+is the cost of cachefs. With `--passthrough` the tree's own files are registered as backing files, one backing id each.
 """
 
 from __future__ import annotations

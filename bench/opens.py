@@ -1,4 +1,5 @@
-"""What is asked most of a warm mount: opening small files that the kernel or the cache holds, and listing a directory again.
+"""The most frequent requests to a warm mount: opening small files that the kernel or the cache holds, and listing a
+directory again.
 
 `null server` is `bench.nullserver`: the least that one Python thread can take for the same requests.
 """

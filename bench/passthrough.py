@@ -1,9 +1,9 @@
-"""The native backend, and bytes that it lets the kernel read from the tier itself.
+"""Passthrough, in the native backend: the kernel reads files of a tier by itself.
 
-A file that is wholly cached and verified is opened in *passthrough*: open(2) hands the kernel the tier's own file, and
-reads and mappings never reach the daemon. Each mount is brought to that state first: read, closed, and opened until a read
-of what the kernel has thrown away costs no READ. `cachefs` means the native backend with `--ram 0` here, so that its
-passthrough files lie on the same ext4 as the baseline; its RAM tier and the pyfuse3 backend are measured beside it.
+A file that is wholly cached and verified is opened in *passthrough*: the reply to its OPEN names the tier's own file, and
+reads and mappings never reach the daemon. Each mount is brought to that state first: its files are read, closed, and opened
+until a read of pages that the kernel has dropped costs no READ. `cachefs` means the native backend with `--ram 0` here, so
+that its passthrough files lie on the same ext4 as the baseline; its RAM tier and the pyfuse3 backend are measured beside it.
 """
 
 from __future__ import annotations
@@ -330,7 +330,7 @@ def pass_small(work: Workspace, rounds: int) -> Result:
 
 WORKERS = 2
 EPOCHS = 2
-"""Seconds of a turn: short, so that other work of the machine affects all contenders."""
+"""Measured epochs in a turn: few, so that other work of the machine affects all contenders."""
 VOLUMES = 32
 
 
@@ -377,7 +377,7 @@ def _epochs(shape: str, pace: str, roots: Mapping[str, Path], rounds: int, resul
     busy: dict[str, list[float]] = {name: [] for name in roots}
 
     def samples_per_s(name: str, root: Path) -> float:
-        # Both see the same orders. The first epoch is nobody's: it opens what has just been completed.
+        # All contenders get the same orders. The first epoch is not measured: it opens what has just been completed.
         chosen = ("--step-ms", step_ms, "--epochs", EPOCHS + 1, "--seed", len(busy[name]))
         measured = training.apart(root, *options, *chosen)["epochs"][1:]
         busy[name].append(sum(epoch["utilisation"] for epoch in measured) / EPOCHS)

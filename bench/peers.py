@@ -1,9 +1,9 @@
-"""From one daemon's cache to another, as far as the wire goes: two processes on this machine, over loopback.
+"""The transfer from one daemon's cache to another, without tiers: two processes on this machine, over loopback.
 
-The server's bytes lie in memory. What arrives is checked and dropped: what a tier costs is measured elsewhere. Beside it
-stand the cheapest programs that move the same bytes: for extents a loop of `sendfile` and `recv_into` for each connection,
-for small objects the plain keep-alive GETs of Python's own HTTP client from such a loop. No limit of a network is
-simulated, so all of it is a question of processors, of which both sides share what there is.
+The server's bytes lie in memory. The client checks the bytes and drops them; what a tier costs is measured elsewhere.
+For comparison, the cheapest programs move the same bytes: for extents a loop of `sendfile` and `recv_into` for each
+connection, for small objects the plain keep-alive GETs of Python's own HTTP client from such a loop. The loopback has no
+network's limits, so the processors, which both sides share, decide the rates.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ PLAIN, HTTP, SOCKETS, OWN, KEYED = "sendfile loop", "http.client", "sockets", "c
 # -- the serving process ---------------------------------------------------------------------------
 
 
-class _PlanStore:
-    """One object in memory, with all its blocks."""
+class _MemoryShares:
+    """`cachefs.peers.wire.Shares` with one object in memory, of which it has all blocks."""
 
     def __init__(self, size: int) -> None:
         self.fd = os.memfd_create("blocks")
@@ -58,14 +58,14 @@ class _PlanStore:
 
 
 class _Served:
-    def __init__(self, plan_store: _PlanStore, request: BlockRequest) -> None:
-        self._plan_store, self._request, self._next = plan_store, request, request.start_block
+    def __init__(self, shares: _MemoryShares, request: BlockRequest) -> None:
+        self._shares, self._request, self._next = shares, request, request.start_block
 
     def take(self) -> Piece:
         block = self._next
         self._next += 1
         length = self._request.length(block)
-        return Piece(self._plan_store.fd, block * MIB, length, True, self._plan_store.sums[block])
+        return Piece(self._shares.fd, block * MIB, length, True, self._shares.sums[block])
 
     async def wait(self) -> None:
         raise NotImplementedError
@@ -80,7 +80,7 @@ def _serve(size: int, keyed: bool) -> None:
         print(listener.socket.getsockname()[1], flush=True)
         handshake = Handshake("bench", VERSION, "", "", 1.0)
         verifier = Verifier(KEY) if keyed else None
-        await Server(_PlanStore(size), lambda _: handshake, block_size=MIB, verifier=verifier).serve(
+        await Server(_MemoryShares(size), lambda _: handshake, block_size=MIB, verifier=verifier).serve(
             [listener]
         )
 
@@ -89,7 +89,7 @@ def _serve(size: int, keyed: bool) -> None:
 
 def _serve_plainly(size: int, host: str) -> None:
     """A server with a thread for each connection; it answers all requests with the object."""
-    plan_store = _PlanStore(size)
+    shares = _MemoryShares(size)
     head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size
 
     def answer(connection: socket.socket) -> None:
@@ -98,7 +98,7 @@ def _serve_plainly(size: int, host: str) -> None:
             connection.send(head, socket.MSG_MORE)
             offset = 0
             while offset < size:
-                offset += os.sendfile(connection.fileno(), plan_store.fd, offset, min(MIB, size - offset))
+                offset += os.sendfile(connection.fileno(), shares.fd, offset, min(MIB, size - offset))
 
     with socket.create_server((host, 0)) as listener:
         print(listener.getsockname()[1], flush=True)

@@ -1,8 +1,8 @@
-"""What comes before anybody asks for it: a data set read for the first time, by loader workers in an order nobody foresees,
-striding over shards, a few files of many, or fetched beforehand by command.
+"""Prefetch: a dataset is read for the first time by loader workers (shuffled files, strides over shards, or a few files of
+many), or fetched beforehand by a command.
 
-The raw client beside them has `RAW_IN_FLIGHT` requests out all the time. It knows every key from the start, and is what
-fetching ahead can come to at best.
+The raw client keeps `RAW_IN_FLIGHT` requests in flight. It knows every key from the start, so it is the upper bound of what
+prefetch can reach.
 """
 
 from __future__ import annotations
@@ -153,10 +153,10 @@ def random_in_large(work: Workspace, rounds: int) -> Result:
     """Random reads of 128 KiB in one large file that is not cached, aligned and not: only their blocks may be fetched."""
     result = Result()
     tree = work.big("random", BLOCK)
-    os.truncate(tree / "0.bin", LARGE)  # a hole costs nobody memory, and is fetched as everything else
+    os.truncate(tree / "0.bin", LARGE)  # a hole takes no memory, and is fetched as any other data
     work.lab.serve("random", tree)
     dice = random.Random("random-in-large")
-    # Never right behind one another: there the kernel itself reads on.
+    # Never one right behind another: the kernel would read ahead there.
     places = [3 * RANDOM_READ * slot for slot in dice.sample(range(LARGE // RANDOM_READ // 3), READS)]
     ways = {
         "aligned": places,
@@ -211,7 +211,7 @@ def _warm_beside(
     rounds: int,
     result: Result,
 ) -> None:
-    """The job's own time is judged. The command's, with the start of an interpreter, is only shown."""
+    """The demand is on the job's own time. The command's time, with the start of an interpreter, is only shown."""
     work, bucket, names, total = what
     asked: list[float] = []
     commands: list[float] = []

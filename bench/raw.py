@@ -1,8 +1,8 @@
 """The raw client: what the store and this machine give to a program that only downloads.
 
 No mount, no cache, no file: a fast client library (obstore, in Rust), several connections, parts sized by
-trying out what is fastest here, and the bytes are dropped as they come. Whoever wants data at a path pays something more
-than this; the figures say how much.
+trying out what is fastest here, and the bytes are dropped as they come. Reading through a path costs more than this; the
+figures say how much.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class RawClient:
 
 UPLOADED_PART = 8 << 20
 PARTS_IN_FLIGHT = 16
-"""Size and number of parts as of cachefs."""
+"""Part size and parts in flight of uploads: the same as those of cachefs."""
 
 
 class RawWriter:

@@ -1,8 +1,8 @@
-"""A mount in use for long, compressed into counts: what it holds must not grow with what was done.
+"""Leaks: what a daemon holds must not grow with the number of operations.
 
-Threads open, read, write, list, rename and remove on a mount whose cache is a fraction of the data, while the store is well
-and unwell in turns. After each of twenty rounds the daemon is at rest and is looked at. What is flat from the sixth on
-stays flat; a descriptor that leaks once in a thousand opens does not.
+Threads open, read, write, list, rename and remove on a mount whose cache is a fraction of the data. In some rounds the store
+has faults. After each of twenty rounds the daemon is sampled at rest. A count that does not grow from the sixth round on
+will not grow later; a descriptor that leaks once in a thousand opens is seen.
 
 What has a bound is brought to it first, by reading more files than any table has rows: the bookkeeping of 8,192 versions
 (about 1 KiB each) and what is remembered of 16,384 extents would otherwise grow for 70,000 operations, and look like a leak.

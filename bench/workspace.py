@@ -1,7 +1,7 @@
-"""Where a run works: directories, data and the lab store, all gone afterwards.
+"""The workspace of a run: directories, data and the lab store, all removed afterwards.
 
-What the store serves lies in memory where there is room (it stands for a machine elsewhere, whose disk is not ours); caches
-and the files of the ext4 baseline lie on the disk. Data is made once, when a scenario first asks for it.
+The store's data lies in memory if there is space, because the store stands for another machine, whose reads must not load
+this disk. Caches and the files of the ext4 baseline lie on the disk. Data is made once, when a scenario first asks for it.
 """
 
 from __future__ import annotations

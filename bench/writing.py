@@ -1,9 +1,10 @@
-"""Files that are saved: how near to a program that only uploads, or only writes to the disk, a save through the mount comes,
-what it asks of the store, and what it takes of memory.
+"""Saving files through a mount: its rate beside that of a program that only uploads, or only writes to the disk; its
+requests to the store; and its memory.
 
-Where close returns when the store has the file (the default), the raw client is the measure: the same bytes from memory, as
-many parts at a time. Where it returns when the disk has it (`--writeback`), the cache's own disk is: write and fsync. The
-store's part is measured until it has the file, for rclone too, whose close returns before that.
+By default close returns when the store has the file. Then the raw client is the baseline: it uploads the same bytes from
+memory, with as many parts at a time. With `--writeback` close returns when the disk has the file. Then write and fsync on
+the cache's own disk are the baseline. Uploads are measured until the store has the file, for rclone, too, whose close
+returns before that.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from bench.workspace import Workspace, can_drop_caches, drop_caches
 MIB = 1 << 20
 BANDWIDTH = 100e6
 LONG_BANDWIDTH = 400e6
-"""Bytes of the long save, which takes ten seconds."""
+"""Bytes a second to the store during the long save, which takes ten seconds."""
 
 SAVED, NAME = "saved", "model.bin"
 RAW, EXT4, RCLONE = "raw client", "ext4", RcloneWriting.name

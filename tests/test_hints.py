@@ -365,7 +365,9 @@ def test_an_order_is_for_its_own_list(daemon: FakeDaemon) -> None:
     first, second = HintedSampler(range(PATHS), one, plan="p"), HintedSampler(range(PATHS), other, plan="p")
     for sampler, place in ((first, "a"), (second, "b"), (first, "a")):
         list(sampler)
-        assert daemon.told("p", sampler._iterations - 1) == [f"{place}/train/{n:05}.jpg" for n in range(PATHS)]
+        assert daemon.told("p", sampler._iterations - 1) == [
+            f"{place}/train/{n:05}.jpg" for n in range(PATHS)
+        ]
 
 
 def test_what_is_announced_anew_replaces_what_was(daemon: FakeDaemon) -> None:

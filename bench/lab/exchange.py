@@ -1,7 +1,7 @@
-"""One request and its reply, with everything the lab does to it.
+"""One request and its reply, with everything that the lab does to them.
 
-Handlers say what the answer is; an `Exchange` sends it: late by the latency, no faster than the pipe, counted before
-it leaves, and spoiled where a rule says so.
+A handler decides on the reply. The `Exchange` counts it, delays it by the latency, applies the fault rule that matches, and
+sends it no faster than the bandwidth allows.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Buckets, and the objects in them.
 
-The index is a sorted list of keys in memory; bytes are files with serial numbers for names, so any key S3 permits is
-permitted here. A whole directory tree can be shown as a bucket (its files are never copied or read for that), and a
-run of a million generated objects costs one small record. An object is replaced by pointing its key elsewhere: whoever
-is in the middle of the old version keeps reading the old version, as in S3.
+The index is a sorted list of keys in memory. Bytes lie in files with serial numbers for names, so every key that S3 permits
+is permitted here. A directory tree can be shown as a bucket, without reading or copying its files, and a run of a million
+generated objects costs one small record. To replace an object, its key is pointed to another body: a client that is reading
+the old version goes on reading it, as in S3.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Body:
         raise NotImplementedError
 
     def discard(self) -> None:
-        """The object is gone."""
+        """Release the bytes: the object was removed."""
 
 
 class OpenBody:

@@ -2,10 +2,10 @@
 
     python -m bench.lab.store --root DIR --port 0 --serve data=/some/tree --latency-ms 20 --bandwidth 200M
 
-It listens on 127.0.0.1 (or where `--host` says), prints one JSON line with its port when it is ready, and then serves
-path-style S3 to anyone: every request counted and logged, every reply as late and as slow as it was told, and as wrong as
-a script asks for.
-A thread per connection, blocking calls, bodies by sendfile: enough to outrun what is measured with it.
+It listens on 127.0.0.1 (or on `--host`), prints one JSON line with its port when it is ready, and then serves path-style S3
+to any client. It counts and logs every request, delays and limits replies as it was told, and makes those fail that a fault
+rule names. It has a thread per connection, makes blocking calls and sends bodies by sendfile: that is faster than the
+programs that are measured with it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def serve_connection(lab: Lab, sock: socket.socket) -> None:
             conn.keep_alive = False
             conn.send(conn.head(400, {"Content-Length": "0"}))
         except OSError:
-            pass  # the client left; nobody is there to be told
+            pass  # the client has closed the connection
 
 
 def serve(lab: Lab, listener: socket.socket) -> None:

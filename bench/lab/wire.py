@@ -1,7 +1,7 @@
 """HTTP/1.1 on a blocking socket, one thread per connection.
 
-httptools parses; this adds what a store needs around it: bodies as iterators (so an upload is never held in memory),
-the aws-chunked framing SDKs wrap uploads in, and `100 Continue`, sent only once somebody asks for the body.
+httptools parses. This module adds bodies as iterators (so an upload is never held in memory), the aws-chunked framing of
+uploads by SDKs, and `100 Continue`, which is sent only when a handler asks for the body.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ TESTS = (
 """Tests that take seconds: without mounts or servers."""
 
 TICK_S = 0.01
-"""Clock ticks of processor time in a second."""
+"""Seconds of a clock tick, in which the kernel counts processor time."""
 
 
 def main() -> int:
@@ -101,7 +101,7 @@ def _mutants(options: argparse.Namespace) -> tuple[list[str], list[Mutant]]:
         )
         found = [mutant for path in paths for mutant in mutants_of(path, (ROOT / path).read_bytes())]
         if options.sample and options.sample < len(found):
-            # What is broken off is a sample, too.
+            # In random order: if the run is stopped early, the mutants so far are a sample, too.
             found = random.Random(options.seed).sample(found, options.sample)
     return paths, [mutant for mutant in found if re.search(options.only, str(mutant))]
 
@@ -230,7 +230,7 @@ def _report(
         session.close()
     broken = {name for name, test in coverage.tests.items() if test["failed"]} | verdicts.broken
     if broken:
-        print(f"left out, for they fail without a fault (or skip): {len(broken)}")
+        print(f"left out, because they fail without a fault (or skip): {len(broken)}")
     print(
         f"killed {killed} of {len(harmful)} harmful ({killed / max(1, len(harmful)):.3f}); harmless {len(aside)}"
     )
