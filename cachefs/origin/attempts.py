@@ -620,6 +620,13 @@ class Attempts:
         ticket = ticket or Ticket()
         fetch, read = self._fetch, self._read
 
+        transfer = Receiving(self, ticket, start, stop, sink)
+
+        def rest() -> Receiving:
+            nonlocal transfer
+            transfer = Receiving(self, ticket, transfer.position, stop, sink)
+            return transfer
+
         async def attempt() -> None:
             at = transfer.position
             given = key, etag, at, stop, whole and at == start
@@ -633,25 +640,11 @@ class Attempts:
                     raise
             transfer.check()
 
-        action = f"reading {self.name(key)}"
-        at, done = start, start >= stop
-        while not done:
-            transfer = Receiving(self, ticket, at, stop, sink)
-            try:
-                await self.repeat(
-                    attempt, action, "origin_get", key, ticket=ticket, transfer=transfer, failed=failed
-                )
-                done = True
-            except Interrupted:
-                if not self.breaker.how.wait_s:
-                    raise
-            finally:
-                await transfer.close()
-                self._count_bytes(transfer)  # an abandoned thread may have gone on until now
-            at, failed = transfer.position, None
-            if transfer.sink_error is not None:
-                raise transfer.sink_error
-            done = done or at == stop
+        if start < stop:
+            action = f"reading {self.name(key)}"
+            await self.repeat(attempt, action, "origin_get", key, ticket=ticket, transfer=rest, failed=failed)
+        if transfer.sink_error is not None:
+            raise transfer.sink_error
 
     async def send(
         self,
@@ -669,9 +662,14 @@ class Attempts:
         `source` is raised unchanged. `now` does the same on the trio thread, for a small `source` in memory; it returns
         None if it cannot."""
         ticket = ticket or Ticket()
-        body = Sending(self, ticket, source, size)
+        body: Sending
         in_memory = self.upload_limit is None and size <= SENT_AT_ONCE
         in_memory = in_memory and isinstance(source, InMemory) and size <= len(source.data)
+
+        def whole() -> Sending:
+            nonlocal body
+            body = Sending(self, ticket, source, size)
+            return body
 
         async def attempt() -> T | None:
             found = await now(body) if in_memory and now is not None else None
@@ -679,11 +677,7 @@ class Attempts:
                 return found
             return await self.in_thread(lambda: body.attempt(lambda: request(body)))
 
-        try:
-            result = await self.repeat(attempt, action, counter, key, ticket=ticket, transfer=body)
-        finally:
-            await body.close()
-            self._count_bytes(body)  # an abandoned thread may have gone on until now
+        result = await self.repeat(attempt, action, counter, key, ticket=ticket, transfer=whole)
         if body.source_error is not None:
             raise body.source_error
         assert result is not None
@@ -717,22 +711,21 @@ class Attempts:
         key: str,
         *,
         ticket: Ticket | None = None,
-        transfer: Transfer | None = None,
+        transfer: Callable[[], Transfer] | None = None,
         retries: int | None = None,
         patience: int = 1,
         failed: Failed | None = None,
     ) -> T:
         """Repeat `attempt` until it succeeds, fails for good, or the deadline (times `patience`) has passed. Each attempt is
-        counted under the metric `counter`, for the dataset of `key`. `action` begins error messages. Raises `Unreachable` if
-        the origin is out and the request is not sent, or has waited for the origin in vain. `failed`: how a first attempt
-        ended that was made without a task."""
+        counted under the metric `counter`, for the dataset of `key`. `action` begins error messages. `transfer` makes the
+        transfer of the next attempt: each has its own, because the thread of an abandoned one may wake up later. Raises
+        `Unreachable` if the origin is out and the request is not sent, or has waited for the origin in vain. `failed`: how
+        a first attempt ended that was made without a task."""
         ticket = ticket or Ticket()
         tries = _Tries(self.backoff.retries if retries is None else retries)
         deadline_s = self.deadline_s * patience
         breaker, waits_until = self.breaker, 0.0
         waits = counter in READS or breaker.how.wait_s > 0
-        # An outage does not interrupt a body that is being sent, because it may have arrived. The client's timeout ends it.
-        interruptible = waits and not isinstance(transfer, Sending)
         spent_s = time.monotonic() - failed[1] if failed is not None else 0.0
         with trio.move_on_after(max(0.0, deadline_s - spent_s)) as scope:
             while True:
@@ -742,27 +735,33 @@ class Attempts:
                     await breaker.admit(action, waits_until)
                     scope.deadline = trio.current_time() + deadline_s
                     tries.failures = tries.refusals = 0
-                if transfer is not None:
-                    transfer.begin(scope)
+                moving = None if transfer is None or failed is not None else transfer()
+                if moving is not None:
+                    moving.scope = scope
+                # An outage does not interrupt a body that is being sent, because it may have arrived. The client's timeout
+                # ends it.
+                interruptible = waits and not isinstance(moving, Sending)
                 since = time.monotonic()
                 try:
                     if failed is not None:
                         (error, since), failed = failed, None
                         raise error
                     with breaker.interruptible() if interruptible else nullcontext():
-                        return await self._once(attempt, counter, key, ticket, transfer, patience)
-                    if transfer is not None:
-                        raise Interrupted(f"{action}: {breaker.complaint()}")
+                        return await self._once(attempt, counter, key, ticket, moving, patience)
+                    if moving is not None and moving.gained:
+                        waits_until = 0.0
+                        if moving.complete:
+                            return None  # a read: its last byte came before the silence
                     continue
                 except PermissionDenied as exc:
                     if tries.renewed or not await self.in_thread(partial(self.client.renew, since)):
                         raise self._failed(exc) from exc.__cause__
                     tries.renewed, wait_s = True, 0.0
                 except Transient as exc:
-                    gained = transfer is not None and transfer.gained
+                    gained = moving is not None and moving.gained
                     tries.failed(exc, gained)
                     if gained:
-                        scope.deadline = trio.current_time() + deadline_s
+                        waits_until, scope.deadline = 0.0, trio.current_time() + deadline_s
                     if not isinstance(exc, Throttled):
                         breaker.failed(exc)
                     if waits and breaker.is_out:
@@ -787,8 +786,8 @@ class Attempts:
         transfer: Transfer | None,
         patience: int,
     ) -> T:
-        """Make one attempt with a slot of the gate, and report it to the limiter and the breaker."""
-        await (self.gate.enter(ticket) if transfer is None else transfer.enter(self.gate, ticket))
+        """Make one attempt with a slot of the gate, and report it to the limiter and the breaker. Ends its transfer."""
+        await (transfer.enter(self.gate) if isinstance(transfer, Sending) else self.gate.enter(ticket))
         sent_at = trio.current_time()
         self._count_request(counter, key, ticket, transfer)
         error: BaseException | None = None
@@ -805,6 +804,9 @@ class Attempts:
             raise error from exc
         finally:
             self._attempt_ended(counter, ticket, transfer, sent_at, error)
+            if transfer is not None:
+                await transfer.close()
+                self._count_bytes(transfer)  # an abandoned thread may have gone on until now
 
     def _count_request(self, counter: str, key: str, ticket: Ticket, transfer: Transfer | None) -> None:
         """Count a request that is sent: for its dataset, and for the process that waits for it (none waits for
@@ -894,49 +896,39 @@ chunks, and the one for fsspec makes one piece of so many bytes."""
 
 
 class Transfer(Stoppable):
-    """The bytes of one range, from a client into a sink or from a source into a client's request, across all its attempts.
-    A thread moves bytes (the HTTP client's, or a worker), and a trio task waits for it. `position` counts transferred
-    bytes; `counted` (bytes that the metrics have already) and `accounts` belong to `Attempts`, which hears of progress
-    about once a second, while bytes move."""
+    """The bytes of one attempt, from a client into a sink or from a source into a client's request. A thread moves bytes
+    (the HTTP client's, or a worker), and a trio task waits for it. `position` is the next byte. Progress pushes the
+    deadline of `scope` back. `counted` (the next byte that the metrics do not have) and `accounts` belong to `Attempts`,
+    which hears of progress about once a second, while bytes move."""
 
     counter: str
     """The metric that counts the bytes."""
     resumes: bool
     """True if an attempt goes on where the last one ended."""
 
-    def __init__(self, attempts: Attempts, ticket: Ticket, limit: RateLimit | None) -> None:
-        self.position = self.counted = self._began_at = 0
+    def __init__(self, attempts: Attempts, ticket: Ticket, limit: RateLimit | None, start: int = 0) -> None:
+        self.position = self.counted = self._start = start
         self.accounts: list[Account] = []
+        self.scope: trio.CancelScope | None = None
         self._attempts, self._ticket, self._limit = attempts, ticket, limit
-        self._scope: trio.CancelScope | None = None
         self._reported = time.monotonic()
         self._trio = trio.lowlevel.current_trio_token()
 
     # On the trio side.
 
-    def begin(self, scope: trio.CancelScope) -> None:
-        """Called before each attempt. Progress pushes the deadline of `scope` back."""
-        self._scope = scope
-        self._reported = time.monotonic()
-        self._began_at = self.position
-
-    async def enter(self, gate: Gate, ticket: Ticket) -> None:
-        """Wait for a slot of the gate."""
-        await gate.enter(ticket)
-
     @property
     def heard(self) -> bool:
-        """True if the bytes that moved in this attempt show that the origin answers."""
+        """True if the bytes that moved show that the origin answers."""
         return True
 
     @property
     def moved(self) -> int:
-        """Bytes of the last attempt."""
-        return self.position - self._began_at
+        """Bytes so far."""
+        return self.position - self._start
 
     @property
     def gained(self) -> bool:
-        """True if the last attempt brought bytes that the next one need not repeat."""
+        """True if it brought bytes that the next attempt need not repeat."""
         return self.resumes and self.moved > 0
 
     def shut(self) -> None:
@@ -962,8 +954,8 @@ class Transfer(Stoppable):
     async def _pay(self, limit: RateLimit, size: int) -> None:
         """On the trio thread: wait until the limit lets these bytes pass. The origin did not cause this wait, so the
         deadline is suspended."""
-        if self._scope is not None and not self._closed:
-            self._scope.deadline = math.inf
+        if self.scope is not None and not self._closed:
+            self.scope.deadline = math.inf
         try:
             await limit.pay(size, self._ticket)
         finally:
@@ -972,29 +964,28 @@ class Transfer(Stoppable):
     def _alive(self) -> None:
         """On the trio thread: bytes have moved, so the deadline starts again."""
         if not self._closed:
-            if self._scope is not None:
-                self._scope.deadline = trio.current_time() + self._attempts.deadline_s
+            if self.scope is not None:
+                self.scope.deadline = trio.current_time() + self._attempts.deadline_s
             self._attempts.progressed(self)
         self._reported = time.monotonic()
 
 
 class Receiving(Transfer):
-    """Bytes [start, stop) of one version into a sink; implements `Taker`. `position` is the next byte to deliver,
-    `sink_error` the exception that the sink raised."""
+    """Bytes [start, stop) of one version into a sink; implements `Taker`. `sink_error` is the exception that the sink
+    raised."""
 
     counter, resumes = "origin_bytes", True
 
     def __init__(self, attempts: Attempts, ticket: Ticket, start: int, stop: int, sink: Sink) -> None:
-        super().__init__(attempts, ticket, attempts.download_limit)
-        self.position = self.counted = self._began_at = start
+        super().__init__(attempts, ticket, attempts.download_limit, start)
         self.sink_error: Exception | None = None
         self._stop, self._sink = stop, sink
         self.waits = self._limit is not None or bool(getattr(sink, "waits", False))
 
     @property
     def complete(self) -> bool:
-        """True if the last attempt brought the last byte. That its connection broke afterwards, as within the end of a
-        chunked body, is no failure then: there are no bytes left to ask for."""
+        """True if it brought the last byte. That its connection broke afterwards, as within the end of a chunked body, is no
+        failure then: there are no bytes left to ask for."""
         return self.gained and self.position == self._stop
 
     def drain(self, chunks: Generator[memoryview | bytes, None, None]) -> None:
@@ -1032,8 +1023,8 @@ class Receiving(Transfer):
 
 
 class Sending(Transfer):
-    """The first `size` bytes of a source into a request (`Body`); each attempt starts at the first byte. `source_error`
-    is the exception that the source raised, or that it ended early."""
+    """The first `size` bytes of a source into a request (`Body`). `source_error` is the exception that the source raised,
+    or that it ended early."""
 
     counter, resumes = "origin_bytes_sent", False
 
@@ -1047,13 +1038,13 @@ class Sending(Transfer):
     def heard(self) -> bool:
         return self.moved > READ_AHEAD
 
-    async def enter(self, gate: Gate, ticket: Ticket) -> None:
+    async def enter(self, gate: Gate) -> None:
         """Wait for a slot, with the deadline suspended: a file may have more parts than there are slots, and the origin
         does not cause that wait."""
-        scope = self._scope
+        scope = self.scope
         assert scope is not None
         left, scope.deadline = scope.deadline - trio.current_time(), math.inf
-        await gate.enter(ticket)
+        await gate.enter(self._ticket)
         scope.deadline = trio.current_time() + left
 
     def attempt(self, send: Callable[[], T]) -> T | None:
@@ -1125,11 +1116,6 @@ deadline is: a busy machine is no outage. Derived: 3.1 s suffice for two failure
 PROBERS = 16
 """Threads of probes, including abandoned ones. Derived: probes that hang begin every 6 s, and a client's own timeout ends
 each after 10 s."""
-
-
-class Interrupted(Unreachable):
-    """An attempt was abandoned because the origin was found to be out. Its thread may wake up later, so its transfer must
-    not be used again."""
 
 
 @dataclass(slots=True)
