@@ -199,17 +199,9 @@ class Verifier:
         return session
 
 
-def server_tls(certificate: Path, key: Path, ca: Path) -> ssl.SSLContext:
-    """TLS for listening: a peer must show a certificate of `ca`. Raises `ConfigError`."""
-    return _tls(ssl.PROTOCOL_TLS_SERVER, certificate, key, ca)
-
-
-def client_tls(certificate: Path, key: Path, ca: Path) -> ssl.SSLContext:
-    """TLS for requests: shows our certificate, and accepts any server's of `ca`. Raises `ConfigError`."""
-    return _tls(ssl.PROTOCOL_TLS_CLIENT, certificate, key, ca)
-
-
-def _tls(side: int, certificate: Path, key: Path, ca: Path) -> ssl.SSLContext:
+def tls_context(side: int, certificate: Path, key: Path, ca: Path) -> ssl.SSLContext:
+    """TLS for `side`, PROTOCOL_TLS_SERVER or PROTOCOL_TLS_CLIENT: shows our certificate, and accepts any peer's of `ca`.
+    Raises `ConfigError`."""
     context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.check_hostname = False  # see the module's docstring

@@ -50,6 +50,7 @@ from cachefs.peers.wire import (
     Malformed,
     PeerFailed,
     Sink,
+    check_bytes,
     parse_bitmap,
 )
 
@@ -370,7 +371,7 @@ class Receiver:
         left_s = min(pace.allowed_s(request.stop - request.start), pace.patience_s)
         buffer = _buffer(self._little, LITTLE + CHECKSUM.size + MAC_BYTES)
         try:
-            view, check = memoryview(buffer), _check_bytes(macs)
+            view, check = memoryview(buffer), check_bytes(macs is not None)
             for index in range(request.start_block, request.stop_block):
                 received = view[: request.length(index) + check]
                 for step in connection.read_into(received):
@@ -421,7 +422,7 @@ class Receiver:
                 return
             try:
                 buffer = _buffer(self._buffers, request.block_size + CHECKSUM.size + MAC_BYTES)
-                view, check = memoryview(buffer), _check_bytes(macs)
+                view, check = memoryview(buffer), check_bytes(macs is not None)
                 for block in range(request.start_block, request.stop_block):
                     received = view[: request.length(block) + check]
                     connection.fill(received)
@@ -473,14 +474,9 @@ def _buffer(spare: deque[bytearray], size: int) -> bytearray:
     return buffer if len(buffer) >= size else bytearray(size)
 
 
-def _check_bytes(macs: Macs | None) -> int:
-    """The number of bytes that follow each block: its checksum, and with a key its MAC."""
-    return CHECKSUM.size + (MAC_BYTES if macs is not None else 0)
-
-
 def checked(connection: Connection, block: int, received: memoryview, macs: Macs | None) -> Checked:
     """The block in `received`, which ends in the block's check. Raises `PeerFailed` if the check does not match."""
-    length = len(received) - _check_bytes(macs)
+    length = len(received) - check_bytes(macs is not None)
     data, check = received[:length], bytes(received[length:])
     checksum = xxhash.xxh3_64_intdigest(data)
     packed = CHECKSUM.pack(checksum)

@@ -17,6 +17,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from itertools import islice, takewhile
 from typing import Any, NamedTuple, TypeVar
 
 import trio
@@ -97,15 +98,9 @@ class Cluster:
     def candidates(self, digest: bytes, extent: int) -> Iterator[Asked]:
         """The members to ask, one after the other; after them the origin. The caller must ask each member that it takes:
         `Health.may_try` permits one trial of a member that failed, and this uses it."""
-        asked = 0
-        # Read once, together: both may be replaced while the caller asks.
-        members, own = self.membership.members, self.membership.own
-        for rank, name in enumerate(self._owners(digest, extent)):
-            if name in own or asked == ASKED:
-                return
-            if self._health_of(name).may_try(self._now()):
-                asked += 1
-                yield Asked(members[name], rank)
+        own = self.membership.own
+        others = takewhile(lambda asked: asked.member.name not in own, self.keepers(digest, extent))
+        return islice(others, ASKED)
 
     def owner(self, digest: bytes, extent: int) -> Member | None:
         """The owner of the extent; None when it is this node, or there are no members."""
@@ -137,6 +132,7 @@ class Cluster:
     def keepers(self, digest: bytes, extent: int) -> Iterator[Asked]:
         """The replicas of the extent in the ring's order, then its successors: this node, and those of the others that may
         be tried. As with `candidates`, the caller must ask each that it takes."""
+        # Read once, together: both may be replaced while the caller asks.
         members, own = self.membership.members, self.membership.own
         for rank, name in enumerate(self._owners(digest, extent)):
             if name in own or self._health_of(name).may_try(self._now()):

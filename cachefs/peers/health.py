@@ -167,17 +167,15 @@ class Pace:
 
 @dataclass(slots=True)
 class PeerStats:
-    """Counters of one peer since this daemon started: our requests to it, and its requests to us. `first_byte_s` is the sum
-    over `answered` of the time from sending a request to the reply's head."""
+    """Counters of one peer since this daemon started: our requests to it, and the bytes that it requested. `first_byte_s`
+    is the sum over `answered` of the time from sending a request to the reply's head."""
 
     requests: int = 0
     bytes_in: int = 0
     failures: Counter[Kind] = field(default_factory=Counter)
     first_byte_s: float = 0.0
     answered: int = 0
-    served: int = 0
     bytes_out: int = 0
-    turned_away: int = 0
 
 
 class PeerTable:

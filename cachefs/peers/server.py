@@ -133,22 +133,13 @@ class Wire(ABC):
         self._socket.close()  # without TLS's close_notify, which is not needed: a reply has a length
 
 
-class _Range:
-    """The unsent rest of a piece."""
-
-    __slots__ = ("at", "fd", "left")
-
-    def __init__(self, piece: Piece) -> None:
-        self.fd, self.at, self.left = piece.fd, piece.offset, piece.length
-
-
 class PlainWire(Wire):
     """Without TLS. Calls that succeed at once have no checkpoint: trio's own sockets have one in every call, which doubles
     what a small reply costs. Waiting for the next request is a checkpoint."""
 
     def __init__(self, sock: socket.socket, threads: Threads) -> None:
         super().__init__(sock, threads)
-        self._out: deque[_Range | bytes] = deque()
+        self._out: deque[Piece | bytes] = deque()  # the first may be the rest of one
 
     async def begin(self) -> None:
         await trio.lowlevel.checkpoint()
@@ -175,7 +166,7 @@ class PlainWire(Wire):
             elif item.in_ram and item.length <= LITTLE:
                 self._out.append(self._read(item))
             else:
-                self._out.append(_Range(item))
+                self._out.append(item)
                 if not item.in_ram:
                     thread = self._threads.disk
                 elif thread is None:
@@ -222,21 +213,21 @@ class PlainWire(Wire):
                 break
         return sent
 
-    def _push_some(self, first: _Range | bytes) -> int:
+    def _push_some(self, first: Piece | bytes) -> int:
         out = self._out
-        if isinstance(first, _Range):
-            sent = os.sendfile(self._socket.fileno(), first.fd, first.at, min(first.left, SLICE))
+        if isinstance(first, Piece):
+            sent = os.sendfile(self._socket.fileno(), first.fd, first.offset, min(first.length, SLICE))
             if not sent:
                 raise Gone("the file is shorter than it should be")
-            first.at += sent
-            first.left -= sent
             self.file_bytes += sent
-            if not first.left:
+            if sent < first.length:
+                out[0] = first._replace(offset=first.offset + sent, length=first.length - sent)
+            else:
                 out.popleft()
             return sent
         parts: list[bytes] = []
         for item in out:
-            if isinstance(item, _Range):
+            if isinstance(item, Piece):
                 break
             parts.append(item)
         left = sent = self._socket.sendmsg(parts, (), socket.MSG_MORE if len(parts) < len(out) else 0)
@@ -371,12 +362,14 @@ class Server:
         self._threads = Threads(*(trio.CapacityLimiter(limits.threads) for _ in Threads._fields))
         self._leaving = False
 
-    async def serve(self, listeners: Sequence[trio.SocketListener], *, task_status: Any = None) -> None:
+    async def serve(
+        self, listeners: Sequence[trio.SocketListener], *, task_status: Any = trio.TASK_STATUS_IGNORED
+    ) -> None:
         """Serve until cancelled; then close the listeners."""
         await trio.serve_listeners(
             containing("serving a peer", self._accepted),
             [Listener(listener, "peers") for listener in listeners],
-            task_status=task_status or trio.TASK_STATUS_IGNORED,
+            task_status=task_status,
         )
 
     async def drained(self) -> None:
@@ -395,7 +388,6 @@ class Server:
             except OSError:  # the client has gone
                 return
             if not self._connections.enter(host):
-                self._stats.of(host).turned_away += 1
                 return
             try:
                 await self._converse(sock, host)
@@ -472,9 +464,7 @@ class _Conversation:
                     await self._answer(request)
                 except _Refusal as exc:
                     self._streaming = False
-                    stats, metrics = self._server._stats.of(self._host), self._server._metrics
-                    stats.turned_away += 1
-                    metrics.peer_turned_away += 1
+                    self._server._metrics.peer_turned_away += 1
                     await self._reply(exc.status, str(exc).encode("utf-8", "replace")[:512])
         if self._scope.cancelled_caught and self._streaming:
             raise Gone("it is not done in time, or the client does not take it")
@@ -588,7 +578,7 @@ class _Conversation:
         """Send head and body. An exception of `served` becomes a status before the first piece; after it, the reply is
         broken off."""
         wire, limits = self._wire, self._server._limits
-        stats, metrics = self._server._stats.of(self._host), self._server._metrics
+        metrics = self._server._metrics
         length = wanted.body_length(self._macs is not None)
         until = trio.current_time() + limits.reply_s
 
@@ -629,10 +619,9 @@ class _Conversation:
                 progressed()
         finally:
             sent = wire.file_bytes - before
-            stats.bytes_out += sent
+            self._server._stats.of(self._host).bytes_out += sent
             metrics.peer_bytes_out += sent
         self._streaming = False
-        stats.served += 1
         metrics.peer_served += 1
 
     async def _arrived(self, served: Served, *, working: bool) -> Piece:

@@ -23,9 +23,8 @@ from cachefs.peers.auth import (
     Key,
     check_listen,
     check_server,
-    client_tls,
     read_key,
-    server_tls,
+    tls_context,
     why_untrusted,
 )
 from cachefs.peers.wire import MAX_HANDSHAKE_TEXT, MAX_RANK, Address
@@ -171,7 +170,10 @@ def _certificates(config: Config) -> tuple[ssl.SSLContext | None, ssl.SSLContext
         return None, None
     if len(given) != 3:
         raise ConfigError("--peer-cert, --peer-cert-key and --peer-ca belong together: give all three")
-    return server_tls(*given), client_tls(*given)
+    server, client = (
+        tls_context(side, *given) for side in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)
+    )
+    return server, client
 
 
 def _etcd_tls(ca: Path) -> ssl.SSLContext:

@@ -64,6 +64,12 @@ MAX_HANDSHAKE_TEXT = 256
 CHECKSUM = struct.Struct(">Q")
 MAC_BYTES = 16
 
+
+def check_bytes(signed: bool) -> int:
+    """The number of bytes that follow each block: its checksum, and with a key its MAC."""
+    return CHECKSUM.size + (MAC_BYTES if signed else 0)
+
+
 Kind = Literal["connect", "timeout", "slow", "reset", "not_here", "busy", "changed", "corrupt", "refused"]
 """Why a request to a peer failed. The caller decides what to do next.
 
@@ -131,8 +137,7 @@ class BlockRequest:
 
     def body_length(self, signed: bool) -> int:
         """Content-Length of the reply."""
-        check = CHECKSUM.size + (MAC_BYTES if signed else 0)
-        return self.stop - self.start + check * (self.stop_block - self.start_block)
+        return self.stop - self.start + check_bytes(signed) * (self.stop_block - self.start_block)
 
     def target(self, path: str) -> str:
         """The request target, ASCII. Raises `Malformed` if the name is too long for any peer."""

@@ -16,6 +16,7 @@ import trio.testing
 import xxhash
 
 from cachefs.base.errors import CachefsError
+from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId, block_count
 from cachefs.peers.auth import Key, Verifier
 from cachefs.peers.health import PeerTable
@@ -172,12 +173,13 @@ async def serving(
     limits: Limits | None = None,
     names: frozenset[str] = frozenset(),
     send_buffer: int = 0,
-) -> AsyncIterator[tuple[Address, PeerTable]]:
+    stats: PeerTable | None = None,
+) -> AsyncIterator[tuple[Address, Metrics]]:
     """A server on a port of its own, and what it counts. No task of it is left, and every answer was closed."""
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
     if send_buffer:
         listener.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-    stats = PeerTable()
+    counted = Metrics()
     server = Server(
         plan_store,
         lambda host: HANDSHAKE,
@@ -187,10 +189,11 @@ async def serving(
         names=names,
         limits=limits,
         stats=stats,
+        metrics=counted,
     )
     async with trio.open_nursery() as nursery:
         await nursery.start(functools.partial(server.serve, [listener]))
-        yield Address("127.0.0.1", listener.socket.getsockname()[1]), stats
+        yield Address("127.0.0.1", listener.socket.getsockname()[1]), counted
         nursery.cancel_scope.cancel()
     assert plan_store.opened == plan_store.closed
 

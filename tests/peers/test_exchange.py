@@ -16,6 +16,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.peers.auth import Key, Signer, Verifier
 from cachefs.peers.client import IDLE_S, LITTLE, Client
+from cachefs.peers.health import PeerTable
 from cachefs.peers.server import Limits, Server
 from cachefs.peers.wire import Address, Busy, Kind, NotShared, PeerFailed
 from tests.peers.exchange import (
@@ -44,7 +45,8 @@ async def test_bytes_arrive_as_they_are(keyed: bool, in_ram: bool) -> None:
     signer, verifier = (Signer(KEY), Verifier(KEY)) if keyed else (None, None)
     metrics = Metrics()
     client = Client(signer=signer, metrics=metrics)
-    async with serving(plan_store, verifier=verifier) as (address, stats):
+    stats = PeerTable()
+    async with serving(plan_store, verifier=verifier, stats=stats) as (address, counted):
         for size in SIZES:
             data = content(size, size)
             version = plan_store.put(data, f"key-{size}")
@@ -53,9 +55,10 @@ async def test_bytes_arrive_as_they_are(keyed: bool, in_ram: bool) -> None:
                 await client.read(address, asking(version), sink, deadline_s=5, sink_waits=sink_waits)
                 assert sink.data == data
                 assert all(len(part) == MIB for part in sink.parts[:-1])
-        await until(lambda: stats.of("127.0.0.1").served == 2 * len(SIZES))  # the last byte comes before that
-        assert stats.of("127.0.0.1").bytes_out == 2 * sum(SIZES) == metrics.peer_bytes_in
-        assert stats.of("127.0.0.1").served == 2 * len(SIZES) == metrics.peer_requests
+        await until(lambda: counted.peer_served == 2 * len(SIZES))  # the last byte comes before that
+        assert counted.peer_bytes_out == 2 * sum(SIZES) == metrics.peer_bytes_in
+        assert stats.of("127.0.0.1").bytes_out == counted.peer_bytes_out
+        assert counted.peer_served == 2 * len(SIZES) == metrics.peer_requests
         client.close()
 
 
@@ -82,7 +85,7 @@ async def test_one_connection_serves_one_after_the_other_and_many_at_once() -> N
     connections = set()
     async with serving(plan_store, limits=Limits(connections_per_host=16, in_flight_per_host=16)) as (
         address,
-        stats,
+        counted,
     ):
         kept = client._peers
         for _ in range(20):
@@ -99,7 +102,7 @@ async def test_one_connection_serves_one_after_the_other_and_many_at_once() -> N
             for _ in range(50):
                 nursery.start_soon(one)
         assert 1 <= len(kept[address].idle) <= 16
-        assert stats.of("127.0.0.1").turned_away == 0
+        assert counted.peer_turned_away == 0
         client.close()
 
 
@@ -330,13 +333,13 @@ async def test_without_the_key_or_at_the_wrong_time_there_is_nothing(signer: Sig
     plan_store = PlanStore()
     version = plan_store.put(content(MIB))
     client = Client(signer=signer)
-    async with serving(plan_store, verifier=Verifier(KEY)) as (address, stats):
+    async with serving(plan_store, verifier=Verifier(KEY)) as (address, counted):
         with pytest.raises(PeerFailed) as caught:
             await client.read(address, asking(version), Kept(), deadline_s=5)
         assert caught.value.kind == "refused"
         with pytest.raises(PeerFailed):
             await client.handshake(address)
-        assert plan_store.opened == 0 and stats.of("127.0.0.1").turned_away == 2
+        assert plan_store.opened == 0 and counted.peer_turned_away == 2
     client.close()
 
 

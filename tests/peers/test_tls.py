@@ -13,7 +13,7 @@ import trio
 import trustme
 
 from cachefs.base.errors import ConfigError
-from cachefs.peers.auth import Signer, Verifier, check_listen, client_tls, server_tls
+from cachefs.peers.auth import Signer, Verifier, check_listen, tls_context
 from cachefs.peers.client import Client
 from cachefs.peers.wire import Address, PeerFailed
 from tests.peers.exchange import (
@@ -45,10 +45,10 @@ class Cluster:
         self.cert.write_bytes(b"".join(blob.bytes() for blob in node.cert_chain_pems))
 
     def server(self) -> ssl.SSLContext:
-        return server_tls(self.cert, self.key, self.ca)
+        return tls_context(ssl.PROTOCOL_TLS_SERVER, self.cert, self.key, self.ca)
 
     def client(self) -> ssl.SSLContext:
-        return client_tls(self.cert, self.key, self.ca)
+        return tls_context(ssl.PROTOCOL_TLS_CLIENT, self.cert, self.key, self.ca)
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_files_that_cannot_be_used_are_named_in_one_line(cluster: Cluster, tmp_p
         (cluster.cert, cluster.ca, cluster.ca),
     ):
         with pytest.raises(ConfigError, match="cannot use") as caught:
-            server_tls(cert, key, ca)
+            tls_context(ssl.PROTOCOL_TLS_SERVER, cert, key, ca)
         assert "\n" not in str(caught.value)
 
 

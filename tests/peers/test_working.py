@@ -132,7 +132,7 @@ async def test_bringing_is_answered_when_all_blocks_are_there_and_sends_none() -
     plan_store.held_back = 2
     version = plan_store.put(content(3 * MIB))
     client = Client()
-    async with serving(plan_store) as (address, stats), trio.open_nursery() as nursery:
+    async with serving(plan_store) as (address, counted), trio.open_nursery() as nursery:
         done = trio.Event()
 
         async def prefetch() -> None:
@@ -144,5 +144,5 @@ async def test_bringing_is_answered_when_all_blocks_are_there_and_sends_none() -
         assert not done.is_set()
         plan_store.more.set()
         await done.wait()
-        assert stats.of("127.0.0.1").bytes_out == 0
+        assert counted.peer_bytes_out == 0
     client.close()
