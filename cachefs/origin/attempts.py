@@ -487,9 +487,9 @@ class Attempts:
         backoff: Backoff = DEFAULT,
     ) -> None:
         self.client = client
-        # A client reads by `fetch` (and perhaps `begin`), or by `read`.
+        # A client reads by `fetch` (and perhaps `begin_fetch`), or by `read`.
         self._fetch: Callable[..., Awaitable[None]] | None = getattr(client, "fetch", None)
-        self._begin: Callable[..., Callable[[], None] | None] | None = getattr(client, "begin", None)
+        self._begin: Callable[..., Callable[[], None] | None] | None = getattr(client, "begin_fetch", None)
         if self._begin is not None and deadline_s < getattr(client, "patience_s", math.inf):
             self._begin = None  # only the client's own timeout, which is longer, would end it
         self._read: Callable[..., Generator[memoryview | bytes, None, None]] | None

@@ -30,7 +30,6 @@ from cachefs.origin.http import (
     Request,
     Sign,
     Signed,
-    SignedHttp,
     Transport,
     child,
     http_date_ns,
@@ -278,14 +277,16 @@ def container_of(authority: str, endpoint_url: str | None, anonymous: bool) -> C
     return Container(container, account, endpoint.rstrip("/"), AzureCredentials(account, anonymous))
 
 
-class AzureObjects(Writer):
-    """Listing and writing of one container: `Lister` and `Writer`."""
+class AzureClient(HttpClient, Writer):
+    """Reads, lists and writes one container."""
 
     limits = LIMITS
     conditions = HONOURED
 
-    def __init__(self, http: SignedHttp, place: Container) -> None:
-        self._http, self._place = http, place
+    def __init__(self, container: Container, stall_s: float) -> None:
+        super().__init__(container, Transport(stall_s))
+        self.writer = self
+        self._container = container
 
     def list_page(self, prefix: str, token: str | None, limit: int) -> ListPage:
         parameters = {
@@ -296,31 +297,28 @@ class AzureObjects(Writer):
             "prefix": prefix or None,
             "marker": token,
         }
-        reply = self._http.ask(Request("GET", parameters=parameters, about=prefix))
+        reply = self.ask(Request("GET", parameters=parameters, about=prefix))
         try:
             return parse_page(reply.body)
         except ValueError as exc:
-            raise OriginFailed(f"{self._http.name(prefix)}: the listing is not Azure's XML: {exc}") from exc
+            raise OriginFailed(f"{self.name(prefix)}: the listing is not Azure's XML: {exc}") from exc
 
     def put(self, key: str, body: Body, preconditions: Preconditions) -> Written:
         headers = {"x-ms-blob-type": "BlockBlob", **_stored_headers(preconditions)}
         with conflicts(preconditions):
-            return written(self._http.ask(Request("PUT", key, headers=headers, body=body)))
+            return written(self.ask(Request("PUT", key, headers=headers, body=body)))
 
     def copy(self, key: str, to: str, etag: str | None) -> Written:
         condition = {} if etag is None else {"x-ms-source-if-match": etag}
-        headers = {"x-ms-copy-source": self._place.url_for_azure(key), **condition}
-        reply = self._http.ask(Request("PUT", to, headers=headers, slow=True, about=key))
+        headers = {"x-ms-copy-source": self._container.url_for_azure(key), **condition}
+        reply = self.ask(Request("PUT", to, headers=headers, slow=True, about=key))
         # Within an account a copy ends before its reply, so "pending" is not expected.
         if reply.headers.get("x-ms-copy-status") == "pending":
-            raise Transient(f"{self._http.name(to)}: Azure is still copying")
+            raise Transient(f"{self.name(to)}: Azure is still copying")
         return written(reply)
 
-    def delete(self, key: str) -> None:
-        self._http.delete(key)
-
     def look(self, key: str) -> tuple[ObjectInfo, str]:
-        info, headers = self._http.head(key)
+        info, headers = self.looked_up(key)
         return info, headers.get(TOKEN_HEADER, "")
 
     # Multipart uploads.
@@ -330,16 +328,16 @@ class AzureObjects(Writer):
 
     def put_part(self, key: str, upload: str, number: int, body: Body) -> str:
         name = block_id(upload, number)
-        self._http.ask(Request("PUT", key, {"comp": "block", "blockid": name}, body=body))
+        self.ask(Request("PUT", key, {"comp": "block", "blockid": name}, body=body))
         return name
 
     def parts(self, key: str, upload: str) -> dict[int, Part]:
         try:
-            reply = self._http.ask(Request("GET", key, {"comp": "blocklist", "blocklisttype": "uncommitted"}))
+            reply = self.ask(Request("GET", key, {"comp": "blocklist", "blocklisttype": "uncommitted"}))
         except NotFound:
             return {}  # neither a blob nor a block of one
         found = {}
-        for node in self._http.document(reply, key).iter("Block"):
+        for node in self.document(reply, key).iter("Block"):
             name = node.findtext("Name", "")
             number = number_of(upload, name)
             if number is not None:
@@ -355,7 +353,7 @@ class AzureObjects(Writer):
         headers = {**_stored_headers(preconditions), "Content-Type": "application/xml"}
         with conflicts(preconditions):
             request = Request("PUT", key, {"comp": "blocklist"}, headers, body, slow=True)
-            return written(self._http.ask(request))
+            return written(self.ask(request))
 
     def abort(self, key: str, upload: str) -> None:
         """Nothing to do: the blocks expire."""
@@ -411,9 +409,3 @@ def number_of(upload: str, name: str) -> int | None:
     except binascii.Error:
         return None
     return int(number) if word == upload and number.isdecimal() else None
-
-
-def azure_client(place: Container, stall_s: float) -> HttpClient:
-    http = SignedHttp(place, Transport(stall_s))
-    objects = AzureObjects(http, place)
-    return HttpClient(http, objects, objects)

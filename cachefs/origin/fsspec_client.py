@@ -24,8 +24,8 @@ from cachefs.base.errors import (
     Transient,
     Unsupported,
 )
-from cachefs.origin.azure import Container, azure_client
-from cachefs.origin.http import CONNECT_S, HttpClient, one_line, quoted, refusal, seconds_ns
+from cachefs.origin.azure import AzureClient, Container
+from cachefs.origin.http import CONNECT_S, one_line, quoted, refusal, seconds_ns
 from cachefs.origin.protocol import (
     HONOURED,
     UNLIMITED,
@@ -38,7 +38,7 @@ from cachefs.origin.protocol import (
     Written,
     made_up,
 )
-from cachefs.origin.s3 import Bucket, s3_client
+from cachefs.origin.s3 import Bucket, S3Client, s3_client
 
 LIMITS = Limits(UNLIMITED, 1, UNLIMITED, 0, UNLIMITED, directories=True, longest_key=UNLIMITED)
 
@@ -361,7 +361,7 @@ CHUNK = 1 << 20
 class _StoreClient(FsspecClient):
     """The common part of both."""
 
-    def __init__(self, place: Bucket | Container, root: str, curl: HttpClient) -> None:
+    def __init__(self, place: Bucket | Container, root: str, curl: S3Client | AzureClient) -> None:
         super().__init__(
             self._open,
             root=root,
@@ -454,7 +454,7 @@ class AdlfsClient(_StoreClient):
     piecewise."""
 
     def __init__(self, container: Container, stall_s: float) -> None:
-        super().__init__(container, container.container, azure_client(container, stall_s))
+        super().__init__(container, container.container, AzureClient(container, stall_s))
         self._container = container
 
     def head(self, key: str) -> ObjectInfo:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cachefs.base.errors import CachefsError, PermissionDenied
-from cachefs.origin.http import Exchange, HttpClient, Sign, Signed, SignedHttp, Transport, one_line
+from cachefs.origin.http import Exchange, Sign, Signed, Transport, one_line
 from cachefs.origin.protocol import GIB, HONOURED, MIB, STALL_S, TIB, Body, Limits
-from cachefs.origin.s3 import Dialect, S3Objects
+from cachefs.origin.s3 import Dialect, S3Client
 
 LIMITS = Limits(5 * TIB, 5 * MIB, 5 * GIB, 10_000, 5 * TIB)
 """As documented for the XML interface, which copies any size in one request. Keys have 1,024 bytes."""
@@ -147,7 +147,5 @@ def _authorised(method: str, url: str, headers: Mapping[str, str], token: str | 
     return url, given
 
 
-def google_client(bucket: Bucket, stall_s: float) -> HttpClient:
-    http = SignedHttp(bucket, Transport(stall_s))
-    objects = S3Objects(http, bucket.name, GOOGLE, HONOURED)
-    return HttpClient(http, objects, objects)
+def google_client(bucket: Bucket, stall_s: float) -> S3Client:
+    return S3Client(bucket, bucket.name, GOOGLE, HONOURED, stall_s)

@@ -1,7 +1,8 @@
 """HTTP to object stores: signed requests, the client that all origins over HTTP share, and what it is made of.
 
-A vendor's module says what to send (`Request`) and reads the reply. `SignedHttp` makes the URL, has it signed, and turns
-refusals into errors. `Transport` exchanges the bytes, and `Md5Etags` compares whole objects with their etags."""
+A vendor's client says what to send (`Request`) and reads the reply. Its base class, `HttpClient`, makes the URL, has it
+signed, and turns refusals into errors. `Transport` exchanges the bytes, and `Md5Etags` compares whole objects with their
+etags."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import threading
 import time
 import urllib.request
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -50,8 +51,6 @@ from cachefs.origin.protocol import (
     Body,
     CompletionInProgress,
     ConnectionEnded,
-    Lister,
-    ListPage,
     ObjectInfo,
     Taker,
     Writer,
@@ -106,11 +105,15 @@ class Place(Protocol):
         if getting these credentials would have to wait."""
 
 
-class SignedHttp:
-    """Signed requests to the objects of one place."""
+class HttpClient:
+    """What the clients of all origins over HTTP have in common: signed requests to the objects of one place, and reading."""
 
     def __init__(self, place: Place, transport: Transport) -> None:
         self.place, self.transport = place, transport
+        self.can_list = True
+        self.writer: Writer | None = None
+        self.patience_s = transport.stall_s
+        self.renew, self.close = place.credentials.renew, transport.close
         self.md5 = Md5Etags()
         # Credentials are looked for by one caller at a time, so more threads would only wait for that one.
         self._looking = trio.CapacityLimiter(1)
@@ -165,7 +168,10 @@ class SignedHttp:
             raise self.refusal(reply.status, reply.headers, reply.body, name)
         return reply
 
-    def head(self, key: str) -> tuple[ObjectInfo, Mapping[str, str]]:
+    def head(self, key: str) -> ObjectInfo:
+        return self.looked_up(key)[0]
+
+    def looked_up(self, key: str) -> tuple[ObjectInfo, Mapping[str, str]]:
         """(the object, all headers of the reply) from a HEAD."""
         reply = self.exchange(Request("HEAD", key))
         return self._described(key, reply), reply.headers
@@ -203,7 +209,7 @@ class SignedHttp:
         except OSError as exc:
             raise Transient(f"{self.place.label}: {exc.strerror}") from exc
 
-    def begin(
+    def begin_fetch(
         self,
         key: str,
         etag: str,
@@ -222,15 +228,9 @@ class SignedHttp:
         return self.transport.begin(reading.exchange, lambda: ended(reading.error))
 
     def delete(self, key: str) -> None:
-        """Delete the object; a missing object is no error."""
+        """As `Writer.delete`."""
         with suppress(NotFound):
             self.ask(Request("DELETE", key))
-
-    async def delete_now(self, key: str) -> bool:
-        """As `Writer.delete_now`."""
-        with suppress(NotFound):
-            return await self.ask_now(Request("DELETE", key)) is not None
-        return True
 
     def document(self, reply: Reply, key: str) -> ElementTree.Element:
         """The reply's XML without namespaces. Raises the error in it: S3 sends the status before it has finished a slow
@@ -266,7 +266,7 @@ class _Reading:
 
     def __init__(
         self,
-        http: SignedHttp,
+        client: HttpClient,
         sign: Sign,
         key: str,
         etag: str,
@@ -275,15 +275,15 @@ class _Reading:
         whole: bool,
         taker: Taker,
     ) -> None:
-        self._http, self._sign = http, sign
+        self._client, self._sign = client, sign
         self._refused = False
         size = stop - start
-        self._md5 = http.md5.choose(key, etag, size) if whole else ""
+        self._md5 = client.md5.choose(key, etag, size) if whole else ""
         self.waits = taker.waits or (self._md5 != "" and size > AT_ONCE)
         first = least = size
         if not self._md5 and size > AT_ONCE:
             first, least = FIRST_CHUNK, 4 * CHUNK if taker.waits else CHUNK
-        self.exchange = Exchange("GET", http.place.url(), {}, receiver=self, first=first, least=least)
+        self.exchange = Exchange("GET", client.place.url(), {}, receiver=self, first=first, least=least)
         self.exchange.prepare = self.signed
         self._key, self._etag, self._start, self._stop, self._whole = key, etag, start, stop, whole
         self._taker, self.coming = taker, taker.coming
@@ -292,21 +292,21 @@ class _Reading:
 
     @property
     def name(self) -> str:
-        return self._http.name(self._key)
+        return self._client.name(self._key)
 
     def signed(self) -> Signed:
         """URL and headers of the conditional GET."""
         given = {} if self._etag.startswith(("mtime-", "W/")) else {"If-Match": self._etag}
         if not self._whole:
             given["Range"] = f"bytes={self._start}-{self._stop - 1}"
-        return self._sign("GET", self._http.url(self._key), given, b"")
+        return self._sign("GET", self._client.url(self._key), given, b"")
 
     @property
     def error(self) -> Exception | None:
         """Why the exchange failed, which has ended; None if it did not."""
         ended = self.exchange
         if ended.error is None and self._refused:
-            return self._http.refusal(ended.status, ended.reply_headers, ended.body, self.name)
+            return self._client.refusal(ended.status, ended.reply_headers, ended.body, self.name)
         return ended.error
 
     def begin(self, status: int, headers: Mapping[str, str]) -> bool:
@@ -337,32 +337,12 @@ class _Reading:
 
     def take(self, data: bytes) -> bool:
         if self._md5 and len(data) == self._stop - self._start:
-            self._http.md5.compare(self._key, self.name, self._md5, data)
+            self._client.md5.compare(self._key, self.name, self._md5, data)
         if not self._cut:
             return self._taker.take(data)
         at, self._at = self._at, self._at + len(data)
         wanted = data[max(0, self._start - at) : max(0, self._stop - at)]
         return (not wanted or self._taker.take(wanted)) and self._at < self._stop
-
-
-class HttpClient:
-    """One origin over HTTP: `http` reads, `lister` lists, `writer` writes."""
-
-    def __init__(self, http: SignedHttp, lister: Lister, writer: Writer | None = None) -> None:
-        self.can_list = True
-        self.writer = writer
-        self.list_page = lister.list_page
-        self.list_now: Callable[..., Awaitable[ListPage | None]] | None = getattr(lister, "list_now", None)
-        self.head_now = http.head_now
-        self.fetch, self.begin = http.fetch, http.begin
-        self.patience_s = http.transport.stall_s
-        self.renew = http.place.credentials.renew
-        self.close = http.transport.close
-        self.md5 = http.md5
-        self._http = http
-
-    def head(self, key: str) -> ObjectInfo:
-        return self._http.head(key)[0]
 
 
 def _object_of(key: str, size: int, headers: Mapping[str, str]) -> ObjectInfo:

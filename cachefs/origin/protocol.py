@@ -12,7 +12,7 @@ token was written by this daemon.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -296,23 +296,6 @@ class Taker(Protocol):
         """Bytes have arrived that `take` will be given later. Any thread may call it."""
 
 
-class BlockingReader(Protocol):
-    """A client that reads in the calling thread."""
-
-    def read(
-        self, key: str, etag: str, start: int, stop: int, whole: bool
-    ) -> Generator[memoryview | bytes, None, None]:
-        """Bytes [start, stop) of the version `etag`, in chunks; `whole`: they are the whole object. Raises `ObjectChanged`
-        if the object is another version. If a store has no conditional reads, the client compares the etag of the reply (or
-        of a HEAD)."""
-
-
-class Lister(Protocol):
-    """Lists an origin."""
-
-    def list_page(self, prefix: str, token: str | None, limit: int) -> ListPage: ...
-
-
 class Writer(Protocol):
     """Writes to an origin: blocking, thread-safe, one attempt per call; raises only `cachefs.base.errors`.
 
@@ -374,9 +357,13 @@ class Writer(Protocol):
         raise Unsupported(NO_PARTS)
 
 
-class Client(Lister, Protocol):
-    """One vendor's store: thread-safe, one attempt per call; raises only `cachefs.base.errors`. All calls block. A
-    client is a `BlockingReader`, or reads without a thread for each request (`SignedHttp.fetch`, `begin`)."""
+class Client(Protocol):
+    """One vendor's store: thread-safe, one attempt per call; raises only `cachefs.base.errors`. All calls block.
+
+    A client reads in the calling thread, by `read(key, etag, start, stop, whole)`: that yields bytes [start, stop) of the
+    version `etag` in chunks, and raises `ObjectChanged` if the object is another version, by the etag of the reply (or of a
+    HEAD) if the store has no conditional reads. `whole`: they are the whole object. Or it reads without a thread for each
+    request (`HttpClient.fetch`, `begin_fetch`)."""
 
     can_list: bool
 

@@ -69,7 +69,7 @@ def open_origin(
         else:
             made = s3_client(bucket, stall_s)
     elif scheme in ("az", "azure", "abfs", "abfss"):
-        from cachefs.origin.azure import azure_client, container_of
+        from cachefs.origin.azure import AzureClient, container_of
 
         name, prefix = split_bucket(url, place)
         container = container_of(name, endpoint_url, anonymous)
@@ -79,7 +79,7 @@ def open_origin(
 
             made = AdlfsClient(container, stall_s)
         else:
-            made = azure_client(container, stall_s)
+            made = AzureClient(container, stall_s)
     elif scheme in ("gs", "gcs") and client != "fsspec":
         from cachefs.origin import google
 

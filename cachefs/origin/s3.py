@@ -32,17 +32,18 @@ from cachefs.base.errors import (
     ConfigError,
     Conflict,
     NoSuchUpload,
+    NotFound,
     OriginFailed,
     PermissionDenied,
 )
 from cachefs.origin.http import (
     ANY_TYPE,
     HttpClient,
+    Place,
     Reply,
     Request,
     Sign,
     Signed,
-    SignedHttp,
     Transport,
     child,
     one_line,
@@ -345,25 +346,29 @@ class Dialect:
 AMAZON = Dialect("x-amz-", False, LIMITS)
 
 
-class S3Objects(Writer):
-    """Listing and writing of one bucket: `Lister` and `Writer`."""
+class S3Client(HttpClient, Writer):
+    """Reads, lists and writes one bucket."""
 
-    def __init__(self, http: SignedHttp, name: str, dialect: Dialect, conditions: Conditions) -> None:
+    def __init__(
+        self, place: Place, name: str, dialect: Dialect, conditions: Conditions, stall_s: float
+    ) -> None:
+        super().__init__(place, Transport(stall_s))
+        self.writer = self
         self.limits, self.conditions = dialect.limits, conditions
-        self._http, self._bucket, self._dialect = http, name, dialect
+        self._bucket, self._dialect = name, dialect
         self._token_header = f"{dialect.vendor}meta-cachefs-stamp"
 
     def list_page(self, prefix: str, token: str | None, limit: int) -> ListPage:
         request = _listing(prefix, token, limit)
-        reply = self._http.exchange(request)
+        reply = self.exchange(request)
         if self._moved(reply):
-            reply = self._http.exchange(request)
+            reply = self.exchange(request)
         return self._page(request, reply)
 
     async def list_now(self, prefix: str, token: str | None, limit: int) -> ListPage | None:
         """As `list_page`, on the trio thread. None if `list_page` must ask: nothing was sent, or the bucket has moved."""
         request = _listing(prefix, token, limit)
-        reply = await self._http.exchange_now(request)
+        reply = await self.exchange_now(request)
         if reply is None or self._moved(reply):
             return None
         if len(reply.body) < UNREAD_BYTES or next_token(reply.body) is not None:
@@ -372,18 +377,17 @@ class S3Objects(Writer):
 
     def _moved(self, reply: Reply) -> bool:
         """True if the reply has told another region of the bucket, so the request must be repeated."""
-        place = self._http.place
-        return reply.status != 200 and isinstance(place, Bucket) and place.moved(reply)
+        return reply.status != 200 and isinstance(self.place, Bucket) and self.place.moved(reply)
 
     def _page(self, request: Request, reply: Reply) -> ListPage:
-        self._http.checked(request, reply)
+        self.checked(request, reply)
 
         def read() -> ListPage:
             try:
                 return parse_page(reply.body)
             except ValueError as exc:
                 raise OriginFailed(
-                    f"{self._http.name(request.about or '')}: the origin's listing is not S3's XML: {exc}"
+                    f"{self.name(request.about or '')}: the origin's listing is not S3's XML: {exc}"
                 ) from exc
 
         following = next_token(reply.body) if len(reply.body) >= UNREAD_BYTES else None
@@ -391,13 +395,13 @@ class S3Objects(Writer):
 
     def put(self, key: str, body: Body, preconditions: Preconditions) -> Written:
         with conflicts(preconditions):
-            return written(self._http.ask(self._put(key, body, preconditions)))
+            return written(self.ask(self._put(key, body, preconditions)))
 
     async def put_now(self, key: str, body: Body, preconditions: Preconditions) -> Written | None:
-        if not isinstance(self._http.place, Bucket):
+        if not isinstance(self.place, Bucket):
             return None
         with conflicts(preconditions):
-            reply = await self._http.ask_now(self._put(key, body, preconditions))
+            reply = await self.ask_now(self._put(key, body, preconditions))
             return None if reply is None else written(reply)
 
     def _put(self, key: str, body: Body, preconditions: Preconditions) -> Request:
@@ -405,14 +409,15 @@ class S3Objects(Writer):
         return Request("PUT", key, headers=headers, body=body)
 
     def copy(self, key: str, to: str, etag: str | None) -> Written:
-        reply = self._http.ask(Request("PUT", to, headers=self._source(key, etag), slow=True, about=key))
-        return Written(_etag(self._http.document(reply, key)))
-
-    def delete(self, key: str) -> None:
-        self._http.delete(key)
+        reply = self.ask(Request("PUT", to, headers=self._source(key, etag), slow=True, about=key))
+        return Written(_etag(self.document(reply, key)))
 
     async def delete_now(self, key: str) -> bool:
-        return isinstance(self._http.place, Bucket) and await self._http.delete_now(key)
+        if not isinstance(self.place, Bucket):
+            return False
+        with suppress(NotFound):
+            return await self.ask_now(Request("DELETE", key)) is not None
+        return True
 
     def delete_many(self, keys: Sequence[str]) -> dict[str, CachefsError]:
         named = [key for key in keys if plain(key)]
@@ -428,36 +433,36 @@ class S3Objects(Writer):
         body = f"<Delete><Quiet>true</Quiet>{objects}</Delete>".encode()
         digest = base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
         headers = {"Content-MD5": digest, "Content-Type": "application/xml"}
-        reply = self._http.ask(Request("POST", "", {"delete": ""}, headers, body))
-        for node in self._http.document(reply, "").iter("Error"):
+        reply = self.ask(Request("POST", "", {"delete": ""}, headers, body))
+        for node in self.document(reply, "").iter("Error"):
             key, code = node.findtext("Key", ""), node.findtext("Code", "")
             if code != "NoSuchKey":
                 left[key] = refusal(
                     FORBIDDEN.get(code, reply.status),
-                    name=self._http.name(key),
+                    name=self.name(key),
                     code=code,
                     message=node.findtext("Message", ""),
-                    advice=self._http.place.credentials.advice,
+                    advice=self.place.credentials.advice,
                 )
         return left
 
     def look(self, key: str) -> tuple[ObjectInfo, str]:
-        info, headers = self._http.head(key)
+        info, headers = self.looked_up(key)
         return info, headers.get(self._token_header, "")
 
     # Multipart uploads.
 
     def begin(self, key: str, preconditions: Preconditions) -> str:
-        reply = self._http.ask(Request("POST", key, {"uploads": ""}, self._stored_headers(preconditions)))
-        name = self._http.document(reply, key).findtext("UploadId")
+        reply = self.ask(Request("POST", key, {"uploads": ""}, self._stored_headers(preconditions)))
+        name = self.document(reply, key).findtext("UploadId")
         if not name:
-            raise OriginFailed(f"{self._http.name(key)}: the origin's new upload has no id")
+            raise OriginFailed(f"{self.name(key)}: the origin's new upload has no id")
         return name
 
     def put_part(self, key: str, upload: str, number: int, body: Body) -> str:
         parameters = {"uploadId": upload, "partNumber": str(number)}
         with of_an_upload():
-            reply = self._http.ask(Request("PUT", key, parameters, body=body))
+            reply = self.ask(Request("PUT", key, parameters, body=body))
         return quoted(reply.headers.get("etag", ""))
 
     def copy_part(
@@ -468,18 +473,16 @@ class S3Objects(Writer):
             f"{self._dialect.vendor}copy-source-range": f"bytes={start}-{stop - 1}",
         }
         parameters = {"uploadId": upload, "partNumber": str(number)}
-        reply = self._http.ask(Request("PUT", key, parameters, headers, slow=True, about=source))
-        return _etag(self._http.document(reply, key))
+        reply = self.ask(Request("PUT", key, parameters, headers, slow=True, about=source))
+        return _etag(self.document(reply, key))
 
     def parts(self, key: str, upload: str) -> dict[int, Part]:
         found: dict[int, Part] = {}
         marker: str | None = None
         while True:
             with of_an_upload():
-                reply = self._http.ask(
-                    Request("GET", key, {"uploadId": upload, "part-number-marker": marker})
-                )
-            page = self._http.document(reply, key)
+                reply = self.ask(Request("GET", key, {"uploadId": upload, "part-number-marker": marker}))
+            page = self.document(reply, key)
             for node in page.iter("Part"):
                 part = Part(_etag(node), int(node.findtext("Size", "0")))
                 found[int(node.findtext("PartNumber", "0"))] = part
@@ -498,12 +501,12 @@ class S3Objects(Writer):
         body = f"<CompleteMultipartUpload>{rows}</CompleteMultipartUpload>".encode()
         with of_an_upload(), conflicts(preconditions):
             headers = {"Content-Type": "application/xml", **self._conditions(key, preconditions)}
-            reply = self._http.ask(Request("POST", key, {"uploadId": upload}, headers, body, slow=True))
-            return Written(_etag(self._http.document(reply, key)))
+            reply = self.ask(Request("POST", key, {"uploadId": upload}, headers, body, slow=True))
+            return Written(_etag(self.document(reply, key)))
 
     def abort(self, key: str, upload: str) -> None:
         with suppress(NoSuchUpload), of_an_upload():
-            self._http.ask(Request("DELETE", key, {"uploadId": upload}))
+            self.ask(Request("DELETE", key, {"uploadId": upload}))
 
     # Headers.
 
@@ -518,11 +521,9 @@ class S3Objects(Writer):
             match = {} if wanted is None else {"If-Match": self.conditions.as_sent(wanted)}
             return match | ({"If-None-Match": "*"} if preconditions.if_absent else {})
         if wanted is not None:
-            info, headers = self._http.head(key)
+            info, headers = self.looked_up(key)
             if info.etag != wanted:
-                raise Conflict(
-                    f"{self._http.name(key)}: the object changed at the origin; nothing was written"
-                )
+                raise Conflict(f"{self.name(key)}: the object changed at the origin; nothing was written")
             return {"x-goog-if-generation-match": headers.get("x-goog-generation", "")}
         return {"x-goog-if-generation-match": "0"} if preconditions.if_absent else {}
 
@@ -598,7 +599,5 @@ def _etag(node: Element) -> str:
     return quoted(node.findtext("ETag", "").strip())
 
 
-def s3_client(bucket: Bucket, stall_s: float) -> HttpClient:
-    http = SignedHttp(bucket, Transport(stall_s))
-    objects = S3Objects(http, bucket.name, AMAZON, of_endpoint(bucket.endpoint_url))
-    return HttpClient(http, objects, objects)
+def s3_client(bucket: Bucket, stall_s: float) -> S3Client:
+    return S3Client(bucket, bucket.name, AMAZON, of_endpoint(bucket.endpoint_url), stall_s)

@@ -18,7 +18,6 @@ from cachefs.origin.http import (
     Reply,
     Sign,
     Signed,
-    SignedHttp,
     Transport,
     refusal,
 )
@@ -41,8 +40,9 @@ class Host:
         return self.sign
 
 
-class Files(SignedHttp):
-    """The files of a host."""
+class WebClient(HttpClient):
+    """Reads the files of a host, and lists them by its index pages. An index page is read whole and cut into pages of names
+    in order."""
 
     def _described(self, key: str, reply: Reply) -> ObjectInfo:
         if not key.endswith("/"):
@@ -52,16 +52,9 @@ class Files(SignedHttp):
             return ObjectInfo(key, 0, 0, "")
         return super()._described(key, reply)
 
-
-class IndexLister:
-    """Lists by the index pages of a host. An index page is read whole and cut into pages of names in order."""
-
-    def __init__(self, host: Host, transport: Transport) -> None:
-        self._host, self._transport = host, transport
-
     def list_page(self, prefix: str, token: str | None, limit: int) -> ListPage:
-        url = f"{self._host.label}/{quote(prefix, errors='surrogateescape')}"
-        reply = self._transport.send(Exchange("GET", url, {"Accept": "text/html"}))
+        url = f"{self.place.label}/{quote(prefix, errors='surrogateescape')}"
+        reply = self.transport.send(Exchange("GET", url, {"Accept": "text/html"}))
         if reply.status == 403:  # nginx and Apache, for a directory without an index
             raise Unsupported(f"{url}: the server shows no index of it; names can be opened but not listed")
         if reply.status != 200:
@@ -108,7 +101,7 @@ class _Links(HTMLParser):
             self.found += [value for name, value in attrs if name == "href" and value]
 
 
-OpenedClient = tuple[HttpClient, str, str]
+OpenedClient = tuple[WebClient, str, str]
 """The client, the origin's identity, and the key prefix."""
 
 
@@ -125,9 +118,8 @@ def web_client(url: str, *, stall_s: float) -> OpenedClient:
         raise ConfigError(
             f"{parts.hostname}: credentials do not belong in a URL; every user of this host could see them"
         )
-    host, transport = Host(f"{parts.scheme}://{parts.netloc}"), Transport(stall_s, follow=True)
-    client = HttpClient(Files(host, transport), IndexLister(host, transport))
+    host = Host(f"{parts.scheme}://{parts.netloc}")
     prefix = unquote(parts.path.lstrip("/"), errors="surrogateescape")
     if prefix and not prefix.endswith("/"):
         prefix += "/"
-    return client, host.label, prefix
+    return WebClient(host, Transport(stall_s, follow=True)), host.label, prefix

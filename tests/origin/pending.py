@@ -14,7 +14,7 @@ from cachefs.base.errors import OriginFailed
 from cachefs.origin import Origin
 from cachefs.origin.http import Request
 from cachefs.origin.local import LocalClient
-from cachefs.origin.s3 import S3Objects
+from cachefs.origin.s3 import S3Client
 
 
 class Pending(NamedTuple):
@@ -26,7 +26,7 @@ async def pending(origin: Origin, prefix: str = "") -> list[Pending]:
     """The uploads of keys that begin with `prefix`, by key; none of a store that has no such list."""
     listing: Callable[[Any, str], list[Pending]]
     writer = origin.writer
-    if isinstance(writer, S3Objects):
+    if isinstance(writer, S3Client):
         listing = _at_a_store
     elif isinstance(writer, LocalClient):
         listing = _in_a_directory
@@ -39,20 +39,20 @@ async def abort(origin: Origin, upload: Pending) -> None:
     await origin.resume_upload(upload.key, {"id": upload.id}).abort()
 
 
-def _at_a_store(objects: S3Objects, prefix: str) -> list[Pending]:
+def _at_a_store(client: S3Client, prefix: str) -> list[Pending]:
     # Ceph's RADOS Gateway encodes keys when asked to, and does not tell that it did.
     try:
-        return _pages(objects, prefix, None)
+        return _pages(client, prefix, None)
     except OriginFailed:  # keys of characters that XML cannot carry
-        return _pages(objects, prefix, "url")
+        return _pages(client, prefix, "url")
 
 
-def _pages(objects: S3Objects, prefix: str, encoding: str | None) -> list[Pending]:
+def _pages(client: S3Client, prefix: str, encoding: str | None) -> list[Pending]:
     found: list[Pending] = []
     markers: dict[str, str | None] = {}
     while True:
         asked = {"uploads": "", "prefix": prefix or None, "encoding-type": encoding, **markers}
-        page = objects._http.document(objects._http.ask(Request("GET", "", asked)), prefix)
+        page = client.document(client.ask(Request("GET", "", asked)), prefix)
         decode = unquote_plus if page.findtext("EncodingType") == "url" else str
         for node in page.iter("Upload"):
             found.append(Pending(decode(node.findtext("Key", "")), node.findtext("UploadId", "")))

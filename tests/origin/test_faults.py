@@ -410,7 +410,7 @@ def test_credentials_that_take_long_hold_no_threads_of_others(
     others, asked, come = trio.to_thread.current_default_thread_limiter, threading.Event(), threading.Event()
 
     async def use(there: Origin) -> None:
-        info, place = await there.head("faulty"), there._client._http.place  # type: ignore[attr-defined]
+        info, place = await there.head("faulty"), there._client.place  # type: ignore[attr-defined]
         sign = place.sign
 
         def slow(*request: Any) -> Any:
@@ -436,7 +436,7 @@ def test_no_thread_to_look_for_credentials_in(
 ) -> None:
     async def use(there: Origin) -> None:
         info = await there.head("faulty")
-        monkeypatch.setattr(there._client._http.place, "signer", lambda: None)  # type: ignore[attr-defined]
+        monkeypatch.setattr(there._client.place, "signer", lambda: None)  # type: ignore[attr-defined]
         threads.first_fails(monkeypatch)
         assert await content(there, info, 0, 10) == BODY[:10]
         assert there._attempts.metrics.origin_retries == 1

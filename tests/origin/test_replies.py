@@ -5,16 +5,14 @@ from __future__ import annotations
 import time
 from datetime import UTC, datetime
 from email.utils import formatdate
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from cachefs.base.errors import OriginFailed, PermissionDenied
 from cachefs.origin.fsspec_client import in_our_words
-from cachefs.origin.http import refusal
+from cachefs.origin.http import Reply, refusal
 from cachefs.origin.protocol import ListPage, ObjectInfo, UnreadPage, of_endpoint
-from cachefs.origin.s3 import AMAZON, S3Objects, next_token, parse_page
+from cachefs.origin.s3 import AMAZON, AwsCredentials, Bucket, S3Client, next_token, parse_page
 
 ENTRY = "<Contents><Key>{}</Key><LastModified>2026-01-01T00:00:00Z</LastModified>{}<Size>1</Size></Contents>"
 
@@ -102,20 +100,12 @@ def test_a_long_page_is_read_later(count: int, unread: bool, whole: bool) -> Non
     said = f"<IsTruncated>true</IsTruncated><NextContinuationToken>n</NextContinuationToken>{entries}"
     body = f"<ListBucketResult>{said}{'</ListBucketResult>' if whole else ''}".encode()
 
-    class Http:
-        place = None
+    class Listing(S3Client):
+        def exchange(self, request: object) -> Reply:
+            return Reply(200, {}, body, "")
 
-        def exchange(self, request: object) -> SimpleNamespace:
-            return SimpleNamespace(status=200, body=body)
-
-        def checked(self, *_: object) -> None:
-            pass
-
-        def name(self, prefix: str) -> str:
-            return f"s3://b/{prefix}"
-
-    http: Any = Http()
-    listing = S3Objects(http, "b", AMAZON, of_endpoint(None))
+    bucket = Bucket("b", None, None, AwsCredentials(None, anonymous=True))
+    listing = Listing(bucket, "b", AMAZON, of_endpoint(None), 1.0)
     if not whole and not unread:
         with pytest.raises(OriginFailed, match="s3://b/d/: the origin's listing is not S3's XML"):
             listing.list_page("d/", None, 1000)

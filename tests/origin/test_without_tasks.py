@@ -239,8 +239,8 @@ def test_a_client_that_cannot_begin_is_tried_again(
         async with reading(store, cache_dir) as it:
             object_id = await it.object()
             http: Any = it.origin._client
-            http._http.transport._loop.stop()
-            await until(lambda: http._http.transport._loop.over, 5)
+            http.transport._loop.stop()
+            await until(lambda: http.transport._loop.over, 5)
             monkeypatch.setattr(_Loop, "__init__", fails)
             assert await it.read(object_id) == BODY
             assert not left and it.metrics.origin_errors == 0

@@ -22,7 +22,7 @@ from cachefs.base.errors import (
     PermissionDenied,
 )
 from cachefs.origin import FileRange, InMemory, Origin, each, origin
-from cachefs.origin.s3 import S3Objects
+from cachefs.origin.s3 import S3Client
 from tests.origin.pending import abort, pending
 from tests.origin.reading import content, run
 from tests.origin.servers import Lab
@@ -434,7 +434,7 @@ def test_more_parts_than_a_page_holds(store: Lab, fd: int) -> None:
 
 def test_keys_that_no_path_can_hold(store: Lab) -> None:
     async def use(there: Origin) -> None:
-        assert isinstance(there.writer, S3Objects)
+        assert isinstance(there.writer, S3Client)
         for key in ("h/\x01", "h//b", "/lead", "h/new\nline", "h/marker/"):
             info = await there.put(key, InMemory(b"?"), 1)
             assert await there.head(key) == info

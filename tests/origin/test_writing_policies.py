@@ -40,7 +40,7 @@ from cachefs.origin.local import LIMITS as LOCAL
 from cachefs.origin.local import UPLOADS, LocalClient
 from cachefs.origin.protocol import HONOURED, Body, Limits, Preconditions, Written
 from cachefs.origin.s3 import LIMITS as S3
-from cachefs.origin.s3 import AwsCredentials, Bucket, S3Objects
+from cachefs.origin.s3 import AwsCredentials, Bucket, S3Client
 from tests.origin.reading import run, until
 from tests.origin.servers import aws_env
 from tests.origin.writing import MIB, file_of
@@ -354,7 +354,7 @@ def test_what_is_sent_to_s3_is_what_was_signed(monkeypatch: pytest.MonkeyPatch) 
     endpoint = f"http://127.0.0.1:{server.server_port}"
 
     async def use(there: Origin) -> None:
-        assert isinstance(there.writer, S3Objects)
+        assert isinstance(there.writer, S3Client)
         there.writer.conditions = HONOURED  # this server answers nothing that could be probed
         for key in ("plain", "sp ace+%2F~é/quo'te(*)!"):
             await there.put(key, InMemory(DATA), len(DATA), if_match='"old"')
