@@ -96,10 +96,10 @@ def lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "mountpoint", str(status.get("mountpoint", "?"))
     for source in status.get("sources") or []:
         name = f"{source['name']}: " if source.get("name") else ""
-        yield (
-            "source",
-            f"{name}{source.get('url', '?')}  {_pairs(source.get('client'), source.get('origin'))}".rstrip(),
-        )
+        shown = [f"client {source['client']}"] if source.get("client") else []
+        shown += _origin(source.get("origin") or {})
+        more = f"  ({', '.join(shown)})" if shown else ""
+        yield "source", f"{name}{source.get('url', '?')}{more}"
     yield "daemon", ", ".join(_daemon(status))
     for tier in status.get("tiers") or []:
         yield str(tier.get("name", "tier")), _tier(tier)
@@ -305,13 +305,6 @@ def _prefetch(prefetch: Mapping[str, Any], metrics: Counter[str]) -> Iterator[tu
             "no order yet" if plan["epoch"] is None else f"epoch {plan['epoch']}, file {plan['position']:,}"
         )
         yield "plan", f"{plan['name']}: {epoch} of {plan['files']:,}, {plan['ahead']:,} ahead"
-
-
-def _pairs(client: object, origin: object) -> str:
-    shown = [f"client {client}"] if client else []
-    if isinstance(origin, Mapping):
-        shown += _origin(origin)
-    return "(" + ", ".join(shown) + ")" if shown else ""
 
 
 def _origin(origin: Mapping[str, Any]) -> Iterator[str]:

@@ -14,7 +14,7 @@ import re
 import resource
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -76,29 +76,27 @@ class Finding(NamedTuple):
 
 def examine(mountpoint: Path | None, cache_dir: Path | None, *, measure: bool) -> Iterator[Finding]:
     """All findings, without secrets. `mountpoint` None: all mounts of this user."""
-    hide = Hidden(os.environ)
+    hide = hiding(os.environ)
     for finding in _examine(mountpoint, cache_dir, measure):
         yield finding._replace(
             found=hide(finding.found), todo=hide(finding.todo), subject=hide(finding.subject)
         )
 
 
-class Hidden:
-    """Replaces secrets in text by "…"."""
+def hiding(environ: Mapping[str, str]) -> Callable[[str], str]:
+    """A function that replaces secrets in text by "…"."""
+    values = {value for name, value in environ.items() if SECRET.search(name) and len(value) >= 6}
+    # The longest first, because one may be a part of another.
+    secrets = sorted((value for value in values if not value.startswith("/")), key=len, reverse=True)
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        values = {value for name, value in environ.items() if SECRET.search(name) and len(value) >= 6}
-        # The longest first, because one may be a part of another.
-        self._secrets = sorted(
-            (value for value in values if not value.startswith("/")), key=len, reverse=True
-        )
-
-    def __call__(self, text: str) -> str:
+    def hide(text: str) -> str:
         text = re.sub(r"(\w://)[^/@\s]*@(?!https?://)", r"\1…@", text)  # s3://bucket@http://endpoint has none
         text = re.sub(r"(\w://[^\s?]*)\?[^\s:,]*", r"\1?…", text)
-        for secret in self._secrets:
+        for secret in secrets:
             text = text.replace(secret, "…")
         return text
+
+    return hide
 
 
 def _examine(mountpoint: Path | None, cache_dir: Path | None, measure: bool) -> Iterator[Finding]:

@@ -50,35 +50,9 @@ NO_CACHES = {"use_listings_cache": False, "skip_instance_cache": True}
 ENVIRONMENT = "check the credentials in the environment or in fsspec's own configuration"
 
 
-class Opened:
-    """One object of a vendor's library (a store, a filesystem), opened again when the credentials change: libraries keep
-    those that they were opened with for minutes or for ever. Thread-safe."""
-
-    def __init__(self, open_it: Callable[[], Any], current: Callable[[], object]) -> None:
-        self._open, self._current = open_it, current
-        self._value: Any = None
-        self._opened_with: object = None
-        self._opened_at = float("-inf")
-        self._lock = threading.Lock()
-
-    def get(self) -> Any:
-        # The credentials are read with the lock held, so that a slower thread cannot bring older ones back.
-        with self._lock:
-            current = self._current()
-            if self._value is None or current != self._opened_with:
-                self._value, self._opened_with = self._open(), current
-                self._opened_at = time.monotonic()
-            return self._value
-
-    def forget(self, since: float = float("inf")) -> None:
-        """Open it again at the next `get`, unless it was opened after `since`. Takes no lock: an opening that hangs must not
-        block `close`."""
-        if self._opened_at <= since:
-            self._value = None
-
-
 class FsspecClient:
-    """The tree below `root` (a path in the filesystem's form, without its scheme). Keys are relative to it."""
+    """The tree below `root` (a path in the filesystem's form, without its scheme). Keys are relative to it. The filesystem
+    is opened again when its credentials change: libraries keep those that they were opened with for minutes or for ever."""
 
     can_list = True
 
@@ -95,7 +69,11 @@ class FsspecClient:
         self._root = root
         self._label = label
         self._advice = advice
-        self._filesystem = Opened(open_filesystem, credentials)
+        self._open_filesystem, self._credentials = open_filesystem, credentials
+        self._filesystem: Any = None
+        self._opened_with: object = None
+        self._opened_at = float("-inf")
+        self._lock = threading.Lock()
 
     def list_page(self, prefix: str, token: str | None, limit: int) -> ListPage:
         """The whole directory in one page, whatever `limit` is: fsspec has no smaller listing."""
@@ -136,14 +114,22 @@ class FsspecClient:
     def renew(self, since: float) -> bool:
         """Open the filesystem again at the next request. True always: only the origin can tell whether the credentials
         changed."""
-        self._filesystem.forget(since)
+        if self._opened_at <= since:
+            self._filesystem = None
         return True
 
     def close(self) -> None:
-        self._filesystem.forget()
+        self._filesystem = None  # without the lock: an opening that hangs must not hold this up
 
     def opened(self) -> Any:
-        return self._filesystem.get()
+        # The credentials are read with the lock held, so that a slower thread cannot bring older ones back.
+        with self._lock:
+            current = self._credentials()
+            filesystem = self._filesystem
+            if filesystem is None or current != self._opened_with:
+                filesystem = self._filesystem = self._open_filesystem()
+                self._opened_with, self._opened_at = current, time.monotonic()
+            return filesystem
 
     def path(self, key: str) -> str:
         return f"{self._root}/{key}"

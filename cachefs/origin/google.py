@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from cachefs.base.errors import CachefsError, PermissionDenied
@@ -28,15 +28,6 @@ READ_ONLY = "https://www.googleapis.com/auth/devstorage.read_only"
 READ_WRITE = "https://www.googleapis.com/auth/devstorage.read_write"
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """A reply in the form that google-auth takes."""
-
-    status: int
-    headers: Mapping[str, str]
-    data: bytes
-
-
 def _request(
     url: str,
     method: str = "GET",
@@ -44,8 +35,8 @@ def _request(
     headers: Mapping[str, str] | None = None,
     timeout: float | None = None,
     **_: object,
-) -> _Answer:
-    """google-auth's transport to its services: sends one request."""
+) -> SimpleNamespace:
+    """google-auth's transport to its services: sends one request. Returns the reply in the form that google-auth takes."""
     from google.auth.exceptions import TransportError
 
     transport = Transport(timeout or STALL_S)
@@ -56,7 +47,7 @@ def _request(
         raise TransportError(exc) from exc
     finally:
         transport.close()
-    return _Answer(reply.status, reply.headers, reply.body)
+    return SimpleNamespace(status=reply.status, headers=reply.headers, data=reply.body)
 
 
 class GoogleCredentials:

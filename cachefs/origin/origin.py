@@ -203,7 +203,7 @@ class Origin:
             else:
                 if preconditions.if_absent or info.etag != preconditions.if_match:
                     raise ObjectChanged(f"{self.name(key)}: the object changed at the origin")
-        return preconditions.unconditional()
+        return Preconditions(token=preconditions.token)
 
     async def _settled(self, key: str, size: int, written: Written, *, untimed: bool) -> ObjectInfo:
         """The object that was written, as the origin shows it. `untimed`: send no HEAD for its time alone, so `mtime_ns`

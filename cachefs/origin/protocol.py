@@ -215,10 +215,6 @@ class Preconditions:
     def conditional(self) -> bool:
         return self.if_absent or self.if_match is not None
 
-    def unconditional(self) -> Preconditions:
-        """The same write without its conditions."""
-        return Preconditions(token=self.token)
-
 
 @dataclass(frozen=True, slots=True)
 class Written:

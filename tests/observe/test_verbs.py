@@ -325,7 +325,7 @@ def test_secrets_are_not_told() -> None:
         "AWS_PROFILE": "research",
         "CACHEFS_PEER_KEY_FILE": "/etc/cachefs/peers.key",
     }
-    hide = doctor.Hidden(environ)
+    hide = doctor.hiding(environ)
     assert hide("403 for wJalrXUtnFEMI!") == "403 for …!"
     assert hide("sftp://me:pass@host/x: refused") == "sftp://…@host/x: refused"
     assert hide("s3://bucket@http://minio:9000/k") == "s3://bucket@http://minio:9000/k"

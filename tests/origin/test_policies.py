@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 import trio
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachefs.origin.attempts import Backoff, Concurrency, Gate, RateLimit, Throughput, Ticket
-from cachefs.origin.fsspec_client import Opened
+from cachefs.origin.fsspec_client import FsspecClient
 
 
 def test_throttling_halves_once_per_window() -> None:
@@ -218,15 +219,17 @@ def test_what_was_opened_with_other_credentials_is_opened_again() -> None:
         opened.append(credentials)
         return len(opened)
 
-    kept = Opened(open_it, lambda: "".join(credentials))
-    assert (kept.get(), kept.get()) == (1, 1)
+    client = FsspecClient(open_it, root="", label="", credentials=lambda: "".join(credentials))
+    assert (client.opened(), client.opened()) == (1, 1)
     credentials = "b"
-    assert (kept.get(), kept.get()) == (2, 2)
-    kept.forget(since=0.0)  # opened after that
-    assert kept.get() == 2
-    kept.forget()
-    assert kept.get() == 3
-    assert opened == ["a", "b", "b"]
+    assert (client.opened(), client.opened()) == (2, 2)
+    client.renew(since=0.0)  # opened after that
+    assert client.opened() == 2
+    client.renew(since=time.monotonic())
+    assert client.opened() == 3
+    client.close()
+    assert client.opened() == 4
+    assert opened == ["a", "b", "b", "b"]
 
 
 def test_background_has_its_turn_among_many_demands() -> None:
