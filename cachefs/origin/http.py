@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -196,18 +196,14 @@ class HttpClient:
         sign = self.place.signer()
         reading = _Reading(self, sign or self.place.sign, key, etag, start, stop, whole, taker)
         if sign is None:
-            signed = await self._waiting_for_credentials(reading.signed)
+            try:
+                signed = await in_thread(reading.signed, abandon_on_cancel=True, limiter=self._looking)
+            except OSError as exc:
+                raise Transient(f"{self.place.label}: {exc.strerror}") from exc
             reading.exchange.prepare = lambda: signed
         await self.transport.run(reading.exchange)
         if (error := reading.error) is not None:
             raise error
-
-    async def _waiting_for_credentials(self, sign: Callable[[], Signed]) -> Signed:
-        """The result of `sign`, from a worker thread."""
-        try:
-            return await in_thread(sign, abandon_on_cancel=True, limiter=self._looking)
-        except OSError as exc:
-            raise Transient(f"{self.place.label}: {exc.strerror}") from exc
 
     def begin_fetch(
         self,
@@ -328,7 +324,7 @@ class _Reading:
             same = False
         if not same:
             raise ObjectChanged(f"{self.name}: the object changed at the origin")
-        if encrypted(headers):
+        if not ENCRYPTED.isdisjoint(headers):
             self._md5 = ""
         if status == 200 and not self._whole:
             # A server without ranges (Python's http.server) sends the whole object: the other bytes are dropped.
@@ -1282,8 +1278,3 @@ class Md5Etags:
             log.warning("%s: not compared with their etags any more: %d in a row were no MD5s", name, UNLIKE)
         elif self._repeats.admit("unlike") is not None:
             log.warning("%s: the origin has other bytes than its etag says, or the etag is no MD5", name)
-
-
-def encrypted(headers: Iterable[str]) -> bool:
-    """True if a reply with these headers has an etag that is no MD5."""
-    return not ENCRYPTED.isdisjoint(headers)

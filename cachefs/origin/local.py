@@ -25,6 +25,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 from cachefs.base.durable import sync_directory
 from cachefs.base.errors import (
@@ -165,12 +166,7 @@ class LocalClient(Writer):
                 if body.size:
                     raise Unsupported(f"{key}: a directory holds no bytes")
                 return self._make_directory(key)
-
-            def write(fd: int) -> None:
-                for chunk in body.chunks():
-                    _write_all(fd, chunk)
-
-            return self._place(key, write, preconditions)
+            return self._place(key, lambda file: file.writelines(body.chunks()), preconditions)
 
     def copy(self, key: str, to: str, etag: str | None) -> Written:
         if key.endswith("/"):  # a directory has no version: its files come and go
@@ -182,9 +178,11 @@ class LocalClient(Writer):
             if etag not in (None, before.etag):
                 raise ObjectChanged(f"{key}: the file changed")
 
-            def fill(fd: int) -> None:
-                _copy(source.fileno(), fd)
-                os.utime(fd, ns=(before.mtime_ns, before.mtime_ns))  # programs see this copy as a rename
+            def fill(file: BinaryIO) -> None:
+                _copy(source, file)
+                os.utime(
+                    file.fileno(), ns=(before.mtime_ns, before.mtime_ns)
+                )  # programs see this copy as a rename
 
             made = self._place(to, fill, Preconditions())
             if self.head(key) != before:
@@ -229,10 +227,10 @@ class LocalClient(Writer):
     def put_part(self, key: str, upload: str, number: int, body: Body) -> str:
         with self._translated(key), self._within(key, upload) as folder:
             fresh = folder / f"{HIDDEN}{secrets.token_hex(RANDOM_BYTES)}"
-            with _new_file(str(fresh)) as fd:
-                for chunk in body.chunks():
-                    _write_all(fd, chunk)
-                os.fsync(fd)
+            with _new_file(str(fresh)) as file:
+                file.writelines(body.chunks())
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(fresh, folder / f"{number:06d}")
             return version_of(os.stat(folder / f"{number:06d}"))
 
@@ -253,11 +251,11 @@ class LocalClient(Writer):
             if number not in existing or existing[number].etag != etag:
                 raise OriginFailed(f"{key}: part {number} of the upload is not the one that was sent")
 
-        def assemble(fd: int) -> None:
+        def assemble(file: BinaryIO) -> None:
             with self._within(key, upload) as folder:
                 for number in sorted(parts):
                     with open(folder / f"{number:06d}", "rb") as part:
-                        _copy(part.fileno(), fd)
+                        _copy(part, file)
 
         with self._translated(key):
             made = self._place(key, assemble, preconditions)
@@ -363,15 +361,17 @@ class LocalClient(Writer):
                 raise OriginFull(f"{self._name(key)}: {exc.strerror}") from exc
             raise OriginFailed(f"{self._name(key)}: {exc.strerror}") from exc
 
-    def _place(self, key: str, fill: Callable[[int], None], preconditions: Preconditions) -> Written:
-        """Make a file at `key` of the bytes that `fill` writes to a descriptor. On return it is on disk."""
+    def _place(self, key: str, fill: Callable[[BinaryIO], None], preconditions: Preconditions) -> Written:
+        """Make a file at `key` of the bytes that `fill` writes. On return it is on disk."""
         path = self._path(key, make=True)
         if os.path.isdir(path):
             raise IsADirectory(f"{key}: is a directory")
         folder = os.path.dirname(path)
         fresh = f"{folder}/{HIDDEN}{secrets.token_hex(RANDOM_BYTES)}"
-        with _new_file(fresh) as fd:
-            fill(fd)
+        with _new_file(fresh) as file:
+            fill(file)
+            file.flush()
+            fd = file.fileno()
             if preconditions.token:
                 with suppress(OSError):  # a file system without such attributes
                     os.setxattr(fd, TOKEN, preconditions.token.encode())
@@ -454,35 +454,28 @@ def _is_older(path: str, age_s: float) -> bool:
 
 
 @contextmanager
-def _new_file(path: str) -> Iterator[int]:
-    """A descriptor of a new file; an exception in the block removes the file."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+def _new_file(path: str) -> Iterator[BinaryIO]:
+    """A new file, to be written; an exception in the block removes it."""
+    file = open(path, "xb")  # noqa: SIM115 (closed by the block below; if it is there already, it is not ours to remove)
     try:
-        yield fd
+        with file:
+            yield file
     except BaseException:
         with suppress(FileNotFoundError):
             os.unlink(path)
         raise
-    finally:
-        os.close(fd)
 
 
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-def _copy(source: int, to: int) -> None:
+def _copy(source: BinaryIO, to: BinaryIO) -> None:
     """Copy from the position of `source` to its end, to the position of `to`."""
     try:
-        while os.copy_file_range(source, to, GIB):
+        while os.copy_file_range(source.fileno(), to.fileno(), GIB):
             pass
     except OSError as exc:
         if exc.errno not in (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
-        while data := os.read(source, 1 << 20):
-            _write_all(to, data)
+        shutil.copyfileobj(source, to, CHUNK)
+        to.flush()
 
 
 def version_of(about: os.stat_result) -> str:

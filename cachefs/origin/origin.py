@@ -304,13 +304,8 @@ class Origin:
 
     async def delete(self, key: str) -> None:
         """Delete an object; a missing object is no error."""
-        attempts, writer = self._attempts, self.writer
-
-        async def attempt() -> None:
-            if not await writer.delete_now(key):
-                await attempts.in_thread(lambda: writer.delete(key))
-
-        await attempts.repeat(attempt, f"deleting {self.name(key)}", "origin_delete", key)
+        delete, now = partial(self.writer.delete, key), partial(self.writer.delete_now, key)
+        await self._attempts.call(delete, f"deleting {self.name(key)}", "origin_delete", key, now=now)
 
     async def delete_many(self, keys: Iterable[str]) -> dict[str, CachefsError]:
         """Delete many objects, `limits.batch` a request. Returns the keys that remain, each with its error. Where

@@ -313,9 +313,9 @@ class Writer(Protocol):
     def delete(self, key: str) -> None:
         """Delete an object; a missing object is no error."""
 
-    async def delete_now(self, key: str) -> bool:
-        """As `delete`, on the trio thread: it needs no thread. False, and nothing was sent: use `delete`."""
-        return False
+    async def delete_now(self, key: str) -> bool | None:
+        """As `delete`, on the trio thread: it needs no thread. None, and nothing was sent: use `delete`."""
+        return None
 
     def delete_many(self, keys: Sequence[str]) -> dict[str, CachefsError]:
         """Delete at most `limits.batch` objects. Returns the keys that remain, each with its error."""

@@ -412,11 +412,11 @@ class S3Client(HttpClient, Writer):
         reply = self.ask(Request("PUT", to, headers=self._source(key, etag), slow=True, about=key))
         return Written(_etag(self.document(reply, key)))
 
-    async def delete_now(self, key: str) -> bool:
+    async def delete_now(self, key: str) -> bool | None:
         if not isinstance(self.place, Bucket):
-            return False
+            return None
         with suppress(NotFound):
-            return await self.ask_now(Request("DELETE", key)) is not None
+            return True if await self.ask_now(Request("DELETE", key)) else None
         return True
 
     def delete_many(self, keys: Sequence[str]) -> dict[str, CachefsError]:

@@ -78,23 +78,6 @@ async def is_own(address: Address, listen: Address, resolve: Resolve) -> bool:
     return any(found == listen.host or (everywhere and is_local(found)) for found in resolved)
 
 
-class Lookups:
-    """Recent answers of the resolver for one name. Pure."""
-
-    def __init__(self) -> None:
-        self._missed: dict[str, int] = {}
-
-    def answered(self, addresses: Collection[str]) -> list[str]:
-        """Record an answer. Returns its addresses, and those that were missing from fewer than `MISSES` answers in a row.
-        An empty answer counts as a failed lookup and changes nothing."""
-        if addresses:
-            for known in list(self._missed):
-                self._missed[known] += 1
-            self._missed |= dict.fromkeys(addresses, 0)
-            self._missed = {known: missed for known, missed in self._missed.items() if missed < MISSES}
-        return sorted(self._missed)
-
-
 class Dns:
     """A `Look` at a DNS name. While a lookup fails, it returns the last known addresses and `trouble` says why."""
 
@@ -103,7 +86,7 @@ class Dns:
         self._name, self._port = name, port
         self._resolve = resolve
         self._family = _family(listen)
-        self._lookups = Lookups()
+        self._missed: dict[str, int] = {}  # address → answers in a row without it
 
     async def __call__(self) -> list[Address]:
         found: Collection[str] = ()
@@ -118,7 +101,17 @@ class Dns:
         self.trouble = trouble
         # Nodes are configured alike: if this one listens on one family, the others do, too.
         found = [a for a in found if self._family in (None, 6 if ":" in a else 4)] or found
-        return [Address(address, self._port) for address in self._lookups.answered(found)]
+        return [Address(address, self._port) for address in self.answered(found)]
+
+    def answered(self, addresses: Collection[str]) -> list[str]:
+        """Record an answer. Returns its addresses, and those that were missing from fewer than `MISSES` answers in a row.
+        An empty answer counts as a failed lookup and changes nothing."""
+        if addresses:
+            for known in list(self._missed):
+                self._missed[known] += 1
+            self._missed |= dict.fromkeys(addresses, 0)
+            self._missed = {known: missed for known, missed in self._missed.items() if missed < MISSES}
+        return sorted(self._missed)
 
 
 def _family(listen: Address | None) -> int | None:

@@ -167,9 +167,7 @@ class Membership:
 
     `handshake` is this node's own; with a weight of 0 the node owns nothing and only reads from others."""
 
-    def __init__(
-        self, source: Source, handshake: Handshake, on_change: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, source: Source, handshake: Handshake) -> None:
         self.members: Mapping[str, Member] = {}
         self.ring = Ring({})
         """The ring of exactly `members`."""
@@ -178,7 +176,7 @@ class Membership:
         self.own_addresses: frozenset[Address] = frozenset()
         self.incompatible: Mapping[Address, Incompatible] = {}
         """Listed addresses whose nodes are no members, and why."""
-        self.on_change = on_change
+        self.on_change: Callable[[], None] = lambda: None
         self.source = source
         self.stays = False
         """Another daemon goes on as this node."""

@@ -100,9 +100,9 @@ class Wire(ABC):
         self._socket = sock
         self._threads = threads
 
-    @abstractmethod
     async def begin(self) -> None:
         """Set up TLS, if it is used. Called before the other methods."""
+        await trio.lowlevel.checkpoint()
 
     @abstractmethod
     async def receive(self) -> bytes:
@@ -140,9 +140,6 @@ class PlainWire(Wire):
     def __init__(self, sock: socket.socket, threads: Threads) -> None:
         super().__init__(sock, threads)
         self._out: deque[Piece | bytes] = deque()  # the first may be the rest of one
-
-    async def begin(self) -> None:
-        await trio.lowlevel.checkpoint()
 
     async def receive(self) -> bytes:
         await trio.lowlevel.wait_readable(self._socket)

@@ -175,7 +175,6 @@ class Prefetcher:
         self.awaited = Awaited()
         self._nursery: trio.Nursery | None = None
         self._in_flight = 0  # transfers
-        self._woken = False
         self._wake_up = trio.Event()
         self._sweep_soon = trio.Event()
         self._resume_at = float("-inf")
@@ -264,11 +263,10 @@ class Prefetcher:
             nursery.start_soon(self._sweep_now_and_then)
             try:
                 while True:
-                    self._woken = False
+                    self._wake_up = trio.Event()
                     if await self._start_some(nursery):
                         await trio.lowlevel.checkpoint()
-                    elif not self._woken:
-                        self._wake_up = trio.Event()
+                    else:
                         with trio.move_on_at(self._resume_at if self._paused() else float("inf")):
                             await self._wake_up.wait()
             finally:
@@ -277,7 +275,6 @@ class Prefetcher:
 
     def _wake(self) -> None:
         if self._has_slots:  # otherwise the end of a transfer wakes the task
-            self._woken = True
             self._wake_up.set()
 
     @property

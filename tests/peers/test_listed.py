@@ -25,7 +25,6 @@ from cachefs.peers.listed import (
     Identify,
     Listed,
     Look,
-    Lookups,
     is_local,
     is_own,
 )
@@ -106,9 +105,8 @@ async def test_who_is_listed_is_a_member_once_he_has_answered() -> None:
     network = Network({A: replace(ME, node="a", weight=2.0), B: replace(ME, node="b", group="other")})
     network.takes_s = 0.1
     told: list[dict[str, float]] = []
-    membership = Membership(
-        source([A, B, C], network), ME, lambda: told.append(dict(membership.ring.members))
-    )
+    membership = Membership(source([A, B, C], network), ME)
+    membership.on_change = lambda: told.append(dict(membership.ring.members))
     with trio.move_on_after(SEEN_S):
         await membership.run()
     assert told == [{"a": 2.0}]
@@ -324,7 +322,8 @@ async def test_a_thousand_answers_are_one_change() -> None:
     network = Network(named(addresses))
     network.takes_s = 0.1
     changes: list[None] = []
-    membership = Membership(source(set(addresses), network), ME, lambda: changes.append(None))
+    membership = Membership(source(set(addresses), network), ME)
+    membership.on_change = lambda: changes.append(None)
     with trio.move_on_after(SEEN_S):
         await membership.run()
     assert (len(membership.members), len(changes)) == (1000, 1)
@@ -387,7 +386,7 @@ async def test_a_node_that_serves_nobody_looks_for_nobody_like_itself() -> None:
 
 @given(st.lists(st.sets(st.sampled_from("abcd")), max_size=20))
 def test_an_address_stays_until_it_was_missing_from_several_answers_in_a_row(answers: list[set[str]]) -> None:
-    lookups = Lookups()
+    lookups = Dns("name", 7070, Names())
     real: list[set[str]] = []
     for answer in answers:
         known = lookups.answered(answer)

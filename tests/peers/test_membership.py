@@ -174,7 +174,8 @@ def test_changes_are_told_once() -> None:
         [Sighting(HERE, ME), Sighting(THERE, replace(OTHER, weight=2))],
         [Sighting(HERE, ME)],
     )
-    membership = Membership(source, ME, lambda: told.append(set(membership.members)))
+    membership = Membership(source, ME)
+    membership.on_change = lambda: told.append(set(membership.members))
     polled(membership)
     assert told == [{"me"}, {"me"}, {"me", "other"}, {"me", "other"}, {"me"}]
 

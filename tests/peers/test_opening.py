@@ -28,7 +28,8 @@ def test_a_node_finds_itself_and_the_others(text: str) -> None:
     async def main() -> None:
         source = open_source(parse_peers(text), ME, Address("0.0.0.0", 7070), identify, random.Random(1))
         known = trio.Event()
-        membership = Membership(source, ME, lambda: known.set() if membership.own else None)
+        membership = Membership(source, ME)
+        membership.on_change = lambda: known.set() if membership.own else None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(membership.run)
             with trio.fail_after(20):
