@@ -408,21 +408,6 @@ FORMAT = "plans-1"
 TABLES = ("lists", "plans", "orders")
 
 
-class Snapshot(NamedTuple):
-    """A plan to be written: taken on the trio thread, written in a worker thread. The list of files never changes."""
-
-    name: str
-    files: Files
-    used_at: float
-    orders: list[tuple[int, bytes]]
-    """(epoch, numbers)."""
-
-    @classmethod
-    def of(cls, plan: Plan) -> Snapshot:
-        orders = [(order.epoch, order.numbers.tobytes()) for order in plan.orders]
-        return cls(plan.name, plan.files, plan.used_at, orders)
-
-
 class PlanStore:
     """Plans on disk. All methods block, and one runs at a time. A failure of the database is logged, and raises nothing."""
 
@@ -430,13 +415,15 @@ class PlanStore:
         self._directory = directory
         self._opened: Database | None = None
 
-    def save(self, plan: Snapshot) -> None:
+    def save(self, plan: Plan, orders: list[Order]) -> None:
+        """Save a plan with its present `orders`, which never change once a plan has them: its own list of them may."""
         key, digest = _key(plan.name), plan.files.digest
-        head = [plan.name, digest.hex(), plan.used_at, [epoch for epoch, _ in plan.orders]]
+        head = [plan.name, digest.hex(), plan.used_at, [order.epoch for order in orders]]
         try:
             database = self._database()
             puts: list[Put] = [
-                ("orders", key + bytes([place]), row) for place, (_, row) in enumerate(plan.orders)
+                ("orders", key + bytes([place]), order.numbers.tobytes())
+                for place, order in enumerate(orders)
             ]
             puts.append(("plans", key, json.dumps(head).encode()))
             if database.get("lists", digest) is None:
@@ -664,7 +651,7 @@ class Hints:
             return
         async with self._writing:
             if self._plans.by_name.get(plan.name) is plan:
-                await trio.to_thread.run_sync(self._plan_store.save, Snapshot.of(plan))
+                await trio.to_thread.run_sync(self._plan_store.save, plan, list(plan.orders))
 
 
 def _check_types(plan: object, **numbers: object) -> None:

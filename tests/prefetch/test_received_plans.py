@@ -13,7 +13,7 @@ import pytest
 
 from cachefs.base.errors import ConfigError, NoRoom
 from cachefs.prefetch import plans
-from cachefs.prefetch.plans import MOST_FILES, UNFINISHED_S, Files, Hints, Plans, PlanStore, Snapshot
+from cachefs.prefetch.plans import MOST_FILES, UNFINISHED_S, Files, Hints, Plans, PlanStore
 from tests.prefetch.test_plans import plan_of
 
 
@@ -109,9 +109,9 @@ def test_plans_and_the_list_that_they_share_are_read_again_and_dropped(tmp_path:
     plan_store = PlanStore(tmp_path / "plans")
     for name, plan in zip("pq", plans, strict=True):
         plan.name, plan.used_at = name, 7.0
-        plan_store.save(Snapshot.of(plan))
+        plan_store.save(plan, plan.orders)
     plans[0].orders.pop()
-    plan_store.save(Snapshot.of(plans[0]))  # fewer orders than before
+    plan_store.save(plans[0], plans[0].orders)  # fewer orders than before
     plan_store.close()
 
     plan_store = PlanStore(tmp_path / "plans")
@@ -156,7 +156,7 @@ def test_rubbish_in_the_database_is_a_line_in_the_log(
     plan_store._database().write([("plans", b"x" * 16, row)])
     assert plan_store.load() == []
     plan = plan_of(3, [0, 1, 2])
-    plan_store.save(Snapshot.of(plan))
+    plan_store.save(plan, plan.orders)
     plan_store.drop(plan.name)
     plan_store.close()
     assert any("cannot be read" in record.message for record in caplog.records)
@@ -179,7 +179,8 @@ def test_a_place_that_cannot_be_used_costs_a_line(tmp_path: Path, caplog: pytest
     (tmp_path / "plans").write_text("not a directory")
     plan_store = PlanStore(tmp_path / "plans")
     assert plan_store.load() == []
-    plan_store.save(Snapshot.of(plan_of(3, [0, 1, 2])))
+    plan = plan_of(3, [0, 1, 2])
+    plan_store.save(plan, plan.orders)
     plan_store.drop("p")
     plan_store.close()
     assert len(caplog.records) == 3
