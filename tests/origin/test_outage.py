@@ -139,6 +139,7 @@ class Store:
         self.bad: dict[str, CachefsError | str] = {}
         self.asked: list[str] = []
         self.hang_after: int | None = None
+        self.then: type[Exception] = Hang
 
     def _meet(self, what: str) -> None:
         self.asked.append(what)
@@ -162,8 +163,10 @@ class Store:
         self._meet(key)
         for at in range(start, stop, 512):
             if self.hang_after is not None and at >= self.hang_after:
-                raise Hang
+                raise self.then
             yield BODY[at : min(at + 512, stop)]
+        if self.hang_after == stop:
+            raise self.then
 
     def renew(self, since: float) -> bool:
         return False
@@ -313,6 +316,40 @@ def test_waiting_for_a_store(state: str) -> None:
             assert not done
             store.state = "ok"
         assert bytes(sink.data) == BODY and done[0] <= 25 + SILENT_S + 1.1
+
+    play(WAIT, scenario)
+
+
+@pytest.mark.parametrize("how", [EIO, WAIT], ids=str)
+def test_a_read_whose_last_byte_came_before_the_outage_is_done(how: OnOutage) -> None:
+    async def scenario(origin: Origin, store: Store, metrics: Metrics) -> None:
+        store.hang_after, store.bad["probe"] = len(BODY), "hangs"
+        sink = Collect()
+        await origin.read("a", '"e"', 0, len(BODY), sink, whole=True)
+        assert bytes(sink.data) == BODY and metrics.origin_outages == metrics.origin_get == 1
+
+    play(how, scenario)
+
+
+@pytest.mark.parametrize(("then", "state"), [(Hang, "hangs"), (Transient, "breaks")])
+def test_a_read_waits_for_each_outage_after_which_bytes_came(then: type[Exception], state: str) -> None:
+    async def scenario(origin: Origin, store: Store, metrics: Metrics) -> None:
+        store.then = then
+        sink = Collect()
+        async with trio.open_nursery() as nursery:
+            for outage in range(1, 4):
+                store.hang_after, store.bad["probe"] = 512 * outage, state
+                if outage == 1:
+                    nursery.start_soon(lambda: origin.read("a", '"e"', 0, len(BODY), sink, whole=True))
+                while metrics.origin_outages < outage:  # noqa: ASYNC110
+                    await trio.sleep(0.1)
+                assert len(sink.data) == 512 * outage
+                await trio.sleep(20)
+                store.hang_after = 512 * (outage + 1) if outage < 3 else None
+                store.bad.clear()
+                while len(sink.data) == 512 * outage:  # noqa: ASYNC110
+                    await trio.sleep(0.1)
+        assert bytes(sink.data) == BODY
 
     play(WAIT, scenario)
 
