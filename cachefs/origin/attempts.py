@@ -675,7 +675,12 @@ class Attempts:
             found = await now(body) if in_memory and now is not None else None
             if found is not None:
                 return found
-            return await self.in_thread(lambda: body.attempt(lambda: request(body)))
+            try:
+                return await self.in_thread(lambda: request(body))
+            except Exception:
+                if body.source_error is None:
+                    raise
+                return None  # what a library raises then is only the consequence
 
         result = await self.repeat(attempt, action, counter, key, ticket=ticket, transfer=whole)
         if body.source_error is not None:
@@ -1046,16 +1051,6 @@ class Sending(Transfer):
         left, scope.deadline = scope.deadline - trio.current_time(), math.inf
         await gate.enter(self._ticket)
         scope.deadline = trio.current_time() + left
-
-    def attempt(self, send: Callable[[], T]) -> T | None:
-        """The result of `send`. None if the source failed or the transfer is closed: what a library raises then is only the
-        consequence. Libraries may read the body in threads of their own."""
-        try:
-            return send()
-        except Exception:
-            if self.source_error is None and not self._closed:
-                raise
-            return None
 
     def chunks(self) -> Iterator[bytes]:
         for at in range(0, self.size, CHUNK):

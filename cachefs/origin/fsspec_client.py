@@ -50,11 +50,13 @@ NO_CACHES = {"use_listings_cache": False, "skip_instance_cache": True}
 ENVIRONMENT = "check the credentials in the environment or in fsspec's own configuration"
 
 
-class FsspecClient:
+class FsspecClient(Writer):
     """The tree below `root` (a path in the filesystem's form, without its scheme). Keys are relative to it. The filesystem
     is opened again when its credentials change: libraries keep those that they were opened with for minutes or for ever."""
 
     can_list = True
+    limits = LIMITS
+    conditions = HONOURED
 
     def __init__(
         self,
@@ -65,7 +67,7 @@ class FsspecClient:
         advice: Callable[[], str] = lambda: ENVIRONMENT,
         credentials: Callable[[], object] = lambda: None,
     ) -> None:
-        self.writer: Writer | None = Filesystem(self)
+        self.writer: Writer | None = self
         self._root = root
         self._label = label
         self._advice = advice
@@ -152,22 +154,14 @@ class FsspecClient:
         except Exception as exc:
             raise in_our_words(exc, f"{self._label}/{key}", self._advice()) from exc
 
-
-class Filesystem(Writer):
-    """Writes to any filesystem. Conditions on a copy are compared here; conditional writes raise `Unsupported`."""
-
-    limits = LIMITS
-    conditions = HONOURED
-
-    def __init__(self, client: FsspecClient) -> None:
-        self._client = client
+    # Writing. Conditions on a copy are compared here; conditional writes raise `Unsupported`.
 
     def put(self, key: str, body: Body, preconditions: Preconditions) -> Written:
         if preconditions.conditional:
             raise Unsupported(f"{key}: fsspec promises no conditional writes")
-        path = self._client.path(key)
-        with self._client.translated(key):
-            filesystem = self._client.opened()
+        path = self.path(key)
+        with self.translated(key):
+            filesystem = self.opened()
             if key.endswith("/") and not body.size:
                 filesystem.makedirs(path, exist_ok=True)
                 return Written("directory", 0)  # filesystems have no version of a directory
@@ -176,25 +170,25 @@ class Filesystem(Writer):
         return Written()
 
     def copy(self, key: str, to: str, etag: str | None) -> Written:
-        if etag is not None and self._client.head(key).etag != etag:
+        if etag is not None and self.head(key).etag != etag:
             raise ObjectChanged(f"{key}: the object changed at the origin")
-        source, target = self._client.path(key), self._client.path(to)
-        with self._client.translated(key):
-            filesystem = self._client.opened()
+        source, target = self.path(key), self.path(to)
+        with self.translated(key):
+            filesystem = self.opened()
             _in_directory(filesystem, target, lambda: filesystem.cp_file(source, target))
         return Written()
 
     def delete(self, key: str) -> None:
-        with suppress(NotFound), self._client.translated(key):
-            filesystem = self._client.opened()
+        with suppress(NotFound), self.translated(key):
+            filesystem = self.opened()
             if not key.endswith("/"):
-                filesystem.rm_file(self._client.path(key))
+                filesystem.rm_file(self.path(key))
             else:
                 with suppress(OSError):  # other keys are in it
-                    filesystem.rmdir(self._client.path(key).rstrip("/"))
+                    filesystem.rmdir(self.path(key).rstrip("/"))
 
     def look(self, key: str) -> tuple[ObjectInfo, str]:
-        return self._client.head(key), ""
+        return self.head(key), ""
 
     @staticmethod
     def _write(filesystem: Any, path: str, body: Body, data: bytes | None) -> None:
