@@ -331,7 +331,7 @@ class _Reading:
             self._at, self._cut = 0, True
         return True
 
-    def take(self, data: bytes) -> bool:
+    def take(self, data: memoryview | bytes) -> bool:
         if self._md5 and len(data) == self._stop - self._start:
             self._client.md5.compare(self._key, self.name, self._md5, data)
         if not self._cut:
@@ -448,21 +448,12 @@ class Reply:
     url: str
 
 
-class Receiver(Protocol):
-    """Takes the body of a reply: one call at a time, from the loop thread or, if `waits`, from worker threads."""
-
-    @property
-    def waits(self) -> bool:
-        """True if `take` may wait for anything."""
+class Receiver(Taker, Protocol):
+    """Takes the head and the body of a reply, one call at a time: from the loop thread, or if it `waits`, from worker
+    threads."""
 
     def begin(self, status: int, headers: Mapping[str, str]) -> bool:
         """Take the head of the reply. True: the body goes to `take`. False: the body is kept as `Exchange.body`."""
-
-    def take(self, data: bytes) -> bool:
-        """Take the next bytes of the body. False if no more are wanted."""
-
-    def coming(self) -> None:
-        """Bytes have arrived that `take` has not been given yet. Called in the loop thread."""
 
 
 class Exchange:
@@ -1258,7 +1249,7 @@ class Md5Etags:
             self._left -= size
         return found[1]
 
-    def compare(self, key: str, name: str, md5: str, data: bytes) -> None:
+    def compare(self, key: str, name: str, md5: str, data: memoryview | bytes) -> None:
         """Compare an object's bytes with its MD5. Raises `Transient` if the object must be fetched again: the bytes do not
         match, and these bytes came for the first time. Bytes that come twice are what the origin has, and are accepted."""
         digest = hashlib.md5(data, usedforsecurity=False).hexdigest()
