@@ -18,8 +18,10 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import repeat
 from pathlib import Path
+from typing import NamedTuple
 
 import trio
 
@@ -27,6 +29,7 @@ from cachefs.base.database import Database, KeyRange, Put
 from cachefs.base.errors import CachefsError, CacheUnusable
 from cachefs.base.linux import LOOK_EVERY_S
 from cachefs.base.shared_memory import RowLog
+from cachefs.base.tasks import Outcome
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +71,13 @@ class _Rows:
             last = first + limit
             stop = order[last]
         return {key: self.values[key] for key in order[first:last]}, stop
+
+
+class _Caller(NamedTuple):
+    """A task that waits for a commit, and the event loop that it is in."""
+
+    outcome: Outcome[None]
+    token: trio.lowlevel.TrioToken
 
 
 class WriteBehind:
@@ -243,7 +253,7 @@ class WriteBehind:
         `CacheUnusable` if a commit takes longer than `within_s`; the commit is retried, or goes on, all the same."""
         if not self.waiting_rows:
             return
-        caller = _Caller()
+        caller = _Caller(Outcome(), trio.lowlevel.current_trio_token())
         with self._changed:
             if not self._running:
                 raise CacheUnusable(f"the database in {self.path} is closed")
@@ -251,12 +261,10 @@ class WriteBehind:
             self._hurry = True
             self._changed.notify()
         under_way_s = max(0.0, time.monotonic() - self._since)
-        with trio.move_on_after(max(0.0, within_s - under_way_s)):
-            await caller.done.wait()
-        if not caller.done.is_set():
+        with trio.move_on_after(max(0.0, within_s - under_way_s)) as scope:
+            await caller.outcome.wait()
+        if scope.cancelled_caught:
             raise CacheUnusable(f"the disk of {self.path} does not answer")
-        if caller.error is not None:
-            raise type(caller.error)(*caller.error.args) from caller.error
 
     def release_memory(self, above_bytes: int) -> None:
         """See `Database`."""
@@ -310,7 +318,8 @@ class WriteBehind:
                 self._running = error is None or not self._closing
                 self._changed.notify_all()
             for caller in callers:
-                caller.tell(error)
+                with suppress(trio.RunFinishedError):
+                    caller.token.run_sync_soon(partial(caller.outcome.end, failure=error))
             if not self._running:
                 return
             if error is not None:
@@ -329,17 +338,3 @@ class WriteBehind:
         except CachefsError as exc:
             return exc
         return None
-
-
-class _Caller:
-    """A task that waits for a commit."""
-
-    def __init__(self) -> None:
-        self.done = trio.Event()
-        self.error: CachefsError | None = None
-        self._token = trio.lowlevel.current_trio_token()
-
-    def tell(self, error: CachefsError | None) -> None:
-        self.error = error
-        with suppress(trio.RunFinishedError):
-            self._token.run_sync_soon(self.done.set)

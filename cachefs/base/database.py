@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import itertools
 import logging
 import os
@@ -466,7 +467,7 @@ class Database:
         refuge, self._refuge = self._refuge, None
         try:
             self._check_length(self._opened)
-            refuge.mkdir(durable.PRIVATE_DIRECTORY)
+            refuge.mkdir(ownership.DIRECTORY_MODE)
             self._locks.append(_lock(refuge / LOCK))  # a refuge without a lock was left by a killed daemon
             self._opened.env.copy(str(refuge), compact=True)
             opened = _Environment(refuge, self.tables, fsync=False)
@@ -538,7 +539,7 @@ class _Environment:
         try:
             with self.env.begin(write=True) as creating:  # one fsync for all tables of a new database
                 self.tables = {name: self.env.open_db(name.encode(), txn=creating) for name in names}
-            os.chmod(path / "data.mdb", durable.PRIVATE_FILE)
+            os.chmod(path / "data.mdb", ownership.FILE_MODE)
             self._fd = os.open(path / "data.mdb", os.O_RDONLY)
         except BaseException:
             self.env.close()
@@ -581,7 +582,7 @@ def _open_lmdb(path: Path, tables: int, **options: Any) -> Any:
                 str(path),
                 map_size=size,
                 max_dbs=tables + 1,
-                mode=durable.PRIVATE_FILE,
+                mode=ownership.FILE_MODE,
                 readahead=False,  # rows are small and scattered: readahead only adds resident memory
                 # Otherwise old content of this memory (headers, keys) would be written to the disk.
                 meminit=True,
@@ -649,17 +650,8 @@ def _boot_id() -> str:
 
 
 def _file_hash(path: Path) -> str:
-    digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
-        for chunk in _chunks(file):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _chunks(file: Any) -> Iterator[memoryview]:
-    buffer = memoryview(bytearray(4 << 20))
-    while count := file.readinto(buffer):
-        yield buffer[:count]
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _rewrite(path: Path, tables: Sequence[str]) -> str | None:
@@ -733,11 +725,6 @@ def _read_rows(path: Path, tables: Sequence[str]) -> None:
         for rows in sources.values():
             if any(key >= after for (key, _), (after, _) in itertools.pairwise(rows)):
                 raise lmdb.CorruptedError("keys out of order")
-
-
-def remove(path: Path) -> None:
-    """Delete a closed database."""
-    shutil.rmtree(path, ignore_errors=True)
 
 
 if __name__ == "__main__":

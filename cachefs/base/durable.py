@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-PRIVATE_FILE, PRIVATE_DIRECTORY = 0o600, 0o700
+from cachefs.base.ownership import DIRECTORY_MODE, FILE_MODE
 
 
 def write(path: Path, data: str | bytes) -> None:
@@ -19,12 +19,12 @@ def write(path: Path, data: str | bytes) -> None:
     beside = path.with_name(f"{path.name}.new")
     try:
         beside.unlink(missing_ok=True)  # a file left by a crash may have another owner, or be a link
-        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
+        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
         try:
             left = memoryview(data.encode() if isinstance(data, str) else data)
             while left:
                 left = left[os.write(fd, left) :]
-            os.fchmod(fd, PRIVATE_FILE)
+            os.fchmod(fd, FILE_MODE)
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -48,7 +48,7 @@ def overwrite(path: Path, data: str) -> None:
 
 def put(fresh: Path, path: Path) -> None:
     """Move a complete file to `path`, and replace what is there."""
-    sync_file(fresh)
+    _sync(fresh, os.O_RDONLY)
     os.rename(fresh, path)
     sync_directory(path.parent)
 
@@ -63,14 +63,10 @@ def remove(*paths: Path) -> None:
 def make_directory(path: Path) -> None:
     """Make the directory and its missing parents, with mode 0700. An existing directory gets it, too; its parents do not."""
     for directory in reversed([place for place in (path, *path.parents) if not place.exists()]):
-        directory.mkdir(PRIVATE_DIRECTORY, exist_ok=True)
+        directory.mkdir(DIRECTORY_MODE, exist_ok=True)
         sync_directory(directory.parent)
     path.mkdir(exist_ok=True)  # raises if a file is in its place
-    os.chmod(path, PRIVATE_DIRECTORY)
-
-
-def sync_file(path: Path) -> None:
-    _sync(path, os.O_RDONLY)
+    os.chmod(path, DIRECTORY_MODE)
 
 
 def sync_directory(path: Path) -> None:

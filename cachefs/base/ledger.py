@@ -14,7 +14,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any, NamedTuple
 
 from cachefs.base.linux import UNSEEN, Identity, identify
@@ -186,8 +185,6 @@ def about(key: str) -> None:
 
 class SlowRead(NamedTuple):
     seconds: float
-    number: int
-    """Orders reads of equal duration."""
     at: float
     key: str
     offset: int
@@ -203,7 +200,6 @@ class Waits:
         self._identify = identify
         self._threads: OrderedDict[int, tuple[float, Process]] = OrderedDict()
         self._processes: OrderedDict[tuple[int, int], Process] = OrderedDict()
-        self._numbers = count()
         self._slow: list[SlowRead] = []  # the slowest first
         self._waiting: set[Wait] = set()
         self.total = Process(Identity(0, 0, 0, "all"), clock())
@@ -273,10 +269,9 @@ class Waits:
             self.read_seconds.add(seconds)
             if seconds >= SLOW_S:
                 on = max(READ_FROM, key=lambda what: wait.shares.get(what, 0.0))
-                read = SlowRead(
-                    seconds, next(self._numbers), now, wait.key, wait.offset, on, wait.process.identity
-                )
-                self._slow = heapq.nlargest(SLOWEST, [*self._fresh(now), read])
+                read = SlowRead(seconds, now, wait.key, wait.offset, on, wait.process.identity)
+                reads = [read, *self._fresh(now)]
+                self._slow = heapq.nlargest(SLOWEST, reads, key=lambda read: read.seconds)
 
     def _fresh(self, now: float) -> list[SlowRead]:
         return [read for read in self._slow if now - read.at <= SLOW_FOR_S]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import os
 import posixpath
 import re
@@ -306,11 +307,7 @@ def _upwards(top: Path, group: str, mount_root: str) -> Iterator[Path]:
     if relative.startswith(".."):
         relative = ""
     directory = top / relative
-    while True:
-        yield directory
-        if directory == top:
-            return
-        directory = directory.parent
+    return itertools.takewhile(lambda place: place.is_relative_to(top), (directory, *directory.parents))
 
 
 def _limits_in(directory: Path, names: tuple[str, ...]) -> Iterator[int]:
