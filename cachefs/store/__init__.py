@@ -13,8 +13,8 @@ Callers: `fetch` (reading, cache writes, passthrough), `upload` (files written o
 status).
 """
 
-from cachefs.store.backing import Backing, Settled
-from cachefs.store.catalog import CachedObject
+from cachefs.store.backing import Settled
+from cachefs.store.catalog import Backing, BackingFile, CachedObject
 from cachefs.store.opening import Opened, open_store
 from cachefs.store.ram import SHM, remove_orphans
 from cachefs.store.scrub import scrub
@@ -25,6 +25,7 @@ from cachefs.store.tier import Tier
 __all__ = [
     "SHM",
     "Backing",
+    "BackingFile",
     "CacheWrite",
     "CachedObject",
     "Opened",

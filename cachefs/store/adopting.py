@@ -27,7 +27,7 @@ import trio
 import xxhash
 
 from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count, block_length
-from cachefs.store.catalog import CachedObject, Copy
+from cachefs.store.catalog import Backing, CachedObject, Copy
 from cachefs.store.eviction import ANY
 from cachefs.store.space import SPILL_ABOVE, VICTIMS_AT_ONCE, Space
 from cachefs.store.tier import RAM, READ_THREADS, SSD, Tier, allocated, checksums
@@ -312,11 +312,21 @@ class Adopting:
                     self._free_place(obj, tier)
                     # A backing file without users was retired by `drop`.
                     if old_obj.backing is not None and old_obj.backing.tier is tier:
-                        old_obj.backing.recast(obj)
+                        self._recast_backing(old_obj.backing, obj)
                     return True
             self._displace(obj, tier)
             self._free_place(obj, tier)
         return False
+
+    def _recast_backing(self, backing: Backing, obj: CachedObject) -> None:
+        """Make `obj`, whose file on the same tier is a link to that of `backing`, the version of `backing` and its users.
+        The next open of `obj` then shares the file with them, and `take_out` finds it."""
+        old_obj, old_copies = backing.object, backing.copies
+        old_obj.backing, obj.backing = None, backing
+        backing.object, backing.copies = obj, self._catalog.copies(obj, backing.tier.number)
+        self._space.pin(*backing.copies)
+        self._space.unpin(old_obj, *old_copies)
+        old_obj.rest()
 
     def _copies_of_all(self, obj: CachedObject, tier: Tier) -> list[Copy] | None:
         """The copies of a version in order, if they are all of it, verified, in an immutable file; else None."""

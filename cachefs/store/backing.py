@@ -23,7 +23,7 @@ from pathlib import Path
 import trio
 
 from cachefs.base.names import ObjectId
-from cachefs.store.catalog import CachedObject, Catalog, Copy
+from cachefs.store.catalog import Backing, CachedObject, Catalog, Copy
 from cachefs.store.eviction import LOWEST
 from cachefs.store.space import Moves, Space
 from cachefs.store.tier import Tier, allocated
@@ -35,69 +35,6 @@ IDLE_BACKINGS = 4096
 
 TO_PREPARE = 256
 """Versions that wait to be gathered and verified. A longer queue would hold files that were opened minutes ago. A bound."""
-
-
-class BackingFile:
-    """A file to register with the kernel. `id` is its backing id, 0 until it is registered; `fd` is -1 after that. `blocks`
-    is how many of its blocks are cached."""
-
-    __slots__ = ("blocks", "fd", "id")
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self.id = self.blocks = 0
-
-    def registered(self, backing_id: int) -> None:
-        """Note the backing id, and close the descriptor: the kernel has its own reference to the file now."""
-        self.id = backing_id
-        self.close()
-
-    def reuse(self) -> bool:
-        """Always False. See `cachefs.fs.reader.Backing`."""
-        return False
-
-    def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
-
-class Backing(BackingFile):
-    """A whole, verified, immutable file of the cache. `users` counts the opens that share it, `copies` are its extents."""
-
-    __slots__ = ("_idle", "_metrics", "_passthrough", "copies", "object", "reused", "tier", "users")
-
-    def __init__(
-        self, passthrough: Passthrough, obj: CachedObject, tier: Tier, fd: int, copies: list[Copy]
-    ) -> None:
-        super().__init__(fd)
-        self._passthrough = passthrough
-        self._idle, self._metrics = passthrough._idle, passthrough._metrics
-        self.object = obj
-        self.tier = tier
-        self.copies = copies
-        self.blocks = sum(copy.bitmap.bit_count() for copy in copies)
-        self.users = 0
-        self.reused = False  # opened by `reuse`: `release` notes the use
-
-    def reuse(self) -> bool:
-        """Open an idle backing file again, as `Passthrough.open` does, with less work. False if it is not idle."""
-        if self.tier.disk.down or not self._idle.pop(self, False):
-            return False
-        self.users = 1
-        self.reused = True
-        for copy in self.copies:
-            copy.pins += 1
-        self._metrics.passthrough_blocks += self.blocks
-        return True
-
-    def recast(self, obj: CachedObject) -> None:
-        """See `Passthrough.recast`."""
-        self._passthrough.recast(self, obj)
-
-    def retire(self) -> None:
-        """Unregister it from the kernel and the cache. It must have no users."""
-        self._passthrough.retire(self)
 
 
 class Settled:
@@ -194,9 +131,8 @@ class Passthrough:
                 if found is not None:
                     tier, copies = candidate, found
                     break
-            backing = obj.backing = Backing(self, obj, tier, -1, copies)
+            backing = self._backing(obj, tier, -1, copies)
             backing.id = backing_id
-            tier.registered += 1
             self._space.pin(*copies)
         backing.users += 1
         return backing
@@ -217,10 +153,14 @@ class Passthrough:
                 os.close(fd)
                 continue
             obj.immutable.add(tier.number)
-            backing = obj.backing = Backing(self, obj, tier, fd, copies)
-            tier.registered += 1
-            return backing
+            return self._backing(obj, tier, fd, copies)
         return None
+
+    def _backing(self, obj: CachedObject, tier: Tier, fd: int, copies: list[Copy]) -> Backing:
+        """Make the version's backing file, which is registered with the kernel next, or was."""
+        obj.backing = Backing(obj, tier, fd, copies, self._idle, self.retire, self._metrics)
+        tier.registered += 1
+        return obj.backing
 
     def _is_its_file(self, obj: CachedObject, tier: Tier, fd: int) -> bool:
         try:
@@ -331,16 +271,6 @@ class Passthrough:
         self._space.unpin(obj, *backing.copies)
         obj.rest()
         return fd
-
-    def recast(self, backing: Backing, obj: CachedObject) -> None:
-        """Make `obj`, whose file on the same tier is a link to that of `backing`, the version of `backing` and its users.
-        The next open of `obj` then shares the file with them, and `take_out` finds it."""
-        old_obj, old_copies = backing.object, backing.copies
-        old_obj.backing, obj.backing = None, backing
-        backing.object, backing.copies = obj, self._catalog.copies(obj, backing.tier.number)
-        self._space.pin(*backing.copies)
-        self._space.unpin(old_obj, *old_copies)
-        old_obj.rest()
 
     def refuse(self, tier: Tier, reason: str) -> None:
         """Open no more files of this tier in passthrough: the kernel has refused one, for `reason`."""

@@ -18,26 +18,23 @@ import os
 import struct
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import trio
 import xxhash
 
 from cachefs.base.database import Database, Put
 from cachefs.base.errors import CacheUnusable, NoRoom
+from cachefs.base.metrics import Metrics
 from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count, block_length, extent_bits
 from cachefs.base.tasks import in_thread
 from cachefs.store.tier import RAM, SSD, Tier
-
-if TYPE_CHECKING:
-    from cachefs.store.backing import Backing
-
 
 log = logging.getLogger(__name__)
 
@@ -409,6 +406,72 @@ class CachedObject:
     def close_files(self) -> None:
         for tier in list(self.fds):
             self.close_file(tier)
+
+
+class BackingFile:
+    """A file to register with the kernel. `id` is its backing id, 0 until it is registered; `fd` is -1 after that. `blocks`
+    is how many of its blocks are cached."""
+
+    __slots__ = ("blocks", "fd", "id")
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.id = self.blocks = 0
+
+    def registered(self, backing_id: int) -> None:
+        """Note the backing id, and close the descriptor: the kernel has its own reference to the file now."""
+        self.id = backing_id
+        self.close()
+
+    def reuse(self) -> bool:
+        """Always False. See `cachefs.fs.reader.Backing`."""
+        return False
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Backing(BackingFile):
+    """A whole, verified, immutable file of the cache. `users` counts the opens that share it, `copies` are its extents.
+    `idle` are the backing files without users, of which it becomes one and which have the value True."""
+
+    __slots__ = ("_idle", "_metrics", "_retire", "copies", "object", "reused", "tier", "users")
+
+    def __init__(
+        self,
+        obj: CachedObject,
+        tier: Tier,
+        fd: int,
+        copies: list[Copy],
+        idle: OrderedDict[Backing, bool],
+        retire: Callable[[Backing], None],
+        metrics: Metrics,
+    ) -> None:
+        super().__init__(fd)
+        self._idle, self._retire, self._metrics = idle, retire, metrics
+        self.object = obj
+        self.tier = tier
+        self.copies = copies
+        self.blocks = sum(copy.bitmap.bit_count() for copy in copies)
+        self.users = 0
+        self.reused = False  # opened by `reuse`: `release` notes the use
+
+    def reuse(self) -> bool:
+        """Open an idle backing file again, as `Passthrough.open` does, with less work. False if it is not idle."""
+        if self.tier.disk.down or not self._idle.pop(self, False):
+            return False
+        self.users = 1
+        self.reused = True
+        for copy in self.copies:
+            copy.pins += 1
+        self._metrics.passthrough_blocks += self.blocks
+        return True
+
+    def retire(self) -> None:
+        """Unregister it from the kernel and the cache. It must have no users."""
+        self._retire(self)
 
 
 class Unnamed:

@@ -17,7 +17,7 @@ import trio
 
 from cachefs.base.errors import CachefsError, Conflict, NoRoom, TooLarge
 from cachefs.origin import InMemory, ObjectInfo, Origin, Source, Upload, new_token
-from cachefs.store.backing import BackingFile
+from cachefs.store import BackingFile
 from cachefs.upload.content import Attempt, Content, Row
 from cachefs.upload.sending import Parts, Sender
 from cachefs.upload.staging import LONG_AGO_NS, Buffer, Shape, StagingFile

@@ -26,7 +26,7 @@ import trio
 
 from cachefs.base.errors import CachefsError
 from cachefs.base.tasks import taken
-from cachefs.store.backing import BackingFile
+from cachefs.store import BackingFile
 from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.sending import Parts
 from cachefs.upload.staging import HELD, LOOK_S, can_lease, tells_of_mappings

@@ -35,7 +35,7 @@ from cachefs.base.names import ObjectId
 from cachefs.base.shared_memory import SharedMemory, Tail
 from cachefs.base.tasks import run_contained, take, taken
 from cachefs.origin import ObjectInfo, Origin, Upload, each
-from cachefs.store.backing import BackingFile
+from cachefs.store import BackingFile
 from cachefs.upload import orphans
 from cachefs.upload.content import Row, State, Stored
 from cachefs.upload.dirty_file import DirtyFile, Way, Where

@@ -17,7 +17,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.store import opening, ram, space
 from cachefs.store import tier as tier_module
-from cachefs.store.backing import Backing, Passthrough
+from cachefs.store.backing import Passthrough
 from cachefs.store.catalog import CachedObject, Catalog, Copy
 from cachefs.store.store import Store
 from cachefs.store.tier import RAM, SSD
@@ -579,7 +579,7 @@ def test_one_call_makes_no_more_room_than_a_reader_waits_for(monkeypatch: pytest
 
 def test_after_the_end_no_file_is_opened_and_the_idle_ones_are_retired() -> None:
     parts: Any = SimpleNamespace(catalog=None, eviction=None, metrics=None)
-    tier = SimpleNamespace(registered=3)
+    tier = SimpleNamespace(registered=0)
     files = Passthrough(parts, [], None, None)  # type: ignore[arg-type]
     retired: list[Any] = []
     files.on_retired = retired.append
@@ -588,7 +588,7 @@ def test_after_the_end_no_file_is_opened_and_the_idle_ones_are_retired() -> None
     for number in range(3):
         obj: Any = SimpleNamespace(backing=None)
         there: Any = tier
-        backing = obj.backing = Backing(files, obj, there, -1, [])
+        backing = files._backing(obj, there, -1, [])
         made.append(backing)
         if number:
             files._idle[backing] = None

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cachefs.base.names import ObjectId
-from cachefs.store import backing, catalog
-from cachefs.store.backing import Backing, Passthrough
+from cachefs.store import Backing, backing, catalog
+from cachefs.store.backing import Passthrough
 from cachefs.store.catalog import CachedObject
 from cachefs.store.tier import RAM, SSD
 from tests.fetch.scripted import content, in_trio

@@ -19,7 +19,7 @@ import trio.testing
 
 from cachefs.base.errors import OriginFailed, TooLarge
 from cachefs.origin import ObjectInfo
-from cachefs.store.backing import BackingFile
+from cachefs.store import BackingFile
 from cachefs.upload import passthrough, sending, staging
 from cachefs.upload.dirty_file import DirtyFile, Way
 from cachefs.upload.passthrough import IN_A_ROW, WITHIN_S
