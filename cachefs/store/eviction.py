@@ -378,14 +378,6 @@ class SharedDataset:
         self.each = math.ceil(len(units) / len(set(units)) - 0.1) if units else 0
         return True
 
-    def comes(self, unit: int) -> None:
-        """See `Epochs.comes`."""
-        self.pairs.access_filter.add(_mixed(unit, 0))
-
-    def had_here(self, unit: int) -> bool:
-        """True if this node's own readers have used the unit in this epoch."""
-        return _mixed(unit, 0) in self.pairs.access_filter
-
     @property
     def epochs(self) -> bool:
         """True if its pairs have epochs, or in the first epoch seem to."""
@@ -505,7 +497,7 @@ class Epochs:
         """Count the unit as used in this epoch: a reader of this node is about to use it."""
         (self._datasets.get(dataset) or self._add(dataset, self._now)).access_filter.add(unit)
         if dataset in self._shared:
-            self._shared[dataset].comes(unit)
+            self._shared[dataset].pairs.access_filter.add(unit)  # the pair with this node, see `_mixed`
 
     def had(self, dataset: int, unit: int) -> bool:
         """True if this node's readers have used the unit in this epoch of the dataset, cached or not. For an unused unit,
@@ -513,11 +505,11 @@ class Epochs:
         found = self._decides(dataset)
         if found is None:
             return False
-        shared = self._shared.get(dataset)
-        if shared is not None and shared.pairs is found:
-            return shared.had_here(unit)
-        use = found.sample.get(unit)
-        return unit in found.access_filter or (use is not None and use[0] >= found.start)
+        # The filter is that of units, or of pairs, where the pair with this node has the unit's hash.
+        if unit in found.access_filter:
+            return True
+        use = found.sample.get(unit) if found is self._datasets[dataset] else None
+        return use is not None and use[0] >= found.start
 
     def _add(self, dataset: int, clock: int) -> Dataset:
         if len(self._datasets) >= TRACKED:
@@ -558,33 +550,27 @@ class Epochs:
 
     # -- over restarts -----------------------------------------------------------------------------
 
-    def changes(self) -> tuple[bytes, dict[int, bytes]]:
-        """(list of all datasets, rows of those that changed since the last call), for `restore`."""
-        changed = {number: found.packed() for number, found in self._datasets.items() if found.changed}
-        for number in changed:
-            self._datasets[number].changed = False
-        return json.dumps([self._now, list(self._datasets)]).encode(), changed
+    def changes(self) -> dict[bytes, bytes]:
+        """Notes by name, for `restore`: the list of all datasets, and each one that changed since the last call."""
+        notes = {b"epochs": json.dumps([self._now, list(self._datasets)]).encode()}
+        for number, found in self._datasets.items():
+            if found.changed:
+                found.changed = False
+                notes[b"epochs%08x" % number] = found.packed()
+        return notes
 
-    def restore(self, listed: bytes | None, rows: Iterable[tuple[int, bytes | None]]) -> None:
-        """Restore the state that `changes` returned; damaged rows are left out."""
+    def restore(self, note: Callable[[bytes], bytes | None]) -> None:
+        """Restore the state that `changes` returned. `note` returns the last note of a name; damaged ones are left out."""
         try:
-            now, numbers = json.loads(listed or b"[0, []]")
+            now, numbers = json.loads(note(b"epochs") or b"[0, []]")
             self._now = int(now)
-            wanted = {int(number) for number in numbers}
+            wanted = [int(number) for number in numbers]
         except (ValueError, TypeError):
             return
-        for number, row in rows:
-            found = Dataset.unpacked(row or b"")
-            if number in wanted and found is not None:
+        for number in wanted:
+            found = Dataset.unpacked(note(b"epochs%08x" % number) or b"")
+            if found is not None:
                 self._datasets[number] = found
-
-    @staticmethod
-    def listed(row: bytes | None) -> list[int]:
-        """The datasets that a row of `changes` lists."""
-        try:
-            return [int(number) for number in json.loads(row or b"[0, []]")[1]]
-        except (ValueError, TypeError, IndexError):
-            return []
 
 
 def _rounded(ratio: float | None) -> float | None:
@@ -608,10 +594,9 @@ class Datasets:
     def __init__(self) -> None:
         self.version = 0  # grows when objects may belong to another dataset than before
         self._prefixes: dict[str, list[str]] = {}
-        self._seen: dict[str, set[str]] = {}
         self._whole: set[str] = set()
         self._names: dict[int, str] = {}
-        self._numbers: dict[tuple[str, str], int] = {}  # by place and first component
+        self._numbers: dict[str, dict[str, int]] = {}  # by place, then by first component
 
     def mounted(self, places: Iterable[tuple[str, str]]) -> None:
         """Add mounted places: (source, prefix of its keys) each."""
@@ -633,23 +618,20 @@ class Datasets:
         place = f"{source}\0{prefix}"
         if not slash or place in self._whole:
             first = ""
-        number = self._numbers.get((place, first))
+        number = self._numbers.get(place, {}).get(first)
         return number if number is not None else self._number(place, prefix, first)
 
     def _number(self, place: str, prefix: str, first: str) -> int:
         """Number a new component; beyond `MOST`, the whole prefix becomes one dataset."""
-        if place not in self._whole:
-            components = self._seen.setdefault(place, set())
-            components.add(first)
-            if len(components) > MOST:
-                del self._seen[place]
-                self._whole.add(place)
-                self.version += 1
-                first = ""
+        numbers = self._numbers.setdefault(place, {})
+        if place not in self._whole and len(numbers) >= MOST:
+            self._whole.add(place)
+            self.version += 1
+            first = ""
         number = zlib.crc32(f"{place}\0{first}".encode("utf-8", "surrogatepass"))
         if number not in self._names:
             self._names[number] = prefix + first
-        self._numbers[place, first] = number
+        numbers[first] = number
         return number
 
     def name(self, number: int) -> str:
@@ -1013,9 +995,9 @@ class Eviction:
             if one in (Class.REMOTE_OWNED, Class.REMOTE_PREFETCHED):
                 found = self._remote_owned_victim(tier, waiting=one is Class.REMOTE_PREFETCHED)
             elif one is Class.EVICTABLE:
-                found = self._first(self._evictable[tier], tier, True, older_than, moving)
+                found = self._first(tier, True, older_than, moving)
             else:
-                found = self._first(self._any[tier], tier, False, older_than, moving)
+                found = self._first(tier, False, older_than, moving)
             if found is not None:
                 return found
         return None
@@ -1034,9 +1016,7 @@ class Eviction:
                     return obj, copy
         return None
 
-    def _first(
-        self, walk: Walk, tier: int, evictable: bool, older_than: int | None, moving: bool
-    ) -> Victim | None:
+    def _first(self, tier: int, evictable: bool, older_than: int | None, moving: bool) -> Victim | None:
         """The first of this node's own copies; of class EVICTABLE if `evictable`, or of any."""
         catalog = self._catalog
 
@@ -1053,7 +1033,7 @@ class Eviction:
             return self._can_go(obj, copy, moving)
 
         # Rows first: a copy touched since the last flush is younger than each row that is up to date.
-        key = walk.first(judge, older_than)
+        key = (self._evictable if evictable else self._any)[tier].first(judge, older_than)
         if key is not None:
             obj = catalog.by_digest(key[1])
             return obj, obj.copies[key[0], key[2]]  # type: ignore[return-value]
@@ -1119,16 +1099,12 @@ class Eviction:
         if self._saved_version == self.epochs.version and self._flushes % EPOCHS_SAVED_EVERY and not closing:
             return notes
         self._saved_version = self.epochs.version
-        listed, rows = self.epochs.changes()
-        notes |= {b"epochs": listed, b"datasets": self.datasets.dump()}
-        return notes | {b"epochs%08x" % number: row for number, row in rows.items()}
+        return {**notes, **self.epochs.changes(), b"datasets": self.datasets.dump()}
 
     def _restore(self, index: Index) -> None:
         """Restore an earlier daemon's datasets and epochs, and set the clock beyond all of its values."""
         self.datasets.restore(index.note(b"datasets"))
-        listed = index.note(b"epochs")
-        rows = [(number, index.note(b"epochs%08x" % number)) for number in self.epochs.listed(listed)]
-        self.epochs.restore(listed, rows)
+        self.epochs.restore(index.note)
         noted = int.from_bytes(index.note(b"clock") or b"", "big")
         self._catalog.clock = max(self._catalog.clock, noted + 1)
         self._catalog.flush_begins()

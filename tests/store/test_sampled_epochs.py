@@ -129,8 +129,8 @@ def test_of_units_beyond_the_sample_only_the_filter_knows() -> None:
     shared.pairs.threshold = UNITS // 2
     for unit, sampled in ((UNITS // 2 - 1, 1), (UNITS // 2, 1), (UNITS - 1, 1), (5, 2)):
         assert shared.used(unit, 0, 2, 5, True) is False
-        assert len(shared.pairs.sample) == sampled and shared.had_here(unit)
-    assert not shared.had_here(6) and shared.pairs.last == 2 and shared._requesters == {0: 1}
+        assert len(shared.pairs.sample) == sampled and unit in shared.pairs.access_filter
+    assert 6 not in shared.pairs.access_filter and shared.pairs.last == 2 and shared._requesters == {0: 1}
 
 
 def test_the_length_of_a_unit_is_a_mean_that_forgets() -> None:
