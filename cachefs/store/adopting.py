@@ -30,7 +30,7 @@ from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count, block_l
 from cachefs.store.catalog import Backing, CachedObject, Copy
 from cachefs.store.eviction import ANY
 from cachefs.store.space import SPILL_ABOVE, VICTIMS_AT_ONCE, Space
-from cachefs.store.tier import RAM, READ_THREADS, SSD, Tier, allocated, checksums
+from cachefs.store.tier import RAM, READ_THREADS, SSD, Tier, allocated, checksums, next_data
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class Adopting:
         if status.st_dev != os.stat(tier.path).st_dev:
             return False
         if not size:
-            await tier.disk.run(partial(os.unlink, path), _nothing_left)  # an empty version has no blocks
+            await tier.disk.run(partial(os.unlink, path), lambda _: None)  # an empty version has no blocks
             return True
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
 
@@ -383,10 +383,6 @@ class Adopting:
         return True
 
 
-def _nothing_left(_: object) -> None:
-    pass
-
-
 def _each(calls: Sequence[Callable[[], bool]]) -> list[bool | OSError]:
     """Call each in a worker thread; returns what they return or raise."""
     found: list[bool | OSError] = []
@@ -401,13 +397,7 @@ def _each(calls: Sequence[Callable[[], bool]]) -> list[bool | OSError]:
 def _write_zeros(fd: int, start: int, stop: int) -> None:
     """Write zeros into the holes of a range, in a worker thread."""
     while start < stop:
-        try:
-            data = os.lseek(fd, start, os.SEEK_DATA)
-        except OSError as exc:
-            if exc.errno != errno.ENXIO:
-                raise
-            data = stop  # a hole up to the end
-        end = min(data, stop)
+        end = min(next_data(fd, start), stop)
         while start < end:
             start += os.pwrite(fd, ZEROS[: end - start], start)
         if start < stop:

@@ -7,7 +7,6 @@ miss, but until then they are counted without taking space. The scrub runs besid
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 from collections.abc import AsyncIterator
@@ -18,7 +17,7 @@ import trio
 from cachefs.base.names import BLOCKS_PER_EXTENT
 from cachefs.store.catalog import CachedObject
 from cachefs.store.store import Store
-from cachefs.store.tier import Tier, allocated
+from cachefs.store.tier import Tier, allocated, next_data
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +126,8 @@ def _inspect(tier: Tier, digest: bytes, block_size: int, known: dict[int, int]) 
         return [], set(known)
     try:
         size = os.fstat(fd).st_size
-        strays = [s for s in range(0, size, block_size) if s not in known and _has_data(fd, s, block_size)]
+        others = (start for start in range(0, size, block_size) if start not in known)
+        strays = [start for start in others if next_data(fd, start) < start + block_size]
         return strays, {start for start, length in known.items() if not _is_whole(fd, start, length)}
     except OSError:
         return [], set()
@@ -137,20 +137,4 @@ def _inspect(tier: Tier, digest: bytes, block_size: int, known: dict[int, int]) 
 
 def _is_whole(fd: int, start: int, length: int) -> bool:
     """True if the whole range is data. The end of the file counts as a hole."""
-    try:
-        return (
-            os.lseek(fd, start, os.SEEK_DATA) == start and os.lseek(fd, start, os.SEEK_HOLE) >= start + length
-        )
-    except OSError as exc:
-        if exc.errno == errno.ENXIO:
-            return False
-        raise
-
-
-def _has_data(fd: int, start: int, length: int) -> bool:
-    try:
-        return os.lseek(fd, start, os.SEEK_DATA) < start + length
-    except OSError as exc:
-        if exc.errno == errno.ENXIO:
-            return False
-        raise
+    return next_data(fd, start) == start and os.lseek(fd, start, os.SEEK_HOLE) >= start + length

@@ -342,7 +342,7 @@ class Space:
             self.heap.drop(obj.id.digest)
 
     def punch(self, obj: CachedObject, tier: Tier, ranges: list[Range], freed: int = 0) -> None:
-        """Punch ranges of a version's file, which take `freed` bytes: at once in memory, through a queue on a disk."""
+        """Punch ranges of a version's file, in their order, which take `freed` bytes."""
         runs: list[Range] = []
         for start, length in ranges:
             length = allocated(length)  # whole pages: punching a part of a page only zeroes it
@@ -350,22 +350,8 @@ class Space:
                 runs[-1] = (runs[-1][0], runs[-1][1] + length)
             else:
                 runs.append((start, length))
-        if not runs:
-            return
-        if tier.blocking:
-            tier.dispose_of(obj.id.digest, runs, freed)
-            return
-        opened = obj.fds.get(tier.number)
-        try:
-            fd = opened if opened is not None else tier.open_file(obj.id.digest)
-            try:
-                for start, length in runs:
-                    tier.punch(fd, start, length)
-            finally:
-                if opened is None:
-                    os.close(fd)
-        except OSError as exc:
-            tier.failed(exc)
+        if runs:
+            tier.punch(obj.id.digest, runs, freed)
 
     def file_to_write(self, obj: CachedObject, tier: Tier) -> Callable[[], int] | None:
         """A function, for a thread, that opens the version's file for writing; None while an immutable file of it waits for
@@ -875,8 +861,7 @@ class TierWrite(CacheWrite):
         self.waits = tier.blocking
         self.copy = copy
         self.fd = -1
-        self.not_opened: OSError | None = None
-        self.failure: OSError | None = None
+        self.error: OSError | None = None  # of opening the file if `fd` is -1, else of writing
         self._open = open_file
 
     def _put(self, view: memoryview, offset: int) -> None:
@@ -889,10 +874,7 @@ class TierWrite(CacheWrite):
                     offset += count
                     view = view[count:]
         except OSError as exc:
-            if self.fd < 0:
-                self.not_opened = exc
-            else:
-                self.failure = exc
+            self.error = exc
             raise NoRoom(f"{self.tier.name} tier: {exc.strerror}") from exc
 
     def look(self, offset: int, size: int) -> bytes:
@@ -1091,12 +1073,14 @@ class CacheWrites:
             self._count_miss(obj, cache_write)  # a reader read it during the transfer
         missing = _bits(cache_write.start_block + cache_write.settled, cache_write.stop_block)
         self._space.abandon(copy, missing)
-        if cache_write.not_opened is not None:
-            self._space.not_opened(obj, tier, cache_write.not_opened, self._space.bytes(copy, missing))
-        elif cache_write.failure is not None:
-            self._space.failed(tier, cache_write.failure, self._space.bytes(copy, missing))
-        elif not missing:
-            tier.worked()
+        unwritten = self._space.bytes(copy, missing)
+        if cache_write.error is None:
+            if not missing:
+                tier.worked()
+        elif cache_write.fd < 0:
+            self._space.not_opened(obj, tier, cache_write.error, unwritten)
+        else:
+            self._space.failed(tier, cache_write.error, unwritten)
         self._space.unpin(obj, copy)
         obj.rest()
         if tier.number == RAM and self._moves is not None:

@@ -405,6 +405,16 @@ def checksums(fd: int, ranges: Sequence[tuple[int, int]], how: int = 0) -> list[
     return found
 
 
+def next_data(fd: int, start: int) -> int:
+    """Offset of the first byte of data at or after `start` in a file with holes; `sys.maxsize` if there is none."""
+    try:
+        return os.lseek(fd, start, os.SEEK_DATA)
+    except OSError as exc:
+        if exc.errno == errno.ENXIO:
+            return sys.maxsize
+        raise
+
+
 class Tier:
     """One directory. `number` is `RAM` or `SSD`. `blocking`: a read may wait for a device, as on a disk and not on tmpfs.
     `passthrough`: the kernel accepts its files as backing files. Times are of `clock`, in seconds."""
@@ -774,9 +784,16 @@ class Tier:
         except OSError as exc:
             self.failed(exc)
 
-    def dispose_of(self, digest: bytes, ranges: list[tuple[int, int]], count: int) -> None:
-        """Queue the removal of (offset, length) ranges of the version's file, which take `count` bytes."""
-        self.disposal.remove(digest, self._file(digest), ranges, count)
+    def punch(self, digest: bytes, ranges: list[tuple[int, int]], count: int) -> None:
+        """Punch (offset, length) ranges of the version's file, which take `count` bytes: at once in memory, through the
+        disposal queue on a disk."""
+        if self.blocking:
+            self.disposal.remove(digest, self._file(digest), ranges, count)
+            return
+        try:
+            _punch(self._file(digest), ranges)
+        except OSError as exc:
+            self.failed(exc)
 
     def remove(self) -> None:
         """Remove all files of the tier, and its directory if it is empty then. Blocking."""
@@ -793,10 +810,6 @@ class Tier:
             return done == 0
         finally:
             os.close(fd)
-
-    def punch(self, fd: int, offset: int, length: int) -> bool:
-        """Punch a hole into an open file. False if the file system cannot do that."""
-        return punch(fd, offset, length)
 
 
 def _set_noatime(fd: int) -> None:

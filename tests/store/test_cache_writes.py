@@ -111,7 +111,7 @@ def test_what_comes_in_pieces_is_in_the_file_as_it_is(
         check(filled, *how)
     os.close(filled.fd)
     assert len(os.listdir("/proc/self/fd")) == before
-    assert filled.failure is None and filled.not_opened is None and not tier.disk._calls
+    assert filled.error is None and not tier.disk._calls
 
 
 @pytest.mark.parametrize("wake_at", [0, BLOCK, BLOCK + 1, 2 * BLOCK, SIZE, SIZE + 1])
@@ -150,7 +150,7 @@ def test_a_file_that_cannot_be_opened_or_written_is_told_apart(tier: Tier) -> No
     filled = TierWrite(tier, Copy(RAM, b"", 0, SIZE), refused, SIZE, BLOCK, 0, 1)
     with pytest.raises(NoRoom):
         filled.write(b"1")
-    assert filled.not_opened is not None and filled.failure is None
+    assert filled.error is not None and filled.error.errno == errno.EACCES and filled.fd == -1
     assert (filled.written, filled.take_completed()) == (0, [])
     filled.close()
     path = tier.path / "read only"
@@ -158,7 +158,7 @@ def test_a_file_that_cannot_be_opened_or_written_is_told_apart(tier: Tier) -> No
     filled = TierWrite(tier, Copy(RAM, b"", 0, SIZE), lambda: os.open(path, os.O_RDONLY), SIZE, BLOCK, 0, 1)
     with pytest.raises(NoRoom):
         filled.write(b"1")
-    assert filled.not_opened is None and filled.failure is not None and filled.failure.errno == errno.EBADF
+    assert filled.error is not None and filled.error.errno == errno.EBADF and filled.fd >= 0
     filled.close()
     os.close(filled.fd)
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import trio
 
+from cachefs.base import linux
 from cachefs.base.errors import NoRoom
 from cachefs.base.units import Size
 from cachefs.store import store
@@ -326,8 +327,8 @@ async def test_what_rows_and_files_disagree_about_is_put_right_and_told(cache_di
         fd = os.open(file, os.O_RDWR)
         os.pwrite(fd, b"x" * SMALL, 3 * BLOCK)  # stray
         os.pwrite(fd, b"x" * SMALL, 30 * BLOCK + SMALL)  # stray
-        tier.punch(fd, 5 * BLOCK + SMALL, SMALL)  # a hole within
-        tier.punch(fd, 20 * BLOCK, BLOCK)
+        linux.punch(fd, 5 * BLOCK + SMALL, SMALL)  # a hole within
+        linux.punch(fd, 20 * BLOCK, BLOCK)
         obj.refs += 1
         assert await reclaim() == 0, "not while it is in use"
         obj.refs -= 1

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from cachefs.base import linux
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.store import Store, open_store, ram
@@ -362,7 +363,7 @@ async def test_what_is_in_use_is_left_to_its_user_by_the_scrub(cache_dir: Path) 
         # A hole, and a stray block behind the end.
         path = tier.file_path(object_id.digest)
         fd = os.open(path, os.O_RDWR)
-        tier.punch(fd, BLOCK, BLOCK)
+        linux.punch(fd, BLOCK, BLOCK)
         os.pwrite(fd, bytes([1]) * BLOCK, 4 * BLOCK)
         os.close(fd)
         await lab.store.flush()

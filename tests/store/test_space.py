@@ -203,9 +203,11 @@ async def test_ranges_that_touch_are_punched_at_once(
         obj = lab.store.object(object_id)
         called: list[tuple[int, int]] = []
         done: list[int] = []
-        monkeypatch.setattr(tier, "punch", lambda fd, *run: called.append(run))
+        monkeypatch.setattr(tier_module, "punch", lambda fd, *run: called.append(run))
         monkeypatch.setattr(
-            tier, "dispose_of", lambda digest, runs, freed: (called.extend(runs), done.append(freed))
+            tier.disposal,
+            "remove",
+            lambda digest, path, runs, freed: (called.extend(runs), done.append(freed)),
         )
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(60):
