@@ -116,7 +116,7 @@ class Passthrough:
         open."""
         for copy in backing.copies:
             if self._eviction.touch_if_flushed(copy):
-                self._catalog.remembered(backing.object.id)
+                self._catalog.object(backing.object.id)  # it is the one used last
                 self._eviction.used(backing.object, copy, hit=True)
 
     def restore(self, obj: CachedObject, backing_id: int) -> Backing:

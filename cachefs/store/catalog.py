@@ -58,8 +58,8 @@ Row = tuple[bytes, CopyKey, int, int]
 Totals = tuple[int, int, int]
 """Counters of a tier: (allocated bytes, blocks, pinned bytes)"""
 
-Saved = tuple[CopyKey, bytes, int, int | None, int | None]
-"""(key, packed row, dataset, clock or None if it gets no row in the order of eviction, clock stored before)"""
+Saved = tuple[CopyKey, bytes, int, int, int | None]
+"""(key, packed row, dataset, clock or 0 if it gets no row in the order of eviction, clock stored before)"""
 
 
 @dataclass(slots=True)
@@ -67,12 +67,13 @@ class Copy:
     """The blocks of one extent that one tier holds.
 
     `bitmap` and `verified` have a bit per block of the extent; `checksums` are xxh3_64 of each block. `clock` is the
-    logical time of the last use, `stored_clock` the one in the index (None: not there). `stored`: the index may have a row
-    of it. `pins` counts the users of the bytes across an await: cache writes, moves and threaded reads. `space.py` changes
-    it, and `backing.py`, where a call would cost an open too much. `in_progress` are blocks that one cache write or move is
-    writing; `forgotten` are dropped blocks whose bytes stay in the file until the last pin is gone. `first_use` is when an
-    SSD copy was first read in this process. `used` is `clock`, or 0 while prefetched blocks wait for a reader. `pinned`
-    copies stay until they are unpinned. `dataset_version` is the version of the `Datasets` that gave `dataset`.
+    logical time of the last use, `stored_clock` the one in the index (None: there is no row; 0: there may be one, without a
+    place in the order of eviction). `pins` counts the users of the bytes across an await: cache writes, moves and threaded
+    reads. `space.py` changes it, and `backing.py`, where a call would cost an open too much. `in_progress` are blocks that
+    one cache write or move is writing; `forgotten` are dropped blocks whose bytes stay in the file until the last pin is
+    gone. `first_use` is when an SSD copy was first read in this process. `used` is `clock`, or 0 while prefetched blocks
+    wait for a reader. `pinned` copies stay until they are unpinned. `dataset_version` is the version of the `Datasets` that
+    gave `dataset`.
     """
 
     tier: int
@@ -83,7 +84,6 @@ class Copy:
     verified: int = 0
     clock: int = 0
     stored_clock: int | None = None
-    stored: bool = False
     pins: int = 0
     first_use: float = 0.0
     in_progress: int = 0
@@ -132,8 +132,7 @@ def unpack_copy(key: CopyKey, row: bytes) -> Copy | None:
         object_size=size,
         bitmap=bitmap,
         clock=clock,
-        stored_clock=None if flags & _UNORDERED else clock,
-        stored=True,
+        stored_clock=0 if flags & _UNORDERED else clock,
         dataset=dataset,
         used=clock,
         pinned=bool(flags & _PINNED),
@@ -255,7 +254,7 @@ class Index:
     def write(
         self,
         saved: list[Saved],
-        removed: list[tuple[CopyKey, int | None]],
+        removed: Iterable[tuple[CopyKey, int | None]],
         totals: dict[int, Totals],
         notes: dict[bytes, bytes],
     ) -> None:
@@ -263,13 +262,13 @@ class Index:
         puts: list[Put] = []
         for key, stored in removed:
             puts.append(("copies", pack_key(key), None))
-            if stored is not None:
+            if stored:
                 puts.append(("order", _CLOCK.pack(key[0], stored), None))
         for key, row, dataset, clock, stored in saved:
-            if stored is not None and stored != clock:
+            if stored and stored != clock:
                 puts.append(("order", _CLOCK.pack(key[0], stored), None))
             puts.append(("copies", pack_key(key), row))
-            if clock is not None:
+            if clock:
                 puts.append(("order", _CLOCK.pack(key[0], clock), _ORDERED.pack(*key, dataset)))
         for tier, total in totals.items():
             puts.append(("meta", b"total%d" % tier, _TOTAL.pack(*total)))
@@ -541,7 +540,7 @@ class Catalog:
         self._trust = trust
         self._objects: OrderedDict[bytes, CachedObject] = OrderedDict()
         self._dirty: dict[CopyKey, Copy] = {}  # in the order of their last use
-        self._removed: dict[CopyKey, int | None] = {}
+        self._removed: dict[CopyKey, int] = {}
         self._flushing: dict[CopyKey, Copy | int | None] = {}
         self._loaded = 0
         # Versions that were looked at lately and are in `_objects` not yet: prefetch looks at files, then fetches them.
@@ -561,13 +560,6 @@ class Catalog:
         """The record of this version, created if there is none."""
         found = self._get(object_id.digest, object_id)
         found.id = object_id  # the record may have an `Unnamed`
-        return found
-
-    def remembered(self, object_id: ObjectId) -> CachedObject | None:
-        """The record of this version if it is in memory, which makes it the most recently used one."""
-        found = self._objects.get(object_id.digest)
-        if found is not None:
-            self._objects.move_to_end(object_id.digest)
         return found
 
     def by_digest(self, digest: bytes) -> CachedObject:
@@ -760,7 +752,7 @@ class Catalog:
             copy = Copy(tier, obj.id.digest, extent, object_size, dataset=dataset, pinned=obj.pinned)
             if copy.key in self._removed:
                 # The index still has an old row of this key, with blocks that are gone: the next flush replaces it.
-                copy.stored_clock, copy.stored = self._removed.pop(copy.key), True
+                copy.stored_clock = self._removed.pop(copy.key)
                 self._dirty[copy.key] = copy
             obj.copies[tier, extent] = copy
             self._loaded += self.remembers(obj)
@@ -792,7 +784,7 @@ class Catalog:
             self._loaded -= self.remembers(obj)
         key = copy.key
         self._dirty.pop(key, None)
-        if copy.stored:
+        if copy.stored_clock is not None:
             # Other keys would only add up here while the index cannot be written.
             self._removed[key] = copy.stored_clock
 
@@ -818,21 +810,20 @@ class Catalog:
         removing, self._removed = self._removed, {}
         saved: list[Saved] = []
         placed: list[Placed] = []
-        gone = list(removing.items())
-        before: dict[CopyKey, tuple[int | None, bool]] = {}
+        gone: list[tuple[CopyKey, int | None]] = [*removing.items()]
+        before = {key: copy.stored_clock for key, copy in saving.items()}
         for key, copy in saving.items():
-            before[key] = copy.stored_clock, copy.stored
             if copy.bitmap:
                 # A copy pinned on the last tier cannot be evicted or moved, so it gets no row in the order.
-                clock = None if copy.pinned and copy.tier == self._tiers[-1].number else copy.clock
-                row = pack_copy(copy, ordered=clock is not None)
+                clock = 0 if copy.pinned and copy.tier == self._tiers[-1].number else copy.clock
+                row = pack_copy(copy, ordered=clock > 0)
                 saved.append((key, row, copy.dataset, clock, copy.stored_clock))
-                copy.stored_clock, copy.stored = clock, True
-                if clock is not None:
+                copy.stored_clock = clock
+                if clock:
                     placed.append(Placed(key, clock, copy.dataset))
             else:  # all its blocks are forgotten, but a user still has a pin
                 gone.append((key, copy.stored_clock))
-                copy.stored_clock = None
+                copy.stored_clock = 0  # the row is there until this flush has ended
         self._flushing = {**saving, **removing}
         totals = {
             t.number: (max(0, t.used_bytes - t.unlisted_bytes), max(0, t.blocks), max(0, t.pinned_bytes))
@@ -858,23 +849,22 @@ class Catalog:
     def _take_back(
         self,
         saving: dict[CopyKey, Copy],
-        removing: dict[CopyKey, int | None],
-        before: dict[CopyKey, tuple[int | None, bool]],
+        removing: dict[CopyKey, int],
+        before: dict[CopyKey, int | None],
     ) -> None:
         """After a failed flush: have the next one write all of it, with what has changed since."""
         for key, copy in saving.items():
-            copy.stored_clock, copy.stored = before[key]
+            stored = copy.stored_clock = before[key]
             if key in self._removed:
                 del self._removed[key]
-                if copy.stored:
-                    self._removed[key] = copy.stored_clock
-            elif copy.bitmap or copy.stored or key in self._dirty:
+                if stored is not None:
+                    self._removed[key] = stored
+            elif copy.bitmap or stored is not None or key in self._dirty:
                 # Another copy may be in the place of this one by now.
-                newer = self._dirty.setdefault(key, copy)
-                newer.stored_clock, newer.stored = before[key]
+                self._dirty.setdefault(key, copy).stored_clock = stored
         for key, clock in removing.items():
             if (made := self._dirty.get(key)) is not None:
-                made.stored_clock, made.stored = clock, True
+                made.stored_clock = clock
             else:
                 self._removed.setdefault(key, clock)
 

@@ -26,9 +26,7 @@ class Plain:
 
     def order(self, tier: int) -> list[tuple[int, CopyKey, int]]:
         placed = (copy for key, copy in self.rows.items() if key[0] == tier)
-        return sorted(
-            (copy.stored_clock, copy.key, copy.dataset) for copy in placed if copy.stored_clock is not None
-        )
+        return sorted((copy.stored_clock, copy.key, copy.dataset) for copy in placed if copy.stored_clock)
 
 
 def copy_of(key: CopyKey, clock: int, rng: random.Random) -> Copy:
@@ -56,8 +54,8 @@ def write(index: Index, plain: Plain, rng: random.Random, clock: int) -> int:
                 copy = copy_of(key, clock, rng)
             else:  # as old as before
                 copy = copy_of(key, before.clock, rng)
-            copy.stored_clock = None if copy.pinned and key[0] == SSD else copy.clock
-            row = pack_copy(copy, ordered=copy.stored_clock is not None)
+            copy.stored_clock = 0 if copy.pinned and key[0] == SSD else copy.clock
+            row = pack_copy(copy, ordered=copy.stored_clock > 0)
             saved.append((key, row, copy.dataset, copy.stored_clock, stored))
             plain.rows[key] = copy
     plain.totals = {
