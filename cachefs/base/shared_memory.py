@@ -246,12 +246,13 @@ class FileRecords:
 class Tail:
     """The bytes of a file from the offset `start` on, with methods of a bytearray."""
 
-    def __init__(self, tails: Tails, index: int, name: str, start: int, length: int) -> None:
+    def __init__(self, tails: Tails, index: int, name: str, start: int, length: int, in_use: int = 0) -> None:
+        """`in_use` bytes of its memory are in use already, left by an earlier tail, and are returned with its own."""
         self.name, self.start = name, start
         self._tails, self._index = tails, index
         self._memory = tails.memory
         self._head, self._at = _TAIL_HEADS_AT + index * _TAIL_STRIDE, _TAILS_AT + index * TAIL_BYTES
-        self._length = self._most = length
+        self._length, self._most = length, max(length, in_use)
 
     def __len__(self) -> int:
         return self._length
@@ -262,11 +263,6 @@ class Tail:
     def view(self) -> memoryview:
         """The bytes, until the next change."""
         return memoryview(self._memory)[self._at : self._at + self._length]
-
-    def has_memory(self, length: int) -> None:
-        """Note that `length` bytes of its memory are in use already, left by an earlier tail, to be returned with its
-        own."""
-        self._most = max(self._most, length)
 
     def _resize(self, length: int) -> None:
         self._length, self._most = length, max(self._most, length)
@@ -322,9 +318,7 @@ class Tails:
         _TAIL.pack_into(self.memory, head, 0, name.encode(), start, len(data))
         self.memory[at : at + len(data)] = data
         _WORD.pack_into(self.memory, head, 1)
-        tail = Tail(self, index, name, start, len(data))
-        tail.has_memory(self._kept.pop(index, 0))
-        return tail
+        return Tail(self, index, name, start, len(data), self._kept.pop(index, 0))
 
     def keeps(self, index: int, length: int) -> bool:
         """True if `length` bytes of memory of a tail that becomes free are kept for the next one, within `MEMORY_KEPT`."""
