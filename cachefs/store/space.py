@@ -166,13 +166,9 @@ class Space:
             copy.pins += 1
 
     def unpin(self, obj: CachedObject, *copies: Copy) -> None:
-        """Remove a user from the copies, which are of one tier."""
+        """Remove a user from the copies, which are of one tier, and free what waited for the last pin."""
         for copy in copies:
             copy.pins -= 1
-        self.unpinned(obj, *copies)
-
-    def unpinned(self, obj: CachedObject, *copies: Copy) -> None:
-        """Free what waited for the last pin of these copies, which are of one tier."""
         if copies and copies[0].tier in obj.leaving:
             self._free_file(obj, self._tiers[copies[0].tier])
             return

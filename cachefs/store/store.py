@@ -19,13 +19,12 @@ import xxhash
 from cachefs.base.linux import HANGS_AFTER_S, LOOK_EVERY_S
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_length, blocks_covering
-from cachefs.base.tasks import in_thread
 from cachefs.store.adopting import Adopting
 from cachefs.store.backing import Passthrough
 from cachefs.store.catalog import CachedObject, Catalog, Copy, Index
-from cachefs.store.eviction import Datasets, Eviction, Policy
+from cachefs.store.eviction import Eviction, Policy
 from cachefs.store.space import CacheWrites, Moves, Pins, Space
-from cachefs.store.tier import RAM, READ_THREADS, Tier
+from cachefs.store.tier import RAM, Tier
 
 FLUSH_EVERY_S = 1.0
 """How long the index may lag behind the files. After kill -9, blocks written in that time are fetched again. Guessed between
@@ -85,7 +84,6 @@ class Store:
         self._check_always = verify == "full"
         self._trusting = verify == "none"
         self._closed = False
-        self._threads = trio.CapacityLimiter(READ_THREADS)
         # After a crash the files may lag behind the index: then every block is checked, even with verify="none".
         self.catalog = Catalog(index, tiers, block_size, trust=verify == "none" and index.trusted)
         self.eviction = Eviction(self.catalog, index, tiers, policy, clock)
@@ -99,6 +97,7 @@ class Store:
 
         self.object, self.look = self.catalog.object, self.catalog.look
         self.look_soon = self.catalog.look_soon
+        self.datasets = self.eviction.datasets
         self.course, self.left_behind = self.eviction.course, self.eviction.left_behind
         self.flush = self.eviction.flush
         self.pin, self.unpin, self.whole = self.pins.pin, self.pins.unpin, self.pins.whole
@@ -121,11 +120,6 @@ class Store:
     def index_error(self) -> str:
         """Why the index cannot be written, or ""."""
         return self.catalog.index_error
-
-    @property
-    def datasets(self) -> Datasets:
-        """Maps versions to datasets. The daemon tells it the mounted prefixes."""
-        return self.eviction.datasets
 
     def eviction_status(self) -> dict[str, Any]:
         """The policy, and the state of the datasets in use, as plain values."""
@@ -256,30 +250,35 @@ class Store:
         checksum; a failed one is dropped. The caller then fetches it. `count` as in `read_now`."""
         if size <= 0:
             return b""
-        steps: list[Step] = []
+        parts: list[Step | bytes] = []
         for block, at, length in self._pieces(offset, size):
             copy = self.catalog.find(obj, block)
             if copy is None:
-                if self.space.heap.get(obj.id.digest, block) is not None:
-                    return await self._read_pieces(obj, offset, size, count)
-                return None
+                kept = self.space.heap.get(obj.id.digest, block)
+                if kept is None:
+                    return None
+                start = at - block * self.block_size
+                parts.append(kept[start : start + length])
+                continue
             check = self._check_always or not copy.verified >> (block % BLOCKS_PER_EXTENT) & 1
-            if steps and not check and steps[-1].copy is copy and not steps[-1].check:
-                steps[-1].length += length
+            last = parts[-1] if parts else b""
+            if isinstance(last, Step) and last.copy is copy and not check and not last.check:
+                last.length += length
             else:
-                steps.append(Step(copy, block, at, length, check))
-        results = await self._take(obj, steps)
+                parts.append(Step(copy, block, at, length, check))
+        steps = [part for part in parts if isinstance(part, Step)]
+        results = await self._take(obj, steps) if steps else []
         if results is None:
             return None
-        good = [
-            r for s, r in zip(steps, results, strict=True) if self._judge(obj, s, r) and isinstance(r, bytes)
-        ]
-        if len(good) != len(steps):
+        good = [self._judge(obj, step, result) for step, result in zip(steps, results, strict=True)]
+        if None in good:
             return None
         if count:
             for step in steps:
                 self._hit(obj, step.copy, len(blocks_covering(step.at, step.length, self.block_size)))
-        return b"".join(good)
+            self._metrics.heap_hits += len(parts) - len(steps)
+        data = iter(good)
+        return b"".join((next(data) or b"") if isinstance(part, Step) else part for part in parts)
 
     async def _take(self, obj: CachedObject, steps: list[Step]) -> list[bytes | OSError | None] | None:
         """Run the steps in a thread; see `_take_steps`. None if a disk does not answer. Until the thread has ended, even
@@ -298,14 +297,8 @@ class Store:
                 self.space.unpin(obj, step.copy)
             obj.release()
 
-        slow = next((tier for tier in tiers.values() if tier.blocking), None)
-        if slow is None:
-            try:
-                return await in_thread(take, limiter=self._threads)
-            finally:
-                finish(None)
         try:
-            return await slow.disk.run(take, finish)
+            return await tiers[max(tiers)].disk.run(take, finish)
         except TimeoutError:
             return None
 
@@ -314,39 +307,21 @@ class Store:
         for start, length in list(self.catalog.ranges(copy, copy.bitmap & ~copy.verified)):
             step = Step(copy, start // self.block_size, start, length, check=True)
             results = await self._take(obj, [step])
-            if results is None or not self._judge(obj, step, results[0]):
+            if results is None or self._judge(obj, step, results[0]) is None:
                 return False
         return True
 
-    async def _read_pieces(self, obj: CachedObject, offset: int, size: int, count: bool) -> Buffer | None:
-        """`read` block by block, for a range with blocks in the heap."""
-        parts = []
-        for block, at, length in self._pieces(offset, size):
-            kept = self.space.heap.get(obj.id.digest, block)
-            start = at - block * self.block_size
-            part: Buffer | None
-            if kept is not None:
-                part = kept[start : start + length]
-            else:
-                part = await self.read(obj, at, length, count=False)
-            if part is None:
-                return None
-            parts.append(part)
-        if count:
-            self.hit(obj, blocks_covering(offset, size, self.block_size))
-        return b"".join(parts)
-
-    def _judge(self, obj: CachedObject, step: Step, result: bytes | OSError | None) -> bool:
+    def _judge(self, obj: CachedObject, step: Step, result: bytes | OSError | None) -> bytes | None:
+        """The bytes of a step. None, after dropping what failed, if it could not be read or its checksum does not match."""
         copy, bit = step.copy, 1 << (step.block % BLOCKS_PER_EXTENT)
         if isinstance(result, OSError):
             self.space.lost(obj, copy, result)
-            return False
+            return None
         if result is None:
             self.space.corrupt(obj, copy, bit)
-            return False
-        if step.check:
+        elif step.check:
             copy.verified |= bit & copy.bitmap
-        return True
+        return result
 
     def hit(self, obj: CachedObject, blocks: Iterable[int]) -> None:
         """Count these cached blocks as hits, and as uses."""
