@@ -18,6 +18,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -145,12 +146,9 @@ class Passthrough:
             if copies is None:
                 continue
             try:
-                fd = tier.make_immutable(obj.id.digest, obj.id.size)
+                fd = self._make_immutable(obj, tier)
             except OSError as exc:
                 log.debug("no passthrough for %s from the %s tier: %s", obj.id.key, tier.name, exc)
-                continue
-            if not self._is_its_file(obj, tier, fd):
-                os.close(fd)
                 continue
             obj.immutable.add(tier.number)
             return self._backing(obj, tier, fd, copies)
@@ -162,11 +160,8 @@ class Passthrough:
         tier.registered += 1
         return obj.backing
 
-    def _is_its_file(self, obj: CachedObject, tier: Tier, fd: int) -> bool:
-        try:
-            return obj.is_its_file(tier.number, fd)
-        except OSError:
-            return False
+    def _make_immutable(self, obj: CachedObject, tier: Tier) -> int:
+        return tier.make_immutable(obj.id.digest, obj.id.size, partial(obj.is_its_file, tier.number))
 
     def settled(self, object_id: ObjectId, *, passthrough: bool, on_disk: bool) -> Settled | None:
         """The version, if it is whole on a tier from which `open` cannot serve it, and no blocks of it lie on one from which
@@ -204,9 +199,6 @@ class Passthrough:
             return
         tier, copies = found
 
-        def make_immutable() -> None:
-            os.close(tier.make_immutable(obj.id.digest, obj.id.size))
-
         def finish(_: object) -> None:
             self._space.unpin(obj, *copies)
             obj.release()
@@ -214,7 +206,7 @@ class Passthrough:
         obj.hold()
         self._space.pin(*copies)
         try:
-            await tier.disk.run(make_immutable, finish)
+            await tier.disk.run(lambda: os.close(self._make_immutable(obj, tier)), finish)
         except OSError as exc:
             log.debug("cannot make %s immutable in the %s tier: %s", obj.id.key, tier.name, exc)
 

@@ -26,7 +26,7 @@ from cachefs.store import ram
 from cachefs.store.catalog import Index
 from cachefs.store.eviction import Policy
 from cachefs.store.store import Store
-from cachefs.store.tier import RAM, SSD, Tier
+from cachefs.store.tier import NAMES, RAM, SSD, Tier
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def open_store(
             for rubbish in path.glob("trash-*"):
                 _delete_in_background(rubbish)
         tiers: list[Tier] = []
-        for number, name, cap in ((RAM, "ram", ram_bytes), (SSD, "ssd", cache_bytes)):
+        for number, cap in ((RAM, ram_bytes), (SSD, cache_bytes)):
             if cap < block_size:
                 if number == RAM:
                     # A killed daemon may have left a RAM tier, whose memory would not be counted.
@@ -96,18 +96,12 @@ def open_store(
                     claims.append(ram.claim(place.path, cache_dir))
                     undo.callback(ram.take_away, place.path)
                 tier = Tier(
-                    number,
-                    name,
-                    place.path,
-                    cap,
-                    blocking=number == SSD,
-                    keep_free_bytes=place.keep_free_bytes,
-                    clock=time.monotonic,
+                    number, place.path, cap, keep_free_bytes=place.keep_free_bytes, clock=time.monotonic
                 )
                 _check_tag(index, tier)
                 tiers.append(tier)
             except (CacheUnusable, NoRoom, OSError) as exc:
-                warnings.append(f"no {name} tier: {exc}")
+                warnings.append(f"no {NAMES[number]} tier: {exc}")
                 if number == RAM:
                     _close_all(claims)
                     ram.forget(own, shared)

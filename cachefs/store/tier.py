@@ -370,6 +370,9 @@ files makes room at once. The larger of the two amounts of bytes counts. Guessed
 RAM, SSD = 0, 1
 """Tier numbers, fastest first. Index rows hold them, so their meaning never changes."""
 
+NAMES = ("ram", "ssd")
+"""The tiers' names for users, by number."""
+
 _WRITING = os.O_RDWR | os.O_NOFOLLOW
 # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_NOATIME_FL
 _GETFLAGS, _SETFLAGS, _NOATIME = 0x80086601, 0x40086602, 0x80
@@ -422,19 +425,17 @@ class Tier:
     def __init__(
         self,
         number: int,
-        name: str,
         path: Path,
         cap_bytes: int,
         *,
-        blocking: bool,
         keep_free_bytes: int,
         clock: Callable[[], float],
     ) -> None:
         self.number = number
-        self.name = name
+        self.name = NAMES[number]
         self.path = path
         self.cap_bytes = cap_bytes
-        self.blocking = blocking
+        self.blocking = number == SSD
         self.passthrough = True
         self.registered = 0  # backing files that the kernel may have now, including idle ones
         self.used_bytes = 0
@@ -453,7 +454,7 @@ class Tier:
         self._free_files = math.inf
         self._free_read_again_at = -1e9
         self._used_at_reading = 0
-        self.disk = Disk(name, path)
+        self.disk = Disk(self.name, path)
         self.disposal = Disposal(self.disk, self.failed)
         self._identity: tuple[int, int] | None = None
         self._removed = False
@@ -736,13 +737,15 @@ class Tier:
         os.link(self._file(digest), path)
         return True
 
-    def make_immutable(self, digest: bytes, size: int) -> int:
+    def make_immutable(
+        self, digest: bytes, size: int, is_its_file: Callable[[int], bool] = lambda fd: True
+    ) -> int:
         """Make the version's file immutable; returns a read-only descriptor to register with the kernel. OSError if the file
-        system keeps no modes, or if the file has not the object's `size`."""
+        system keeps no modes, if the file has not the object's `size`, or if `is_its_file` is False for it."""
         fd = os.open(self._file(digest), os.O_RDONLY | os.O_NOFOLLOW)
         try:
             found = os.fstat(fd)
-            if found.st_size == size:
+            if found.st_size == size and is_its_file(fd):
                 if not is_immutable(found):
                     os.fchmod(fd, IMMUTABLE)
                 if is_immutable(os.fstat(fd)):
@@ -755,7 +758,9 @@ class Tier:
             os.close(fd)
             raise
         os.close(fd)
-        raise OSError(errno.EINVAL, "its file has another size, or its file system keeps no modes")
+        raise OSError(
+            errno.EINVAL, "its file is another one or has another size, or its file system keeps no modes"
+        )
 
     def immutable(self, digest: bytes) -> bool | None:
         """True if the version's file is immutable (opened in passthrough once, or adopted). None if the disk does not answer

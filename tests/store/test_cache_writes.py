@@ -91,7 +91,7 @@ def test_what_comes_in_pieces_is_in_the_heap_as_it_is(how: tuple[int, int, list[
 @pytest.fixture(scope="module")
 def tier(tmp_path_factory: pytest.TempPathFactory) -> Tier:
     path = tmp_path_factory.mktemp("tier")
-    return Tier(RAM, "ram", path, 1 << 20, blocking=False, keep_free_bytes=0, clock=lambda: 0.0)
+    return Tier(RAM, path, 1 << 20, keep_free_bytes=0, clock=lambda: 0.0)
 
 
 @given(deliveries(), st.integers(1, 9))

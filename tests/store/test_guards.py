@@ -299,9 +299,7 @@ def test_a_directory_of_another_user_is_not_taken_away(tmp_path: Path) -> None:
 @pytest.fixture
 def tier(tmp_path: Path) -> Tier:
     now = [0.0]
-    made = Tier(
-        SSD, "ssd", tmp_path / "tier", 1 << 30, blocking=True, keep_free_bytes=0, clock=lambda: now[0]
-    )
+    made = Tier(SSD, tmp_path / "tier", 1 << 30, keep_free_bytes=0, clock=lambda: now[0])
     made.test_now = now  # type: ignore[attr-defined]
     return made
 

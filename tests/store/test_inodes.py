@@ -143,5 +143,5 @@ async def test_a_real_disk_never_runs_out_of_inodes(small_disk: Path) -> None:
         assert len(cache_files(small_disk / "cache")) > INODES // 10
         lab.check_accounts()
         assert lab.metrics.tier_errors == 0
-    again = Tier(SSD, "ssd", small_disk / "cache", MIB, blocking=True, keep_free_bytes=0, clock=lambda: 0.0)
+    again = Tier(SSD, small_disk / "cache", MIB, keep_free_bytes=0, clock=lambda: 0.0)
     assert again.takes_files

@@ -246,6 +246,30 @@ async def test_a_refused_tier_leaves_the_other(cache_dir: Path, caplog: pytest.L
         assert again is not None and again.tier.number == SSD
 
 
+@in_trio
+async def test_a_file_that_took_the_place_of_the_one_in_use_is_not_given_to_the_kernel(
+    cache_dir: Path,
+) -> None:
+    """It has the size of the version, and other bytes."""
+    async with running(cache_dir) as lab:
+        lab.closes_files = False
+        data = content(1, 2 * BLOCK)
+        object_id = lab.origin.put("k", data)
+        await cache_object(lab, object_id)
+        obj, (tier,) = lab.store.object(object_id), lab.store.tiers
+        file = tier.file_path(object_id.digest)
+        with obj.held():
+            obj.file(tier)
+            file.unlink()
+            file.write_bytes(bytes(len(data)))
+            file.chmod(0o600)
+            assert lab.store.open_backing(obj) is None
+            await lab.store.make_immutable(obj)
+            assert file.stat().st_mode & 0o777 == 0o600, "it is left as it is"
+            assert await lab.store.read(obj, 0, len(data)) == data
+        lab.store.evict(obj)
+
+
 # -- sharing -------------------------------------------------------------------------------------------
 
 

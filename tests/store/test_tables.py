@@ -644,7 +644,7 @@ def test_a_disk_without_room_can_still_be_read(
         raise OSError(number, os.strerror(number))
 
     def made() -> Tier:
-        return Tier(SSD, "ssd", tmp_path, 100, blocking=True, keep_free_bytes=0, clock=lambda: now[0])
+        return Tier(SSD, tmp_path, 100, keep_free_bytes=0, clock=lambda: now[0])
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "touch", refuse)
@@ -670,7 +670,7 @@ DIGEST = bytes(16)
 
 @pytest.mark.parametrize("how", LINKED)
 def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path, how: str) -> None:
-    one = Tier(SSD, "ssd", tmp_path / "t", 1 << 20, blocking=True, keep_free_bytes=0, clock=lambda: 0.0)
+    one = Tier(SSD, tmp_path / "t", 1 << 20, keep_free_bytes=0, clock=lambda: 0.0)
     elsewhere, path = tmp_path / "elsewhere", one.file_path(DIGEST)
     elsewhere.write_bytes(b"not ours!")
     path.parent.mkdir()
@@ -688,7 +688,7 @@ def test_a_file_that_cannot_be_given_is_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """Immutable, because the kernel has it, and of no name among the staging files."""
-    one = Tier(SSD, "ssd", tmp_path / "t", 1 << 20, blocking=True, keep_free_bytes=0, clock=lambda: 0.0)
+    one = Tier(SSD, tmp_path / "t", 1 << 20, keep_free_bytes=0, clock=lambda: 0.0)
     aside, path = tmp_path / "aside", one.file_path(DIGEST)
     assert one.put(DIGEST, b"content")
     before, real = len(os.listdir("/proc/self/fd")), getattr(os, call)
@@ -710,7 +710,7 @@ def test_a_file_that_cannot_be_given_is_where_it_was(
 @pytest.mark.parametrize("size", [1, tier.HUGE_PAGE + 1])
 def test_a_large_file_in_memory_has_its_length_at_once(tmp_path: Path, size: int, blocking: bool) -> None:
     """Where its pages may be huge."""
-    one = Tier(RAM, "ram", tmp_path, 1 << 30, blocking=blocking, keep_free_bytes=0, clock=lambda: 0.0)
+    one = Tier(SSD if blocking else RAM, tmp_path, 1 << 30, keep_free_bytes=0, clock=lambda: 0.0)
     fd = one.new_file(DIGEST, size)
     assert fd is not None and one.new_file(DIGEST, size) is None
     assert os.fstat(fd).st_size in ((0,) if blocking else (size,) if size > 1 else (0, 1))
@@ -722,7 +722,7 @@ def test_a_large_file_in_memory_has_its_length_at_once(tmp_path: Path, size: int
 def test_a_file_that_cannot_be_filled_is_not_left_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str, number: int
 ) -> None:
-    one = Tier(SSD, "ssd", tmp_path / "t", 1 << 20, blocking=True, keep_free_bytes=0, clock=lambda: 0.0)
+    one = Tier(SSD, tmp_path / "t", 1 << 20, keep_free_bytes=0, clock=lambda: 0.0)
     fd = one.open_for_writing(DIGEST, 5, known=False)
     os.close(fd)
     if why == "immutable":
@@ -815,7 +815,7 @@ def test_a_link_in_place_of_a_cache_file_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither to read what it leads to, where the file cannot be written, nor to cut it."""
-    one = Tier(SSD, "ssd", tmp_path / "t", 1 << 20, blocking=True, keep_free_bytes=0, clock=lambda: 0.0)
+    one = Tier(SSD, tmp_path / "t", 1 << 20, keep_free_bytes=0, clock=lambda: 0.0)
     path, elsewhere = one.file_path(b"d" * 16), tmp_path / "elsewhere"
     elsewhere.write_bytes(b"not ours")
     path.parent.mkdir(parents=True)

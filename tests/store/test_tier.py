@@ -66,10 +66,8 @@ def make(tmp_path: Path, there: Disk) -> Callable[..., Tier]:
     def made(number: int = SSD, cap: int = CAP, kept: int = KEPT) -> Tier:
         return Tier(
             number,
-            "SSD" if number == SSD else "RAM",
             tmp_path / "tier",
             cap,
-            blocking=number == SSD,
             keep_free_bytes=kept,
             clock=lambda: there.now,
         )
