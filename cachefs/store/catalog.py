@@ -140,6 +140,10 @@ def unpack_copy(key: CopyKey, row: bytes) -> Copy | None:
     )
 
 
+def _is_pinned(row: bytes) -> bool:
+    return len(row) >= _HEAD.size and bool(_HEAD.unpack_from(row)[4] & _PINNED)
+
+
 # -- the index -------------------------------------------------------------------------------------
 
 
@@ -194,21 +198,14 @@ class Index:
             yield from (_KEY.unpack(key)[2] for key, _ in rows if len(key) == _KEY.size)
             start = rows[-1][0] + b"\0"
 
-    def digests(
-        self, tier: int, after: bytes, limit: int, *, pinned: bool = False
-    ) -> tuple[list[bytes], bytes]:
-        """(digests of the next `limit` rows of a tier, next cursor) after the cursor `after`; b"" is the first and the
-        last. `pinned`: of rows of pinned copies only."""
-        start = after + b"\0" if after else _KEY.pack(tier, b"", 0)
-        rows = self._scan("copies", start, bytes([tier + 1]), limit)
-        if pinned:
-            rows_of = [
-                key for key, row in rows if len(row) >= _HEAD.size and _HEAD.unpack_from(row)[4] & _PINNED
-            ]
-        else:
-            rows_of = [key for key, _ in rows]
-        found = dict.fromkeys(key[1:17] for key in rows_of if len(key) == _KEY.size)
-        return list(found), rows[-1][0] if rows else b""
+    def digests(self, tier: int, limit: int, *, pinned: bool = False) -> Iterator[list[bytes]]:
+        """The digests of a tier's rows, in order, those of `limit` rows at a time, read lazily. `pinned`: of rows of pinned
+        copies only."""
+        start = _KEY.pack(tier, b"", 0)
+        while rows := self._scan("copies", start, bytes([tier + 1]), limit):
+            start = rows[-1][0] + b"\0"
+            keys = (key for key, row in rows if not pinned or _is_pinned(row))
+            yield list(dict.fromkeys(key[1:17] for key in keys if len(key) == _KEY.size))
 
     def oldest(self, tier: int, after: bytes, limit: int) -> list[Row]:
         """The next `limit` rows in the order of eviction, oldest first, after the cursor `after` (b"" to begin)."""
@@ -580,13 +577,7 @@ class Catalog:
     def look_soon(self, versions: Iterable[ObjectId]) -> None:
         """Prepare `look` for these versions: read the rows of their first extents in one transaction."""
         looked = {v.digest: CachedObject(v) for v in versions if v.digest not in self._objects}
-        keys = [(tier, digest, 0) for digest in looked for tier in self._tier]
-        listed = [key for key in keys if not self.unlisted(key)]
-        for key in keys:
-            looked[key[1]].copies[key[0], 0] = None
-        for key, copy in zip(listed, self._index.load(listed), strict=True):
-            if copy is not None:
-                self._found(looked[key[1]], key, copy)
+        self._load_into(looked, [(tier, digest, 0) for digest in looked for tier in self._tier])
         self._looks(looked)
 
     def _looks(self, looked: dict[bytes, CachedObject]) -> None:
@@ -653,11 +644,7 @@ class Catalog:
         """Load the copies of these extents on all tiers, as far as they are not loaded, in one transaction."""
         digest = obj.id.digest
         keys = [(t, digest, e) for e in extents for t in self._tier if (t, e) not in obj.copies]
-        listed = [key for key in keys if not self.unlisted(key)]
-        obj.copies.update(dict.fromkeys(((t, e) for t, _, e in keys), None))
-        for key, copy in zip(listed, self._index.load(listed), strict=True):
-            if copy is not None:
-                self._found(obj, key, copy)
+        self._load_into({digest: obj}, keys)
         if self.remembers(obj):
             for key in keys:
                 self._loaded += obj.copies[key[0], key[2]] is not None
@@ -665,12 +652,18 @@ class Catalog:
         elif self._looked_at.get(digest) is obj:
             self._looked += len(keys)
 
-    def _found(self, obj: CachedObject, key: CopyKey, copy: Copy) -> None:
-        """Add a copy from the index to a record."""
-        obj.copies[key[0], key[2]] = copy
-        obj.pinned |= copy.pinned
-        if self._trust or key in self._checked:
-            copy.verified = copy.bitmap
+    def _load_into(self, records: dict[bytes, CachedObject], keys: list[CopyKey]) -> None:
+        """Load the copies of these keys, None for those without a valid row, into the records of their versions."""
+        for tier, digest, extent in keys:
+            records[digest].copies[tier, extent] = None
+        listed = [key for key in keys if not self.unlisted(key)]
+        for key, copy in zip(listed, self._index.load(listed), strict=True):
+            if copy is not None:
+                obj = records[copy.digest]
+                obj.copies[copy.tier, copy.extent] = copy
+                obj.pinned |= copy.pinned
+                if self._trust or key in self._checked:
+                    copy.verified = copy.bitmap
 
     def copies(self, obj: CachedObject, tier: int) -> list[Copy]:
         """All copies of the version on a tier, by extent."""
@@ -868,10 +861,9 @@ class Catalog:
             else:
                 self._removed.setdefault(key, clock)
 
-    def listed(self, tier: int, after: bytes, *, pinned: bool = False) -> tuple[list[bytes], bytes]:
-        """(next digests for which the index has rows of the tier, cursor for the next call); an empty cursor is the end.
-        `pinned`: rows of pinned copies only."""
-        return self._index.digests(tier, after, 1000, pinned=pinned)
+    def listed(self, tier: int, *, pinned: bool = False) -> Iterator[list[bytes]]:
+        """The digests for which the index has rows of the tier, some at a time. `pinned`: rows of pinned copies only."""
+        return self._index.digests(tier, 1000, pinned=pinned)
 
     def forget_tier(self, tier: int) -> None:
         """Forget all copies of a tier whose files are being removed."""

@@ -39,11 +39,9 @@ async def scrub(store: Store) -> None:
 async def _rows_then_files(store: Store, tier: Tier) -> AsyncIterator[tuple[bytes, int]]:
     """(digest, bytes on disk) of every version that has rows, then of every file without."""
     catalog = store.catalog
-    digests, cursor = catalog.listed(tier.number, b"")
-    while cursor:
+    for digests in catalog.listed(tier.number):
         for digest, on_disk in await trio.to_thread.run_sync(_sizes, tier, digests):
             yield digest, on_disk
-        digests, cursor = catalog.listed(tier.number, cursor)
     objects = tier.path / "objects"
     for folder in await trio.to_thread.run_sync(_names, objects):
         for digest, on_disk in await trio.to_thread.run_sync(_files, objects / folder):

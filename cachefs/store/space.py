@@ -465,12 +465,10 @@ class Pins:
     async def unpin_all(self) -> None:
         """`unpin` each version that the index lists as pinned, also those that no path leads to any more. Flush it first."""
         for tier in self._tiers:
-            digests, cursor = self._catalog.listed(tier.number, b"", pinned=True)
-            while cursor:
+            for digests in self._catalog.listed(tier.number, pinned=True):
                 for digest in digests:
                     self.unpin(self._catalog.by_digest(digest))
                 await trio.lowlevel.checkpoint()
-                digests, cursor = self._catalog.listed(tier.number, cursor, pinned=True)
 
     def evict(self, obj: CachedObject) -> int:
         """Drop the copies that are not pinned. Returns their bytes; those in use are freed with their last user."""

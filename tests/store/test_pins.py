@@ -14,6 +14,7 @@ from cachefs.base.units import Size
 from cachefs.store.eviction import ANY
 from cachefs.store.tier import RAM, SSD
 from tests.fetch.scripted import content, in_trio
+from tests.store.counters import loaded
 from tests.store.lab import BLOCK, EXTENT, PAGE, Lab, running
 
 
@@ -129,6 +130,27 @@ async def test_what_lies_on_two_tiers_is_pinned_once(cache_dir: Path) -> None:
         assert store.whole(obj) and store.evict(obj) == 0
         store.unpin(obj)
         assert store.pinned_bytes == 2 * EXTENT
+
+
+@in_trio
+async def test_all_pins_end_at_once_whichever_versions_they_are_of(cache_dir: Path) -> None:
+    """The next daemon knows them by their rows alone."""
+    async with running(cache_dir) as lab:
+        origin = lab.origin
+        ids = [origin.put(f"k{number}", content(number, BLOCK)) for number in range(9)]
+        for number, object_id in enumerate(ids):
+            put(lab, object_id, {0})
+            if number % 2:
+                lab.store.pin(lab.store.object(object_id))
+    async with running(cache_dir, origin) as lab:
+        store = lab.store
+        batches = list(store.catalog._index.digests(SSD, 2, pinned=True))
+        pinned = sorted(object_id.digest for object_id in ids[1::2])
+        assert [digest for batch in batches for digest in batch] == pinned and len(batches) == 5
+        assert store.pinned_bytes == 4 * BLOCK
+        await store.pins.unpin_all()
+        assert store.pinned_bytes == 0 and not any(copy.pinned for copy in loaded(store))
+        assert len(loaded(store)) == 4, "no other row was read"
 
 
 @in_trio
