@@ -490,9 +490,6 @@ class Checked:
         self._young: set[int] = set()
         self._old: set[int] = set()
 
-    def __len__(self) -> int:
-        return len(self._young) + len(self._old)
-
     def __contains__(self, key: CopyKey) -> bool:
         name = self._name(key)
         return name in self._young or name in self._old
@@ -507,10 +504,6 @@ class Checked:
             name = self._name(key)
             self._young.discard(name)
             self._old.discard(name)
-
-    def clear(self) -> None:
-        self._young.clear()
-        self._old.clear()
 
     @staticmethod
     def _name(key: CopyKey) -> int:
@@ -874,7 +867,7 @@ class Catalog:
             obj.close_file(tier)
         self._dirty = {key: copy for key, copy in self._dirty.items() if key[0] != tier}
         self._removed = {key: clock for key, clock in self._removed.items() if key[0] != tier}
-        self._checked.clear()
+        self._checked = Checked()
         try:
             self._index.forget_tier(tier, b"")
         except (NoRoom, CacheUnusable) as exc:
