@@ -17,7 +17,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -156,30 +156,28 @@ def connected(path: Path, timeout_s: float, owners: Collection[int] = ()) -> soc
         raise NotRunning(f"no cachefs answers at {path}") from exc
     if not stat.S_ISDIR(directory.st_mode) or directory.st_uid not in trusted or directory.st_mode & 0o022:
         raise foreign
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    # The kernel waits so long for a place in the queue of a daemon that has many clients. With a timeout of Python's own,
-    # connect(2) would fail at once.
-    connection.setsockopt(
-        socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(*divmod(int(timeout_s * 1e6), 10**6))
-    )
-    try:
-        connection.connect(str(path))
-    except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError) as exc:
-        connection.close()
-        raise NotRunning(f"no cachefs answers at {path}") from exc
-    except BlockingIOError as exc:
-        connection.close()
-        raise ControlError(f"the daemon at {path} did not answer within {timeout_s:g} s") from exc
-    except OSError as exc:
-        connection.close()
-        raise ControlError(f"cannot ask the daemon at {path}: {exc.strerror or exc}") from exc
-    connection.settimeout(timeout_s)
-    _, uid, _ = CREDENTIALS.unpack(
-        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-    )
-    if uid not in trusted:
-        connection.close()
-        raise foreign
+    with ExitStack() as undo:
+        connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        # The kernel waits so long for a place in the queue of a daemon that has many clients. With a timeout of Python's
+        # own, connect(2) would fail at once.
+        connection.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(*divmod(int(timeout_s * 1e6), 10**6))
+        )
+        try:
+            connection.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError) as exc:
+            raise NotRunning(f"no cachefs answers at {path}") from exc
+        except BlockingIOError as exc:
+            raise ControlError(f"the daemon at {path} did not answer within {timeout_s:g} s") from exc
+        except OSError as exc:
+            raise ControlError(f"cannot ask the daemon at {path}: {exc.strerror or exc}") from exc
+        connection.settimeout(timeout_s)
+        _, uid, _ = CREDENTIALS.unpack(
+            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        )
+        if uid not in trusted:
+            raise foreign
+        undo.pop_all()
     return connection
 
 

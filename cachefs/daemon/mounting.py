@@ -284,12 +284,12 @@ def detach(mount: Mount, *, lazy: bool) -> None:
         raise OSError(number, str(exc), str(path)) from exc
 
 
-def holders(mount: Mount, most: int = 8) -> list[str]:
-    """Up to `most` processes that have a file open or mapped below a mount, or their working directory there, as ``name (pid
+def holders(mount: Mount) -> list[str]:
+    """Up to eight processes that have a file open or mapped below a mount, or their working directory there, as ``name (pid
     N)``. Only root sees those of other users. Compares names only, so a hanging mount does not hang it."""
     found: list[str] = []
     for process in Path("/proc").iterdir():
-        if len(found) >= most:
+        if len(found) == 8:
             break
         if process.name.isdigit() and int(process.name) != os.getpid() and _holds(process, mount):
             try:
