@@ -170,7 +170,8 @@ class Dataset:
     `start` is when this epoch began, `previous` the `edge` of the epoch before. A unit used between `edge` and `start` may
     have been used in this epoch or in the one before. `sample` maps the known units below the hash `threshold` to their last
     use. `fresh` counts those used in this epoch, `size` those that belonged to the dataset when it began (0: not known).
-    `agains` are the re-references as (count, clock). `noisy`: some units are used again within an epoch."""
+    `agains` are the re-references as (count, clock). `noisy`: some units are used again within an epoch. `shared` watches
+    the pairs of units and nodes once a peer has read the dataset."""
 
     start: int = 0
     previous: int = 0
@@ -194,12 +195,25 @@ class Dataset:
     unit_bytes: float = 0.0
     changed: bool = True
     access_filter: AccessFilter = field(default_factory=AccessFilter)
+    shared: SharedDataset | None = None
 
     @classmethod
     def begun(cls, clock: int, *, noisy: bool = False) -> Dataset:
         """A dataset whose first use is at `clock`."""
         starts = deque([clock], maxlen=EPOCHS_REMEMBERED)
         return cls(start=clock, previous=clock, edge=clock, noisy=noisy, starts=starts)
+
+    @property
+    def followed(self) -> Dataset:
+        """The detection to follow: this one if only units have epochs, or no peer reads the dataset; else that of the
+        pairs."""
+        shared = self.shared
+        return self if shared is None or (self.epochs and not shared.epochs) else shared.pairs
+
+    @property
+    def has_epochs(self) -> bool:
+        """True if its units have epochs, or its pairs."""
+        return self.epochs or (self.shared is not None and self.shared.epochs)
 
     @property
     def rate(self) -> float:
@@ -415,7 +429,6 @@ class Epochs:
         self.policy = policy
         self.version = 0
         self._datasets: OrderedDict[int, Dataset] = OrderedDict()
-        self._shared: dict[int, SharedDataset] = {}
         self._slots = {"": 0}  # node → slot, in the order of their first uses; this node's readers are ""
         self._now = 0
         self._looked = 0
@@ -428,94 +441,83 @@ class Epochs:
         self._now = clock
         if clock - self._looked >= 64:
             self._look_for_idle()
-        found = self._datasets.get(dataset)
-        if found is None:
-            found = self._add(dataset, clock)
+        found = self._datasets.get(dataset) or self._add(dataset, clock)
         found.last = clock
         found.idle = False
         found.access_filter.add(unit)
-        shared = self._shared.get(dataset)
-        before = found if shared is None else self._decides(dataset)
+        before = found.followed
         begun = unit < found.threshold and found.used(unit, clock, length, hit)
-        if shared is None and requester:
-            shared = self._shared[dataset] = SharedDataset(clock)
-        if shared is not None:
+        if found.shared is None and requester:
+            found.shared = SharedDataset(clock)
+        if found.shared is not None:
             slot = self._slots.setdefault(requester, min(len(self._slots), SLOTS - 1))
-            begun_shared = shared.used(unit, slot, clock, length, hit)
-            decides = self._decides(dataset)
-            begun = decides is not before or (begun_shared if decides is shared.pairs else begun)
+            begun_shared = found.shared.used(unit, slot, clock, length, hit)
+            followed = found.followed
+            begun = followed is not before or (begun if followed is found else begun_shared)
         if begun:
             self._datasets.move_to_end(dataset)
             self.version += 1
         return begun
 
-    def _decides(self, dataset: int) -> Dataset | None:
-        """The detection to follow: that of the units if only these have epochs, or no peer reads the dataset; else that of
-        the pairs."""
-        found, shared = self._datasets.get(dataset), self._shared.get(dataset)
-        if shared is None or found is None or (found.epochs and not shared.epochs):
-            return found
-        return shared.pairs
-
     def protects(self, dataset: int, clock: int) -> bool:
         """True if a copy last used at `clock` should still be used in this epoch, unless it is `evictable_first`."""
-        found = self._decides(dataset)
-        if found is None or clock < found.previous or found.idle or not self._keeps(dataset, found):
+        found = self._datasets.get(dataset)
+        if found is None or not self._keeps(found):
             return False
-        return clock < found.start or (dataset in self._shared and self._shared[dataset].pairs is found)
+        followed = found.followed
+        return (
+            followed.previous <= clock
+            and not followed.idle
+            and (clock < followed.start or followed is not found)
+        )
 
     def evictable_first(self, dataset: int, unit: int) -> bool:
         """True if all nodes have used the unit in this epoch; False for a dataset whose pairs are not followed."""
-        shared = self._shared.get(dataset)
-        return (
-            shared is not None
-            and shared.pairs is self._decides(dataset)
-            and self._keeps(dataset, shared.pairs)
-            and shared.evictable_first(unit)
-        )
+        found = self._datasets.get(dataset)
+        if found is None or found.shared is None or found.followed is found:
+            return False
+        return self._keeps(found) and found.shared.evictable_first(unit)
 
     def start(self, dataset: int) -> int:
         """The clock when its epoch began."""
-        found = self._decides(dataset)
-        return found.start if found is not None else 0
+        found = self._datasets.get(dataset)
+        return found.followed.start if found is not None else 0
 
     def has_epochs(self, dataset: int) -> bool:
-        found = self._decides(dataset)
-        return found is not None and self._keeps(dataset, found)
+        found = self._datasets.get(dataset)
+        return found is not None and self._keeps(found)
 
-    def _keeps(self, dataset: int, found: Dataset) -> bool:
-        shared = self._shared.get(dataset)
-        epochs = shared.epochs if shared is not None and shared.pairs is found else found.epochs
-        return self.policy == "epoch" or (epochs and self.policy == "auto")
+    def _keeps(self, found: Dataset) -> bool:
+        return self.policy == "epoch" or (self.policy == "auto" and found.has_epochs)
 
     def number(self, dataset: int) -> int:
         """The epoch that the dataset is in; 0 if nothing is known of it."""
-        found = self._decides(dataset)
-        return found.number if found is not None else 0
+        found = self._datasets.get(dataset)
+        return found.followed.number if found is not None else 0
 
     def comes(self, dataset: int, unit: int) -> None:
         """Count the unit as used in this epoch: a reader of this node is about to use it."""
-        (self._datasets.get(dataset) or self._add(dataset, self._now)).access_filter.add(unit)
-        if dataset in self._shared:
-            self._shared[dataset].pairs.access_filter.add(unit)  # the pair with this node, see `_mixed`
+        found = self._datasets.get(dataset) or self._add(dataset, self._now)
+        found.access_filter.add(unit)
+        if found.shared is not None:
+            found.shared.pairs.access_filter.add(unit)  # the pair with this node, see `_mixed`
 
     def had(self, dataset: int, unit: int) -> bool:
         """True if this node's readers have used the unit in this epoch of the dataset, cached or not. For an unused unit,
         less than one answer in a hundred is wrong."""
-        found = self._decides(dataset)
+        found = self._datasets.get(dataset)
         if found is None:
             return False
         # The filter is that of units, or of pairs, where the pair with this node has the unit's hash.
-        if unit in found.access_filter:
+        if unit in found.followed.access_filter:
             return True
-        use = found.sample.get(unit) if found is self._datasets[dataset] else None
+        use = found.sample.get(unit) if found.followed is found else None
         return use is not None and use[0] >= found.start
 
     def _add(self, dataset: int, clock: int) -> Dataset:
         if len(self._datasets) >= TRACKED:
             last = min(self._datasets, key=lambda d: self._datasets[d].last)
             del self._datasets[last]
-            self._shared.pop(last, None)
             self.version += 1
         found = self._datasets[dataset] = Dataset.begun(clock)
         return found
@@ -524,7 +526,7 @@ class Epochs:
         """Mark a dataset idle, which ends its protection, if others had half as many uses since its last use as its last
         epoch took."""
         self._looked = self._now
-        pairs = (shared.pairs for shared in self._shared.values())
+        pairs = (found.shared.pairs for found in self._datasets.values() if found.shared is not None)
         for found in chain(self._datasets.values(), pairs):
             if not found.idle and self._now - found.last > max(64, (found.start - found.previous) // 2):
                 found.idle = True
@@ -532,14 +534,13 @@ class Epochs:
 
     def status(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """(dataset, what is known of it), the one used last first."""
-        for dataset in sorted(self._datasets, key=lambda d: -self._datasets[d].last):
-            found, shared = self._decides(dataset), self._shared.get(dataset)
-            assert found is not None
-            each = max(1, shared.each) if shared is not None and shared.pairs is found else 1
+        for dataset, units in sorted(self._datasets.items(), key=lambda item: -item[1].last):
+            found, shared = units.followed, units.shared
+            each = max(1, shared.each) if shared is not None and found is not units else 1
             yield (
                 dataset,
                 {
-                    "mode": "epoch" if self._keeps(dataset, found) else "lru",
+                    "mode": "epoch" if self._keeps(units) else "lru",
                     "epoch": found.number,
                     "used_share": round(found.fresh / max(1, found.alive), 3),
                     "footprint_bytes": int(found.alive / each / found.rate * found.unit_bytes),

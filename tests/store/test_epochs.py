@@ -89,7 +89,7 @@ def test_how_many_nodes_use_a_unit_is_counted_in_the_last_epoch(nodes: int) -> N
                     clock += 10  # other datasets are used, too
                     key = unit_hash(random.Random(unit).randbytes(8), 0)
                     epochs.used(1, key, clock, 1 << 20, hit=False, requester=f"node{node}")
-    assert epochs._shared[1].each == nodes
+    assert epochs._datasets[1].shared.each == nodes
 
 
 class Rules:
@@ -198,7 +198,7 @@ def test_a_footprint_is_that_of_the_units_unless_pairs_decide() -> None:
         watched.use(order)
     footprint = watched.status()["footprint_bytes"]
     assert footprint == 1000 << 20
-    shared = watched.epochs._shared[1] = SharedDataset(watched.clock)
+    shared = watched.epochs._datasets[1].shared = SharedDataset(watched.clock)
     shared.each = 4  # as of an epoch that has passed
     assert not shared.epochs and watched.status()["footprint_bytes"] == footprint
 
