@@ -134,17 +134,17 @@ class DirtyFiles:
         self, opened: Opened, node: Node, empty: Callable[[], Awaitable[None]] | None = None
     ) -> Opened:
         """Make a handle that was just opened one for writing. If this fails, the handle is closed."""
-        self._writes(opened, node)
+        self._writes(opened[0], node)
         try:
             if empty is not None:
                 await empty()
-            return await self._opened_in_passthrough(opened)
+            return await self._opened_in_passthrough(opened[0])
         except BaseException:
             self.release(opened[0])
             raise
 
-    def _writes(self, opened: Opened, node: Node) -> None:
-        handle = self._files.handles[opened[0]]
+    def _writes(self, fh: int, node: Node) -> None:
+        handle = self._files.handles[fh]
         handle.node, handle.writes = node, True
         node.writers += 1
 
@@ -168,10 +168,9 @@ class DirtyFiles:
                     return
                 await trio.sleep(TAKEN_S / 100)
 
-    async def _opened_in_passthrough(self, opened: Opened) -> Opened:
+    async def _opened_in_passthrough(self, fh: int) -> Opened:
         """Give a handle the staging file as its backing file, if all handles of the inode can have it. The reply must follow
         without an await."""
-        fh, _ = opened
         handle = self._files.handles[fh]
         node, handle.backing = handle.node, None
         if node is None or node.dirty_file is None:
@@ -288,10 +287,11 @@ class DirtyFiles:
         if not self._is_begun(node):
             if end > node.origin.limits.largest_object:
                 raise TooLarge(f"{node.key}: the origin takes no object of {end} bytes")
-            if claimed:
+
+            async def begin(*_: object) -> None:
                 await self._begin(node, handle, upto)
-            else:
-                await self._begin_alone(node, handle, upto)
+
+            await (begin() if claimed else self._locks.changing(lambda: [(node.directory, node.name)], begin))
         assert node.dirty_file is not None
         return node, node.dirty_file
 
@@ -299,14 +299,6 @@ class DirtyFiles:
         """True if the first change of a node is done: its name shows its dirty file, or it has a dirty file and no name.
         While a removal is under way the name still counts, because the removal may fail."""
         return node.pending or (node.dirty_file is not None and not self._local_changes.named(node))
-
-    async def _begin_alone(self, node: Node, handle: FileHandle, upto: int | None) -> None:
-        """`_begin` with the node's name claimed. A rename may change that name before the claim is granted."""
-        while True:
-            place = node.directory, node.name
-            async with self._locks.claimed(place):
-                if place == (node.directory, node.name):
-                    return await self._begin(node, handle, upto)
 
     async def _begin(self, node: Node, handle: FileHandle, upto: int | None) -> None:
         """Make the first change of an open file: its name shows a dirty file from now on."""
@@ -438,7 +430,7 @@ class DirtyFiles:
         if node.removed:
             self._files.lose_name(former.ino, removed=True)
         if former.writes:
-            self._writes((former.fh, 0), node)
+            self._writes(former.fh, node)
         if former.backing_id and node.dirty_file is not None:
             backing = self._writer.resume_backing(node.dirty_file, former.backing_id, writes=former.writes)
             self._files.handles[former.fh].backing = backing
@@ -449,18 +441,17 @@ class DirtyFiles:
         nameless."""
         node = self._local_changes.nodes.get(former.ino)
         if node is None:
-            try:
-                directory, name = self._local_changes.place_of(former.ino)
-            except ObjectChanged:
+            place = self._local_changes.place_of(former.ino)
+            if place is None:
                 return self._resume_nameless(former)
-            node = Node(directory, name, former.ino, stored=True)
+            node = Node(*place, former.ino, stored=True)
             node.attrs = self._overrides.get(former.ino)
         # It may have been renamed since, and a copy may have another etag. All handles of an inode have one version, and so
         # does its row, while a name leads to it.
         if others := self._files.under(former.ino):
             obj = others[0].object
         else:
-            obj = self._local_changes.known_version(node) or replace(former.object, key=node.key)
+            obj = self._local_changes.known_version(former.ino) or replace(former.object, key=node.key)
         number, _ = self._files.open(former.ino, former.origin, obj, former.mtime_ns, 0, writes=True)
         self._local_changes.add(node)
         return node, number

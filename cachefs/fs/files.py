@@ -16,7 +16,6 @@ can read as long as the bytes are available.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -191,10 +190,6 @@ class KnownFiles:
     closed: dict[int, Known] = field(default_factory=dict)
     open: dict[int, Known] = field(default_factory=dict)
 
-    def forget(self) -> None:
-        self.closed.clear()
-        self.open.clear()
-
 
 class OpenFiles:
     """All open files. `shape` returns the attributes of an open file, by one of its handles. `clock` is the tree's, for
@@ -205,7 +200,7 @@ class OpenFiles:
         reader: Reader,
         shape: Callable[[FileHandle], Attributes],
         clock: Callable[[], float],
-        wall: Callable[[], float] = time.time,
+        wall: Callable[[], float],
     ) -> None:
         self.on_passthrough: PassthroughHook | None = None
         # The hook for opens, and the digests of small files in passthrough for whose opens it is called, too.
@@ -348,7 +343,8 @@ class OpenFiles:
 
     def forget_known(self) -> None:
         """Forget the known files. The next open of each goes the general way, and so do all opens of files in `awaited`."""
-        self._known.forget()
+        self._known.closed.clear()
+        self._known.open.clear()
 
     def _remember(self, ino: int, handle: FileHandle) -> None:
         """Enter a file whose last handle was just closed into the table of known files, if it qualifies."""

@@ -48,7 +48,7 @@ from cachefs.fs.overrides import without_set_ids
 from cachefs.fs.reader import Buffer, Reader
 from cachefs.fs.refreshing import Refreshing
 from cachefs.fs.rows import NO_ROW, PINNED, Row
-from cachefs.fs.tree import Directory, Found, Tree, Volume, clock_of
+from cachefs.fs.tree import Directory, Found, Present, Tree, Volume, clock_of
 from cachefs.fs.tree_queries import TreeQueries, object_of
 from cachefs.fs.writing import Writing
 from cachefs.fs.xattrs import NoAttribute
@@ -65,9 +65,6 @@ DAEMON_BITS = 40
 InvalidateHook = Callable[[int, int, bytes], None]
 """(ino, parent, name): tells the kernel to drop its pages of this inode (0: of none) and its entry of this name (b"": of
 none)."""
-
-Present = tuple[Directory, bytes, Row]
-"""The directory, the mark and the row of the name that leads to an inode now."""
 
 Created = tuple[Attributes, float, Opened]
 """Attributes of a new file, for how many seconds the kernel may keep them, and how it was opened."""
@@ -184,7 +181,7 @@ class FileSystem:
     def restore(self, former: Former) -> bool:
         """Restore a handle that an earlier daemon opened. False if it wrote, or read what was being written, and those bytes
         are lost: its requests then fail."""
-        place = None if self._writing is None else self._place_of(former.ino)
+        place = None if self._writing is None else self._tree.present(former.ino)
         try:
             if self._writing is not None:
                 if self._writing.dirty_files.resume(former):
@@ -205,25 +202,16 @@ class FileSystem:
             self._files.lose_name(former.ino, removed=True)
         return True
 
-    def _place_of(self, ino: int) -> Present | None:
-        """The name that leads to an inode; None without one."""
-        try:
-            directory, mark = self._tree.locate(ino)
-        except ObjectChanged:
-            return None
-        row = self._tree.row(directory, mark)
-        return None if row is None or row.ino != ino else (directory, mark, row)
-
     def _restore_present(self, former: Former, place: Present) -> bool:
         """Restore a handle with the version that its inode has now, which may be a dirty file. False if it is not known."""
         directory, mark, row = place
         # A cache file that is read in passthrough has the content of its inode, also if its object was renamed meanwhile.
         backing_id = 0 if former.unsaved else former.backing_id
-        opened = None if backing_id else self._write.open_reader(directory, mark, row, 0)
+        version = object_of(directory, mark, row)
+        opened = None if backing_id else self._write.open_reader(directory, mark, version, 0)
         if opened is not None:
             self._files.renumber(opened[0], former.fh)
-        elif row.known and directory.origin is not None:
-            version = object_of(directory, mark, row)
+        elif row.known:
             present = former._replace(object=version, mtime_ns=row.mtime_ns, backing_id=backing_id)
             self._files.restore(present)
         else:
@@ -481,7 +469,7 @@ class FileSystem:
     async def _open_claimed(self, ino: int, flags: int, pid: int) -> Opened:
         """Open a name that is being removed or replaced, when that change has ended: the file that it leads to then."""
         change, nameless = partial(self._open_late, ino, flags, pid), self._files.nameless
-        return await self._write.claimed(
+        return await self._write.locks.changing(
             lambda: [] if ino in nameless else [self._write.place_of(ino)], change
         )
 
@@ -532,11 +520,11 @@ class FileSystem:
         if found.is_dir:
             raise IsADirectory(f"{directory.prefix}{mark.decode()} is a directory")
         assert directory.origin is not None
+        obj = object_of(directory, mark, found.row)
         if self._writing is not None:
-            written = self._writing.open_reader(directory, mark, found.row, pid)
+            written = self._writing.open_reader(directory, mark, obj, pid)
             if written is not None:
                 return written
-        obj = object_of(directory, mark, found.row)
         mtime_ns = found.row.mtime_ns
         others = self._files.under(ino)
         if others and others[0].size == DIRTY_FILE and others[0].object == obj:
@@ -588,7 +576,9 @@ class FileSystem:
             if handle.ino not in self._files.nameless:
                 self._files.forget_warm()
                 self._freshness.doubt(handle.ino)
-                self._invalidate(handle.ino)
+                with suppress(CachefsError):
+                    directory, mark = self._tree.locate(handle.ino)
+                    self._tell(directory, handle.ino, name_in(mark))
         return ObjectChanged(f"{handle.object.key} was replaced or removed while it was open")
 
     @property
@@ -678,7 +668,7 @@ class FileSystem:
         stored = bool(changes) and writing.keep(ino, changes)
         shown_now = self.attributes_now(ino)  # before the await, during which the name may go to another file
         if stored:
-            await writing.overrides_committed()
+            await writing.overrides.written()
         return shown_now or await self.getattr(ino)
 
     # -- changing names ----------------------------------------------------------------------------
@@ -713,7 +703,7 @@ class FileSystem:
         """Call the last argument, a change, with its names claimed. The others are the names: (inode of the directory,
         name). With `trees`, what is below the names is claimed, too."""
         *names, change = arguments
-        return await self._write.claimed(
+        return await self._write.locks.changing(
             lambda: [(self._tree.directory(parent), name) for parent, name in names], change, trees=trees
         )
 
@@ -761,15 +751,8 @@ class FileSystem:
         self._files.forget_warm()
         self._files.lose_name(ino)
         if self._writing is not None:
-            self._writing.forget_inode(ino)
+            self._writing.overrides.put(ino, {})
         self._tell(directory, ino, name)
-
-    def _invalidate(self, ino: int) -> None:
-        try:
-            directory, mark = self._tree.locate(ino)
-        except CachefsError:
-            return
-        self._tell(directory, ino, name_in(mark))
 
     def _tell(self, directory: Directory, ino: int, name: bytes) -> None:
         """Have the kernel look a name up again. It keeps the pages of an open inode, which are of the version that is

@@ -27,6 +27,7 @@ from cachefs.fs.name_locks import Place
 from cachefs.fs.pages import Lost, move, pin, write_answer
 from cachefs.fs.rows import NO_ROW, Row, encode
 from cachefs.fs.tree import Directory, Tree, is_below, named
+from cachefs.fs.tree_queries import object_of
 from cachefs.origin.protocol import ObjectInfo
 
 if TYPE_CHECKING:
@@ -129,22 +130,18 @@ class LocalChanges:
         row = self._tree.row(directory, name)
         return ObjectInfo(obj.key, obj.size, row.mtime_ns if row is not None else 0, obj.etag)
 
-    def place_of(self, ino: int) -> Place:
-        """The place of a file's inode. Raises `ObjectChanged` if no name leads to it, or it is a directory."""
-        directory, mark = self._tree.locate(ino)
-        row = self._tree.row(directory, mark)
-        if row is None or row.ino != ino or mark.endswith(b"/"):
-            raise ObjectChanged(f"no name leads to inode {ino}")
-        return directory, mark
+    def place_of(self, ino: int) -> Place | None:
+        """The place of a file's inode; None if no name leads to it."""
+        present = self._tree.present(ino)
+        return None if present is None else present[:2]
 
     def inode_of(self, dirty_file: DirtyFile, directory: Directory, name: bytes) -> int:
         """The inode for a dirty file that is restored under a name: its own; 0 where that is not known. It is not that of
         the name, because if the previous daemon died during a rename, the name has the inode of the file which this one has
         replaced, and processes may have that file open."""
-        with suppress(ObjectChanged):
-            above, mark = self.place_of(dirty_file.ino)
-            if (above, mark) != (directory, name):  # the previous daemon died during a rename
-                self._tree.database.write([("names", above.key + mark, None)])
+        place = self.place_of(dirty_file.ino)
+        if place is not None and place != (directory, name):  # the previous daemon died during a rename
+            self._tree.database.write([("names", place[0].key + place[1], None)])
         return dirty_file.ino
 
     async def leave_to_readers(self, directory: Directory, name: bytes, ino: int) -> None:
@@ -210,27 +207,13 @@ class LocalChanges:
         etag, size = (node.row.etag, 0) if info is None else (info.etag, info.size)
         return ObjectId(node.origin.source, node.key, etag, size)
 
-    def known_version(self, node: Node) -> ObjectId | None:
-        """The version that the tree has of a node's inode; None if it is not known."""
-        row = self._tree.row(node.directory, node.name)
-        if row is None or row.ino != node.ino or not row.known:
-            return None
-        return ObjectId(node.origin.source, node.key, row.etag, row.size)
-
-    def fresh(self, directory: Directory, name: bytes, row: Row) -> Node | None:
-        """The node whose dirty file still has the content of an uploaded version; None once the cache has adopted it."""
-        node = self.at(directory, name)
-        if (
-            node is None
-            or node.settled
-            or node.dirty_file is None
-            or (info := node.dirty_file.committed) is None
-        ):
-            return None
-        return node if (info.etag, info.size) == (row.etag, row.size) else None
+    def known_version(self, ino: int) -> ObjectId | None:
+        """The version that the tree has of a file's inode; None if it is not known."""
+        present = self._tree.present(ino)
+        return None if present is None or not present[2].known else object_of(*present)
 
     def current(self, directory: Directory, name: bytes, version: ObjectId) -> Node | None:
-        """The node whose dirty file has this version of a name; None if there is none."""
+        """The node whose dirty file has this version of a name; None if there is none, or the cache has adopted it."""
         node = self.at(directory, name)
         return node if node is not None and not node.settled and self.version(node) == version else None
 

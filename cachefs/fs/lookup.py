@@ -262,31 +262,27 @@ async def _ask_origin(origin: Origin, key: str, as_dir: Row | None, as_file: Row
         return await _has_keys(origin, key + "/") or await _head(origin, key) or False
     if as_file is not None:
         return await _head(origin, key) or await _has_keys(origin, key + "/")
-    answers: dict[str, ObjectInfo | bool | CachefsError | None] = {}
+    found: list[ObjectInfo | CachefsError | None] = []
+    below: bool | CachefsError
 
     async def head() -> None:
         try:
-            answers["head"] = await _head(origin, key)
+            found.append(await _head(origin, key))
         except CachefsError as exc:
-            answers["head"] = exc
+            found.append(exc)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(head)
         try:
             below = await _has_keys(origin, key + "/")
         except CachefsError as exc:
-            answers["list"] = exc
+            below = exc
+        if below:
             nursery.cancel_scope.cancel()
-        else:
-            if below:
-                nursery.cancel_scope.cancel()
-                answers["list"] = True
-    for answer in (answers.get("list"), answers.get("head")):
-        if isinstance(answer, CachefsError):
-            raise answer
-        if answer:
-            return answer
-    return False
+    answer = below or found[0]
+    if isinstance(answer, CachefsError):
+        raise answer
+    return answer or False
 
 
 async def _head(origin: Origin, key: str) -> ObjectInfo | None:

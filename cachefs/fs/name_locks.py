@@ -6,13 +6,16 @@ claims are granted in the order in which they were made. Readers of names claim 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 import trio
 
 from cachefs.fs.keys import name_in
 from cachefs.fs.tree import Directory
+
+T = TypeVar("T")
 
 Place = tuple[Directory, bytes]
 """The directory and the name of a file or directory."""
@@ -65,6 +68,23 @@ class NameLocks:
         finally:
             self._held.remove(claim)
             self._grant()
+
+    async def changing(
+        self,
+        places: Callable[[], Sequence[Place]],
+        change: Callable[..., Awaitable[T]],
+        *,
+        trees: bool = False,
+    ) -> T:
+        """Await `change` while no other change of its names runs nor, with `trees`, of names below them.
+
+        `places` returns the names. It is called again once they are claimed, because a rename may have moved a file or a
+        directory during the wait. `change` is called with the directory and the name of each, as separate arguments."""
+        while True:
+            names = places()
+            async with self.claimed(*names, trees=trees):
+                if names == places():
+                    return await change(*(part for name in names for part in name))
 
     async def _wait(self, claim: _Claim) -> None:
         claim.granted = trio.Event()

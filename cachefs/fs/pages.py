@@ -143,6 +143,13 @@ def forget(
     return lost
 
 
+def _displace(tree: Tree, directory: Directory, name: bytes, ino: int) -> list[Lost]:
+    """Remove the rows that a name has, except those of the inode `ino`. Returns what lost its name."""
+    as_dir, as_file = tree.find(directory, name)
+    rows = {mark_of_directory(name): as_dir, name: as_file}
+    return forget(tree, directory, {mark: old for mark, old in rows.items() if old and old.ino != ino})
+
+
 def move(
     tree: Tree,
     place: tuple[Directory, bytes],
@@ -153,10 +160,7 @@ def move(
     """Move an inode from one place (directory, mark) to another, with the row `row`. Returns what the new place had. A row
     of another inode in the old place stays."""
     (directory, mark), (above, new) = place, to
-    name = name_in(new)
-    as_dir, as_file = tree.find(above, name)
-    replaced = {mark_of_directory(name): as_dir, name: as_file}
-    lost = forget(tree, above, {one: old for one, old in replaced.items() if old and old.ino != row.ino})
+    lost = _displace(tree, above, name_in(new), row.ino)
     puts = [*named(above, new, row), above.state(), directory.state(), *also]
     if (before := tree.row(directory, mark)) is not None and before.ino == row.ino:
         puts.append(("names", directory.key + mark, None))
@@ -171,12 +175,8 @@ def pin(
 ) -> tuple[Row, list[Lost]]:
     """Write the row of a name under which a file is being written, with inode `ino`. No listing changes or sweeps it until
     it is written again. Returns the row, and what lost its name."""
-    as_dir, as_file = tree.find(directory, name)
     row = Row(PINNED, mtime_ns, 0, etag, ino, False)
-    before = {mark_of_directory(name): as_dir, name: as_file}
-    lost = forget(
-        tree, directory, {mark: old for mark, old in before.items() if old is not None and old.ino != row.ino}
-    )
+    lost = _displace(tree, directory, name, ino)
     write_pinned(tree.database, directory, name, row)
     return row, lost
 

@@ -227,6 +227,10 @@ class Directory:
         return self.parent is None or self.parent.origin is None
 
 
+Present = tuple[Directory, bytes, Row]
+"""The directory, the mark and the row of the name that leads to an inode now."""
+
+
 def clock_of(database: WriteBehind, machine: Machine | None = None) -> SteadyClock:
     """The clock by which the times in this database were taken."""
     earlier = database.get("state", _CLOCK)
@@ -375,6 +379,15 @@ class Tree:
         more: it becomes ESTALE, on which the kernel walks the path again."""
         above, mark = self._place(ino)
         return self._by_ino.get(above) or self.directory(above), mark
+
+    def present(self, ino: int) -> Present | None:
+        """The name that leads to an inode (not the root), with its row; None without one."""
+        try:
+            directory, mark = self.locate(ino)
+        except ObjectChanged:
+            return None
+        row = self.row(directory, mark)
+        return None if row is None or row.ino != ino else (directory, mark, row)
 
     def _place(self, ino: int) -> tuple[int, bytes]:
         place = self._written_place(ino)

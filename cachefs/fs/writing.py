@@ -1,17 +1,17 @@
 """The write side of the filesystem: dirty files, changes of names and attribute overrides, over the local changes.
 
 This module does what needs no file content: it finds the node of an inode, computes the attributes that are shown, and sets
-attributes. Callers of `create`, `mknod`, `mkdir`, `unlink`, `rmdir`, `rename` and `open` have claimed the names (`claimed`).
+attributes. Callers of `create`, `mknod`, `mkdir`, `unlink`, `rmdir`, `rename` and `open` have claimed the names (`locks`).
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from cachefs.base.errors import AlreadyExists, IsADirectory, NotFound, NotPermitted, ObjectChanged
 from cachefs.fs.attributes import DIRECTORY_SIZE, Attributes
@@ -27,6 +27,7 @@ from cachefs.fs.tree import Directory, Found, Tree
 from cachefs.fs.tree_queries import object_of
 
 if TYPE_CHECKING:
+    from cachefs.base.names import ObjectId
     from cachefs.base.shared_memory import Times
     from cachefs.fs.attributes import Options
     from cachefs.fs.files import FileHandle, OpenFiles
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from cachefs.fs.rows import Row
     from cachefs.origin import Origin
     from cachefs.upload import DirtyFile, Uploads
-
-T = TypeVar("T")
 
 
 class Writing:
@@ -60,40 +59,22 @@ class Writing:
         self._looker = looker
         self._files = files
         self._options = options
-        self._overrides = Overrides(tree.database)
-        self.overrides_committed = self._overrides.written
+        self.overrides = Overrides(tree.database)
         self._local_changes = LocalChanges(
-            tree, freshness, lister, files, self._overrides, writer, wall, times
+            tree, freshness, lister, files, self.overrides, writer, wall, times
         )
         self.locks = NameLocks()
-        self.dirty_files = DirtyFiles(self._local_changes, self._overrides, files, writer, self.locks)
+        self.dirty_files = DirtyFiles(self._local_changes, self.overrides, files, writer, self.locks)
         writer.on_changed = self._changed_unseen
         self.names = Changing(
-            tree, looker, lister, files, self._local_changes, self._overrides, writer, self.shape
+            tree, looker, lister, files, self._local_changes, self.overrides, writer, self.shape
         )
-
-    async def claimed(
-        self,
-        places: Callable[[], Sequence[Place]],
-        change: Callable[..., Awaitable[T]],
-        *,
-        trees: bool = False,
-    ) -> T:
-        """Await `change` while no other change of its names runs nor, with `trees`, of names below them.
-
-        `places` returns the names. It is called again once they are claimed, because a rename may have moved a file or a
-        directory during the wait. `change` is called with the directory and the name of each, as separate arguments."""
-        while True:
-            names = places()
-            async with self.locks.claimed(*names, trees=trees):
-                if names == places():
-                    return await change(*(part for name in names for part in name))
 
     # -- what is shown -----------------------------------------------------------------------------
 
     def shape(self, ino: int, is_dir: bool, row: Row) -> Attributes:
         """The attributes of a file or directory that the origin has."""
-        overrides = self._overrides.get(ino) if self._overrides.any else _NOTHING
+        overrides = self.overrides.get(ino)
         if is_dir and (changed := self._local_changes.times.get(ino)) is not None:
             overrides = {
                 **overrides,
@@ -119,7 +100,7 @@ class Writing:
             (size, mtime_ns), overrides = _content(node), node.attrs
         else:
             size, mtime_ns = handle.object.size, handle.mtime_ns
-            overrides = self._overrides.get(handle.ino) if self._overrides.any else _NOTHING
+            overrides = self.overrides.get(handle.ino)
         return self._shape(handle.ino, False, size, mtime_ns, overrides)
 
     def _of_node(self, node: Node) -> Attributes:
@@ -148,7 +129,7 @@ class Writing:
         """The attribute overrides of a new file or directory: the values that differ from the mount's defaults. What is made
         in a set-gid directory gets its group, and a directory made there is set-gid, too."""
         options = self._options
-        over = self._overrides.get(above.ino)
+        over = self.overrides.get(above.ino)
         if over.get("mode", options.dir_mode) & stat.S_ISGID:
             gid = over.get("gid", options.gid)
             mode |= stat.S_ISGID if is_dir else 0
@@ -160,10 +141,6 @@ class Writing:
         wanted = {"mode": stat.S_IMODE(mode), "uid": uid, "gid": gid}
         return {name: value for name, value in wanted.items() if value != shown[name]}
 
-    def forget_inode(self, ino: int) -> None:
-        """Drop the attribute overrides of an inode whose file the origin has replaced or removed."""
-        self._overrides.put(ino, {})
-
     def clear_set_ids(self, fh: int, later: bool) -> None:
         """Clear the set-uid and set-gid bits, because a process without the right to keep them has changed the open file.
         `later`: it may change the file in passthrough, so they are cleared when a change is seen."""
@@ -173,7 +150,7 @@ class Writing:
         elif node is not None and (cleared := self._cleared(node.attrs)) is not None:
             node.attrs["mode"] = cleared
             if not node.removed:
-                self._overrides.put(node.ino, node.attrs)
+                self.overrides.put(node.ino, node.attrs)
 
     def _cleared(self, attrs: dict[str, Any]) -> int | None:
         """The mode without set-uid and set-gid bits; None if it has none of them."""
@@ -190,7 +167,7 @@ class Writing:
 
     def keep(self, ino: int, changes: dict[str, int]) -> bool:
         """Set attributes of an inode (see `Overrides.get`). They hold as long as the inode. Returns True if the caller must
-        await `overrides_committed`."""
+        await `overrides.written`."""
         changes = {**changes, "ctime_ns": self._local_changes.now_ns()}
         if "mode" in changes:
             changes["mode"] = stat.S_IMODE(changes["mode"])
@@ -200,17 +177,10 @@ class Writing:
         if (shown := self._files.nameless.get(ino)) is not None:
             if node is not None:
                 node.attrs.update(changes)
-            if "mode" in changes:
-                changes["mode"] |= stat.S_IFREG
-            self._files.nameless[ino] = replace(shown, **changes)
+            self._files.nameless[ino] = _changed(shown, changes)
             return False
-        if (removed_directory := self._files.removed_directories.get(ino)) is not None:
-            if "mode" in changes:
-                changes["mode"] |= stat.S_IFDIR
-            self._files.removed_directories[ino] = (
-                removed_directory[0],
-                replace(removed_directory[1], **changes),
-            )
+        if (removed := self._files.removed_directories.get(ino)) is not None:
+            self._files.removed_directories[ino] = removed[0], _changed(removed[1], changes)
             return False
         mtime_ns = 0
         if ino != ROOT:
@@ -226,8 +196,8 @@ class Writing:
         if (changed := self._local_changes.times.get(ino)) is not None:
             mtime_ns = changed
             changes = {"mtime_ns": mtime_ns, **changes}
-        overrides = self._overrides.get(ino)
-        self._overrides.put(ino, overrides | _with_atime(overrides, mtime_ns, changes))
+        overrides = self.overrides.get(ino)
+        self.overrides.put(ino, overrides | _with_atime(overrides, mtime_ns, changes))
         self._local_changes.times.drop(ino)  # last, because a kill before this line must not lose the time
         return True
 
@@ -237,7 +207,7 @@ class Writing:
         dirty_file.look()  # first: a change found later would count as newer than these attributes, and drop them
         node.attrs.update(_with_atime(node.attrs, _content(node)[1], changes))
         if self._local_changes.named(node):
-            self._overrides.put(node.ino, node.attrs)
+            self.overrides.put(node.ino, node.attrs)
         return False
 
     # -- files -------------------------------------------------------------------------------------
@@ -278,7 +248,7 @@ class Writing:
             ino, opened = await self.create(directory, name, os.O_EXCL, mode, pid, uid, gid)
         except AlreadyExists:
             found = await self._made(directory, name, False, again)
-            self._overrides.put(found.ino, self._attrs(directory, False, mode, uid, gid))
+            self.overrides.put(found.ino, self._attrs(directory, False, mode, uid, gid))
             return found.ino
         node = self._files.handles[opened[0]].node
         assert node is not None
@@ -305,13 +275,10 @@ class Writing:
         attrs = {"mode": stat.S_IMODE(shown.mode), "uid": shown.uid, "gid": shown.gid}
         return await self.dirty_files.open_nameless(ino, flags, pid, attrs)
 
-    def open_reader(self, directory: Directory, mark: bytes, row: Row, pid: int) -> Opened | None:
+    def open_reader(self, directory: Directory, name: bytes, version: ObjectId, pid: int) -> Opened | None:
         """Open a dirty file for reading: one that is pending, or uploaded and not yet adopted by the cache. None if the name
         has no such file."""
-        if not row.known:
-            node = self._local_changes.pending.get((directory.ino, mark))
-        else:
-            node = self._local_changes.fresh(directory, mark, row)
+        node = self._local_changes.current(directory, name, version)
         return None if node is None else self.dirty_files.open_reader(node, pid)
 
     async def truncate(self, ino: int, size: int, fh: int | None) -> tuple[Attributes, float] | None:
@@ -327,7 +294,7 @@ class Writing:
             finally:
                 self.dirty_files.release(fh)
         try:
-            await self.claimed(lambda: [self.place_of(ino)], partial(self._truncate, ino, size))
+            await self.locks.changing(lambda: [self.place_of(ino)], partial(self._truncate, ino, size))
         except ObjectChanged:
             if not self._files.removed(ino):
                 raise
@@ -366,7 +333,7 @@ class Writing:
             found = await self.names.mkdir(directory, name)
         except AlreadyExists:
             found = await self._made(directory, name, True, again)
-        self._overrides.put(found.ino, self._attrs(directory, True, mode, uid, gid))
+        self.overrides.put(found.ino, self._attrs(directory, True, mode, uid, gid))
         return found
 
     async def recover(self) -> None:
@@ -389,6 +356,12 @@ class Writing:
         raise NotFound(f"{key} is not below what is mounted")
 
 
+def _changed(shown: Attributes, changes: dict[str, int]) -> Attributes:
+    """The attributes with these changes, whose mode is without the type."""
+    mode = stat.S_IFMT(shown.mode) | changes.get("mode", shown.mode)
+    return replace(shown, **{**changes, "mode": mode})
+
+
 def _with_atime(overrides: dict[str, int], mtime_ns: int, changes: dict[str, int]) -> dict[str, int]:
     """The new attributes. If the modification time is set alone, the access time that was shown until now is kept."""
     if "mtime_ns" not in changes:
@@ -403,6 +376,3 @@ def _content(node: Node) -> tuple[int, int]:
     dirty_file.look()
     info = None if node.pending else dirty_file.committed
     return dirty_file.size, dirty_file.mtime_ns if info is None else info.mtime_ns
-
-
-_NOTHING: dict[str, Any] = {}

@@ -132,7 +132,7 @@ async def test_modes_owners_and_times_are_kept_of_a_version(tmp_path: Path) -> N
     async with mounted(bucket, path=tmp_path, writer=MemoryWriter(), **RW) as mount:
         ino = await mount.ino("d/f")
         plain = await mount.fs.getattr(ino)
-        assert stat.S_IMODE(plain[0].mode) == 0o644 and not mount.fs._writing._overrides.any  # type: ignore[union-attr]
+        assert stat.S_IMODE(plain[0].mode) == 0o644 and not mount.fs._writing.overrides.any  # type: ignore[union-attr]
         bucket.reset()
         found, _ = await mount.fs.setattr(ino, mode=0o100755, uid=7, gid=8, mtime_ns=5 * 10**9)
         assert (found.mode, found.uid, found.gid) == (stat.S_IFREG | 0o755, 7, 8)
