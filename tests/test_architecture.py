@@ -162,23 +162,18 @@ def test_the_page_names_the_packages_of_each_room() -> None:
     assert said == used
 
 
-WITH_CIRCLES = {"upload"}
-"""Rooms in which modules name each other's types in a circle. None is added."""
-
-
 @pytest.mark.parametrize(
     "room", sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
 )
 def test_no_modules_of_a_room_import_each_other(room: str) -> None:
-    """Neither directly nor through others; outside of `WITH_CIRCLES`, nor for the type checker."""
+    """Neither directly nor through others, nor for the type checker."""
     names = {
         name_of(path): path for path in MODULES if path.parent == PACKAGE / room and path.stem != "__init__"
     }
     left = {
         module: {
             other
-            for _, name, typing_only in imports_of(path)
-            if not (typing_only and room in WITH_CIRCLES)
+            for _, name, _ in imports_of(path)
             for other in (name, name.rpartition(".")[0])
             if other in names
         }

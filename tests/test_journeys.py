@@ -194,7 +194,7 @@ async def mount(
             if takes or not writes:
                 fs.enable_passthrough(register if takes else lambda backing: False)
             if writeback and uploads is not None:
-                uploads.enable_passthrough(lambda backing: backing.registered(1), lambda backing: None)
+                uploads.passthrough.enable(lambda backing: backing.registered(1), lambda backing: None)
             kernel = Kernel(near, line, fs, fetcher, metrics)
             kernel.backend = NativeBackend(
                 fs,

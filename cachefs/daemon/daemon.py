@@ -509,7 +509,7 @@ class Daemon:
             self._store.backing_files.on_retired = backend.retire
             if self._uploading is not None:
                 uploads = self._uploading.uploads
-                uploads.enable_passthrough(backend.register, backend.retire)
+                uploads.passthrough.enable(backend.register, backend.retire)
                 for tier in self._store.tiers if not uploads.passthrough.possible else ():
                     self._store.refuse(tier, "files of the cache directory do not tell who writes them")
         if config.zero_open and backend.name != "native":

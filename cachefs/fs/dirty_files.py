@@ -432,7 +432,9 @@ class DirtyFiles:
         if former.writes:
             self._writes(former.fh, node)
         if former.backing_id and node.dirty_file is not None:
-            backing = self._writer.resume_backing(node.dirty_file, former.backing_id, writes=former.writes)
+            backing = self._writer.passthrough.resume(
+                node.dirty_file, former.backing_id, writes=former.writes
+            )
             self._files.handles[former.fh].backing = backing
         return True
 

@@ -11,7 +11,7 @@ import enum
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import trio
 
@@ -19,11 +19,9 @@ from cachefs.base.errors import CachefsError, Conflict, NoRoom, TooLarge
 from cachefs.origin import InMemory, ObjectInfo, Origin, Source, Upload, new_token
 from cachefs.store import BackingFile
 from cachefs.upload.content import Attempt, Content, Row
+from cachefs.upload.room import StagingRoom
 from cachefs.upload.sending import Parts, Sender
 from cachefs.upload.staging import LONG_AGO_NS, Buffer, Shape, StagingFile
-
-if TYPE_CHECKING:
-    from cachefs.upload.uploads import Uploads
 
 TOKENS = 8
 """Most attempts of unknown outcome whose tokens are remembered. Derived: one may reach the origin a minute late, the usual
@@ -115,6 +113,34 @@ class Kernel:
         return self.way is Way.MAPPED
 
 
+class Owner(Protocol):
+    """What a dirty file needs of `Uploads`."""
+
+    room: StagingRoom
+
+    def noted(self, dirty_file: DirtyFile) -> None:
+        """Write or remove the record for the next daemon, after a change of the file's state."""
+
+    def note_removed(self, dirty_file: DirtyFile) -> None:
+        """Change that record, if there is one, because the file is being discarded: the next daemon keeps it for its users
+        only."""
+
+    def wrote(self, dirty_file: DirtyFile) -> None:
+        """Handle a change that was made through the daemon."""
+
+    def found_changed(self, dirty_file: DirtyFile) -> None:
+        """Handle a change that was made past the daemon."""
+
+    def journaled(self, dirty_file: DirtyFile) -> bytes | None:
+        """The content that is stored in the journal, if any."""
+
+    async def keep(self, dirty_file: DirtyFile) -> None:
+        """Write the file's row in the journal."""
+
+    async def orphaned(self, dirty_file: DirtyFile, upload: Upload) -> None:
+        """Record an upload that will not be completed, so that it is aborted later."""
+
+
 class DirtyFile:
     """A dirty file. Only `Uploads` makes it; it is used on the trio thread.
 
@@ -125,7 +151,7 @@ class DirtyFile:
 
     def __init__(
         self,
-        owner: Uploads,
+        owner: Owner,
         name: str,
         origin: Origin,
         key: str,
@@ -292,11 +318,11 @@ class DirtyFile:
         }
 
     def noted(self) -> None:
-        """Update the record for the next daemon."""
+        """See `Owner.noted`."""
         self._owner.noted(self)
 
     def note_removed(self) -> None:
-        """See `Uploads.note_removed`."""
+        """See `Owner.note_removed`."""
         self._owner.note_removed(self)
 
     @property
@@ -405,11 +431,17 @@ class DirtyFile:
             await change()
 
     async def _may_change(self, offset: int) -> None:
-        """Wait until bytes from `offset` on may be changed. If the cache has adopted the staging file, it is copied
-        first."""
+        """Wait until bytes from `offset` on may be changed. If the cache has adopted the staging file, a copy takes its
+        place."""
         await self.unsent(offset)
         if self.content.adopted:
-            await self._move(await self._owner.renew(self))
+            file = await self.file.copied(self.size)
+            if self.handles:
+                file.take()
+                self.file.give_back()
+            self.file = file
+            self.content.renewed()
+            self.noted()
 
     async def unsent(self, offset: int) -> None:
         """Wait until no byte from `offset` on is being sent; with -1, until no attempt is running. An attempt without a
@@ -418,15 +450,6 @@ class DirtyFile:
             if not attempt.waiters and not self.sender.final:
                 attempt.scope.cancel()
             await attempt.done.wait()
-
-    async def _move(self, file: StagingFile) -> None:
-        """Use another staging file, which has the same content."""
-        if self.handles:
-            file.take()
-            self.file.give_back()
-        self.file = file
-        self.content.renewed()
-        self._owner.noted(self)
 
     def _changed(self) -> None:
         """Note a change of the content that was made through the daemon."""
@@ -477,7 +500,7 @@ class DirtyFile:
         been changed after the record was written."""
         self.record.ino = row["ino"]
         self.content.removed = self.record.says_removed = row["removed"]
-        self.file.resumed(spoiled=row["spoiled"], removed=row["removed"])
+        self.file.spoiled, self.file.removed = row["spoiled"], row["removed"]
         if row["upload"] is not None:
             self.parts.resumed()
         if row["way"] != Way.HERE.name:
@@ -503,8 +526,7 @@ class DirtyFile:
     def found_changed(self) -> None:
         """Note a change of the content that was made past the daemon."""
         self.content.changed()
-        self._owner.changed(self)
-        self._owner.on_changed(self)
+        self._owner.found_changed(self)
 
     def suspect_change(self) -> None:
         """Count the file as changed, because a process may still write it through a mapping after its last close. The file

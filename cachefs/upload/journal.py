@@ -659,24 +659,17 @@ class Records:
                 await self._wake.wait()
                 await trio.sleep(1)
 
-    async def remove(self, name: str, within_s: float = math.inf, **how: Any) -> None:
-        """Remove the row of a dirty file, or have `run` do it later. Raises `DiskHangs`."""
+    async def remove(
+        self, name: str, within_s: float = math.inf, *, table: str = DIRTY_FILES, **how: Any
+    ) -> None:
+        """Remove a row, or have `run` do it later. Raises `DiskHangs`; the row is removed once the disk answers."""
         try:
-            await self.journal.write(DIRTY_FILES, name, None, within_s=within_s, **how)
-        except DiskHangs:
-            raise
+            await self.journal.write(table, name, None, within_s=within_s, **how)
         except CachefsError as exc:
-            log.warning("%s; trying again", exc)
             self._wake.set()
-
-    async def remove_note(self, name: str) -> None:
-        """Remove an object of the filesystem, or have `run` do it later. What the object is about is done: so no caller gets
-        an error, nor waits for a disk that hangs."""
-        try:
-            await self.journal.write(NOTES, name, None, within_s=HANGS_AFTER_S)
-        except CachefsError as exc:
+            if isinstance(exc, DiskHangs):
+                raise
             log.warning("%s; trying again", exc)
-            self._wake.set()
 
     async def _abort(self, name: str, row: dict[str, Any]) -> None:
         """Abort an orphaned upload, and remove its row. Its row stays if that fails, or if its source is not mounted."""
@@ -856,9 +849,8 @@ def _unsent_contents(journal: Journal, staging: Path) -> list[orphans.Orphan]:
 def restorable(rows: Mapping[str, Mapping[str, Any]], files: Collection[str]) -> set[str]:
     """The ids of the dirty files that come back: they are acknowledged, were not replaced, and have bytes. `files` are the
     names of the staging files that exist, and of those whose contents the journal has."""
-    replaced = replaced_files(rows)
-    there = (name for name, row in rows.items() if row["acknowledged"] and row["file"] in files)
-    return {name for name in there if name not in replaced}
+    there = {name for name, row in rows.items() if row["acknowledged"] and row["file"] in files}
+    return there - replaced_files(rows)
 
 
 def replaced_files(rows: Mapping[str, Mapping[str, Any]]) -> set[str | None]:

@@ -67,29 +67,23 @@ class NewFiles:
 
 class Passthrough:
     """The staging files in passthrough. `relieve` is called regularly while there are writers, because their writes are not
-    admitted by `StagingRoom`."""
+    admitted by `StagingRoom`. `direct`: a close is an upload, so writers write through the daemon."""
 
-    def __init__(self, staging: Path, relieve: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, staging: Path, relieve: Callable[[], Awaitable[None]], *, direct: bool) -> None:
         self.new_files = NewFiles()
         self._staging = staging
         self._relieve = relieve
         self.possible = False  # True if the backend and the file system of the staging directory can do this
-        self._direct = False
+        self._direct = direct
         self._tell: Callable[[BackingFile], None] = lambda backing: None
         self._retire: Callable[[BackingFile], None] = lambda backing: None
         self._writers = 0
         self._begun = trio.Event()
 
-    def to(
-        self,
-        tell: Callable[[BackingFile], None],
-        retire: Callable[[BackingFile], None],
-        *,
-        direct: bool,
-    ) -> None:
-        """Enable passthrough, because the backend takes backing files: `tell` registers one with the kernel (OSError if that
-        refuses it), `retire` unregisters it. `direct`: writers write through the daemon."""
-        self._tell, self._retire, self._direct = tell, retire, direct
+    def enable(self, tell: Callable[[BackingFile], None], retire: Callable[[BackingFile], None]) -> None:
+        """Let the kernel read and write staging files without the daemon, because the backend takes backing files: `tell`
+        registers one with the kernel (OSError if that refuses it), `retire` unregisters it."""
+        self._tell, self._retire = tell, retire
         self.possible = can_lease(self._staging)
         if not self.possible:
             log.info("%s has no leases: what is written comes through the daemon", self._staging)
@@ -126,13 +120,13 @@ class Passthrough:
 
     def share(self, dirty_file: DirtyFile, backing_id: int) -> None:
         """Note that its file is registered with the kernel already, for readers."""
-        dirty_file.kernel.backing = BackingFile(-1)
-        dirty_file.kernel.backing.id = backing_id
+        self.resume(dirty_file, backing_id, writes=False)
         if self._direct:
             dirty_file.share()
 
     def resume(self, dirty_file: DirtyFile, backing_id: int, *, writes: bool) -> BackingFile:
-        """The backing file of a handle of the previous daemon, which has the file in passthrough."""
+        """The backing file of a handle of the previous daemon, registered as `backing_id`: for a writer until `returned`, or
+        for a reader."""
         backing = dirty_file.kernel.backing
         if backing is None:
             backing = dirty_file.kernel.backing = BackingFile(-1)

@@ -19,7 +19,7 @@ import trio
 
 from cachefs.base.errors import CacheUnusable, NoRoom
 from cachefs.base.names import ObjectId
-from cachefs.upload.dirty_file import DirtyFile
+from cachefs.upload.sending import Parts, Sender
 from cachefs.upload.staging import LOOK_S, nearest_existing, translated
 
 UNSENT = 512 << 20
@@ -66,6 +66,15 @@ class Cache(Protocol):
         """Evict until the disk has `wanted` bytes more than are kept free. False if nothing more can be evicted."""
 
 
+class Writer(Protocol):
+    """A dirty file that is being written."""
+
+    sender: Sender
+
+    @property
+    def parts(self) -> Parts: ...
+
+
 @dataclass(eq=False, repr=False)
 class StagingRoom:
     """Space on the disk of the staging files. `_hopeful(dirty_file)` begins the planned uploads of all other dirty files,
@@ -74,7 +83,7 @@ class StagingRoom:
     _directory: Path
     _keep_free: int
     _cache: Cache
-    _hopeful: Callable[[DirtyFile | None], bool]
+    _hopeful: Callable[[object], bool]
     _impatient_until: float = float("-inf")
 
     def free_bytes(self) -> int:
@@ -88,18 +97,18 @@ class StagingRoom:
             raise translated(exc, self._directory) from exc
         return disk.f_bavail * disk.f_frsize - self._keep_free
 
-    def admits(self, dirty_file: DirtyFile, count: int) -> bool:
+    def admits(self, dirty_file: Writer, count: int) -> bool:
         """True if `admit` would return at once."""
         try:
             return not self._is_ahead(dirty_file) and self.free_bytes() >= count
         except CacheUnusable:
             return False
 
-    def _is_ahead(self, dirty_file: DirtyFile) -> bool:
+    def _is_ahead(self, dirty_file: Writer) -> bool:
         """True if a file is written faster than it is sent: parts are in flight, and too many of its bytes are unsent."""
         return bool(dirty_file.parts.under_way) and dirty_file.parts.waiting_bytes > UNSENT
 
-    async def admit(self, dirty_file: DirtyFile, count: int) -> None:
+    async def admit(self, dirty_file: Writer, count: int) -> None:
         """Wait until `count` bytes may be written. Raises `NoRoom`, `CacheUnusable`."""
         while self._is_ahead(dirty_file):
             await dirty_file.sender.part_ended()
@@ -114,7 +123,7 @@ class StagingRoom:
         if self.free_bytes() < 0 and not await self._cache.evict_to_hold(0):
             self._hopeful(None)
 
-    async def more(self, dirty_file: DirtyFile, count: int) -> bool:
+    async def more(self, dirty_file: object, count: int) -> bool:
         """Have the cache evict, then wait for uploads, `WAIT_S` at most. True if `count` bytes may be written now."""
         since = trio.current_time()
         while True:

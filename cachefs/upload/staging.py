@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
+from uuid import uuid4
 
 import trio
 
@@ -208,7 +209,7 @@ class StagingFile:
         self._held: bytearray | Tail | bytes | None = disk.tail(name, 0) if new else None
         self._mark: Mark | None = None
         self._spilling = trio.Lock()
-        self._removed = False
+        self.removed = False  # True if its name is removed, or will be removed with its last user
         self.spoiled = False
         # Identifies the last change on the disk; None once a sync has covered it.
         self._unsynced: object | None = None
@@ -249,11 +250,11 @@ class StagingFile:
             return
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
-            if self._removed:
+            if self.removed:
                 self._disk.later(partial(os.close, fd))
             else:
                 self._close(fd)
-        if self._removed:
+        if self.removed:
             self._release_memory()
             if self._disk.outlives and self._made:
                 self._unlink()
@@ -273,11 +274,6 @@ class StagingFile:
     def held(self) -> bytes | None:
         """The content, if the whole file lies in memory; else None."""
         return bytes(self._held) if self._held is not None and not self._start else None
-
-    @property
-    def removed(self) -> bool:
-        """True if its name is removed, or will be removed with its last user."""
-        return self._removed
 
     @property
     def ends_in_memory(self) -> bool:
@@ -314,7 +310,7 @@ class StagingFile:
             self._mark = None
             if not self._made:
                 self._made = True
-                if self._removed and not self._disk.outlives:  # `remove` had no name to remove
+                if self.removed and not self._disk.outlives:  # `remove` had no name to remove
                     self._unlink()
 
     async def try_spill(self, *, for_passthrough: bool = False) -> bool:
@@ -429,14 +425,14 @@ class StagingFile:
     def has_writer(self) -> bool:
         """True if a process has it open, or mapped, for writing. False if the file system has no leases."""
         with self.used():
-            return not _leased(self._fd, otherwise=True)
+            return _has_writer(self._fd)
 
     # -- content -----------------------------------------------------------------------------------
 
     def remove(self) -> None:
         """Begin to remove the name, in a worker thread; users can still use the file. If the disk refuses, the next start
         removes it. If users are to outlive this process, the name is removed with the last one."""
-        self._removed = True
+        self.removed = True
         if self.path in self._disk.unlinked:
             self._disk.unlinked.remove(self.path)
         elif self.can_unlink:
@@ -617,14 +613,9 @@ class StagingFile:
     def check_name(self) -> None:
         """Raise `Lost` if its name was removed from outside: its users still have the file, but the next daemon could not
         find it."""
-        if self._made and not self._removed:
+        if self._made and not self.removed:
             with self._translated():
                 os.stat(self.path, follow_symlinks=False)
-
-    def resumed(self, *, spoiled: bool, removed: bool) -> None:
-        """Restore the state of a file of the previous daemon. `spoiled`: see the class. `removed`: its name is removed, or
-        is there for its users only."""
-        self.spoiled, self._removed = spoiled, removed
 
     def check(self) -> None:
         """Raise `CacheUnusable` if the file is spoiled: it may hold other bytes than were written."""
@@ -633,12 +624,18 @@ class StagingFile:
                 f"the disk of {self.path.parent} failed to keep what was written: empty the file, and write it again"
             )
 
-    async def copy_to(self, other: StagingFile, size: int) -> None:
-        """Copy the first `size` bytes to another file, in the kernel. Both are spilled first."""
-        with self.used(), other.used(), self._translated():
-            await self.spill()
-            await other.spill()
-            await self._disk.run(partial(_copy, self._fd, other._fd, size))
+    async def copied(self, size: int) -> StagingFile:
+        """A new staging file with the first `size` bytes, copied in the kernel. Both files are spilled."""
+        other = StagingFile(self._disk, uuid4().hex, new=True)
+        try:
+            with self.used(), other.used(), self._translated():
+                await self.spill()
+                await other.spill()
+                await self._disk.run(partial(_copy, self._fd, other._fd, size))
+        except BaseException:
+            other.remove()
+            raise
+        return other
 
     async def _change_on_disk(self, change: Callable[[int], object], *, spills: bool = True) -> None:
         """Call `change` in a worker thread with a descriptor that is open for writing. With `spills`, the bytes in memory
@@ -683,7 +680,7 @@ class StagingFile:
         try:
             yield
         except OSError as exc:
-            if exc.errno == errno.ENOENT and self._made and not self._removed:
+            if exc.errno == errno.ENOENT and self._made and not self.removed:
                 raise Lost(f"{self.path} was removed from outside: what was written to it is lost") from exc
             raise translated(exc, self.path.parent) from exc
 
@@ -757,10 +754,9 @@ def can_lease(directory: Path) -> bool:
         with tempfile.TemporaryFile(dir=directory) as file:
             fd = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY)
             try:
-                refused = not _leased(fd, otherwise=True)
+                return _has_writer(fd)
             finally:
                 os.close(fd)
-            return refused
     except OSError:
         return False
 
@@ -783,16 +779,16 @@ def tells_of_mappings(directory: Path) -> bool:
         return False
 
 
-def _leased(fd: int, *, otherwise: bool) -> bool:
-    """True if the kernel grants a read lease on a file, which is released at once. False if a process has the file open for
-    writing. `otherwise` is returned if the file system has no leases."""
+def _has_writer(fd: int) -> bool:
+    """True if the kernel refuses a read lease on a file, because a process has it open for writing. A lease that is granted
+    is released at once. False if the file system has no leases."""
     try:
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # ignored by default; SIGIO would end the process
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except OSError as exc:
-        return otherwise if exc.errno != errno.EAGAIN else False
-    return True
+        return exc.errno == errno.EAGAIN
+    return False
 
 
 def translated(exc: OSError, directory: Path) -> CachefsError:

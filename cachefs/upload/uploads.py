@@ -42,6 +42,7 @@ from cachefs.upload.dirty_file import DirtyFile, Way, Where
 from cachefs.upload.journal import (
     DIRTY_FILES,
     NOTES,
+    DiskHangs,
     Journal,
     JournalRemoved,
     Records,
@@ -194,11 +195,11 @@ class Uploads:
             self._records,
             metrics,
             lambda dirty_file, info: self.on_committed(dirty_file, info),
-            self._settle_sent,
+            self._settle_soon,
             delay_s=upload_delay_s,
             conditional=on_conflict == "fail",
         )
-        self.passthrough = Passthrough(staging_dir, self.room.relieve)
+        self.passthrough = Passthrough(staging_dir, self.room.relieve, direct=not writeback)
         self._dirty_files: dict[str, DirtyFile] = {}
         self._together = Together(self._queue, self._settle_together)
 
@@ -327,14 +328,14 @@ class Uploads:
                 self._forget_removed(dirty_file)
 
     def _settle_soon(self, dirty_file: DirtyFile) -> None:
-        """Begin to settle a clean file that is not in use."""
+        """Begin to settle a clean file that is not in use: together with others, if it may wait for them."""
         if dirty_file.content.adopted:
             # At once, because the cache has the staging file, so the dirty file cannot be opened any more.
             self._settled(dirty_file)
-        elif not dirty_file.file.in_memory or dirty_file.kernel.way is not Way.HERE:
-            self._queue.start(f"settling {dirty_file.key}", self._settle, dirty_file)
-        else:
+        elif self._goes_with_others(dirty_file):
             self._together.add(dirty_file)
+        else:
+            self._queue.start(f"settling {dirty_file.key}", self._settle, dirty_file)
 
     def _shown_from_cache(self, dirty_file: DirtyFile) -> bool:
         """True if the cache has adopted the staging file while a name still shows the dirty file. The dirty file must then
@@ -351,21 +352,13 @@ class Uploads:
 
         self._queue.start(f"settling {dirty_file.key}", release)
 
-    def enable_passthrough(
-        self, tell: Callable[[BackingFile], None], retire: Callable[[BackingFile], None]
-    ) -> None:
-        """Let the kernel read and write staging files without the daemon; see `Passthrough.to`. Without `writeback`, parts
-        are sent while a file is written, so only files that readers have open are in passthrough."""
-        self.passthrough.to(tell, retire, direct=not self._writeback)
-
     async def open_backing(self, dirty_file: DirtyFile) -> BackingFile | None:
         """The backing file for one more passthrough writer, until `returned`; None if there is no passthrough. All users of
         a dirty file get the same one. Nothing is uploaded until `returned`; this waits for an upload that a caller waits
         for."""
         if dirty_file.backing is None and (self.room.free_bytes() < UNASKED or self.journal.removed):
-            return (
-                None  # without a journal a commit is an upload, which does not wait for passthrough writers
-            )
+            # Without a journal a commit is an upload, which does not wait for passthrough writers.
+            return None
         if dirty_file.backing is None and self.passthrough.new_files.is_likely_small(dirty_file):
             return None
         return await self.passthrough.open_backing(dirty_file)
@@ -471,7 +464,9 @@ class Uploads:
         """Store a JSON object durably for the filesystem; None removes it. Raises `NoRoom`, `CacheUnusable` if it is not
         stored. A removal that fails is logged, and tried again."""
         if row is None:
-            await self._records.remove_note(name)
+            # What the object is about is done, so no caller gets an error, nor waits for a disk that hangs.
+            with suppress(DiskHangs):
+                await self._records.remove(name, HANGS_AFTER_S, table=NOTES)
         else:
             await self.journal.write(NOTES, name, row, within_s=HANGS_AFTER_S)
 
@@ -523,11 +518,6 @@ class Uploads:
         """Remove the record of a file that the journal has and no process has open: many such files may wait for uploads."""
         if dirty_file.acknowledged and not dirty_file.handles:
             self._forget(dirty_file)
-
-    def resume_backing(self, dirty_file: DirtyFile, backing_id: int, *, writes: bool) -> BackingFile:
-        """The backing file of a handle of the previous daemon, registered as `backing_id`: for a writer until `returned`, or
-        for a reader."""
-        return self.passthrough.resume(dirty_file, backing_id, writes=writes)
 
     async def _resume(self, open_inos: Container[int]) -> _Resumed:
         """Make the dirty files that go on from the memory of the previous daemon: those with changes, and those that the
@@ -875,12 +865,19 @@ class Uploads:
     # -- called by dirty files ----------------------------------------------------------------------
 
     def wrote(self, dirty_file: DirtyFile) -> None:
-        """Handle a change that was made through the daemon: set the mtime, and send parts that are ready."""
+        """Handle a change that was made through the daemon: set the mtime, and send parts that are ready, if that is
+        possible before a commit."""
         dirty_file.mtime_ns = self._now_ns()
-        self.changed(dirty_file)
-        self._push(dirty_file)
+        self._touch(dirty_file)
+        if not (self._writeback or dirty_file.discarded or dirty_file.kernel.shared):
+            dirty_file.sender.push(self._queue.nursery)
 
-    def changed(self, dirty_file: DirtyFile) -> None:
+    def found_changed(self, dirty_file: DirtyFile) -> None:
+        """Handle a change that was made past the daemon."""
+        self._touch(dirty_file)
+        self.on_changed(dirty_file)
+
+    def _touch(self, dirty_file: DirtyFile) -> None:
         """Update the record for the next daemon after a change of content and mtime. If the record says that the file is
         dirty, only the mtime is written."""
         if self._disk.shared is None:
@@ -889,21 +886,6 @@ class Uploads:
             self.noted(dirty_file)
         else:
             self._disk.shared.records.touch(dirty_file.id, dirty_file.mtime_ns)
-
-    def _push(self, dirty_file: DirtyFile) -> None:
-        """Send parts that are ready, if that is possible before a commit."""
-        if not (self._writeback or dirty_file.discarded or dirty_file.kernel.shared):
-            dirty_file.sender.push(self._queue.nursery)
-
-    async def renew(self, dirty_file: DirtyFile) -> StagingFile:
-        """Copy a dirty file's content to a new staging file, because the cache has adopted the old one."""
-        file = StagingFile(self._disk, uuid4().hex, new=True)
-        try:
-            await dirty_file.file.copy_to(file, dirty_file.size)
-        except BaseException:
-            file.remove()
-            raise
-        return file
 
     async def keep(self, dirty_file: DirtyFile) -> None:
         """Write the row of a dirty file."""
@@ -917,7 +899,7 @@ class Uploads:
         """Record an upload that will not be completed, so that it is aborted later."""
         await self._records.orphaned(dirty_file.origin.source, upload.key, upload.state())
 
-    def _hopeful(self, dirty_file: DirtyFile | None) -> bool:
+    def _hopeful(self, dirty_file: object) -> bool:
         """True if uploads of other dirty files are running or planned, without retries of failed ones. Planned ones begin
         now."""
         found = False
@@ -962,13 +944,6 @@ class Uploads:
         if dirty_file.content.state is not State.CLEAN or dirty_file.sender.upload is not None:
             return False
         return dirty_file.file.in_memory and dirty_file.size > 0 and not dirty_file.file.spoiled
-
-    async def _settle_sent(self, dirty_file: DirtyFile) -> None:
-        """Settle a dirty file after its upload: together with others, if it may wait for them."""
-        if self._goes_with_others(dirty_file):
-            self._together.add(dirty_file)
-        else:
-            await self._settle(dirty_file)
 
     async def _settle(self, dirty_file: DirtyFile, *, adopt: bool = True) -> None:
         """Settle a clean file that is not in use: give its file to the cache (with `adopt`), or remove it. Retried later

@@ -967,10 +967,10 @@ async def test_a_file_on_a_disk_that_can_only_be_read_is_read(
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "open", refused)
-            dirty_file.file._removed = removed
+            dirty_file.file.removed = removed
             d.uploads.open(dirty_file)
             assert await dirty_file.read(0, 3 * PART) == content(1, 3 * PART)
-            dirty_file.file._removed = False
+            dirty_file.file.removed = False
             d.uploads.release(dirty_file)
 
 

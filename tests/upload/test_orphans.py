@@ -270,7 +270,7 @@ async def test_a_mark_that_cannot_be_renewed_is_removed(
 async def test_a_cached_file_that_is_opened_for_writing_leaves_nothing_aside(tmp_path: Path) -> None:
     """The origin has its content until it is written."""
     async with desk(tmp_path, writeback=True) as d:
-        d.uploads.enable_passthrough(lambda backing: None, lambda backing: None)
+        d.uploads.passthrough.enable(lambda backing: None, lambda backing: None)
         info = d.store.show("k", DATA)
         dirty_file = d.uploads.take(d.store, info, CacheFile(tmp_path / "cached", DATA), 1, {})
         assert dirty_file is not None

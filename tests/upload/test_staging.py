@@ -116,9 +116,8 @@ async def _hold(place: Path, steps: list[tuple[str, int, int]], left: int, full:
                     await file.spill()
                     assert file._held is None and (place / "f").read_bytes()[: len(plain)] == plain
                 case "copy":
-                    copy = StagingFile(disk, "copy", new=True)
+                    copy = await file.copied(len(plain))
                     try:
-                        await file.copy_to(copy, len(plain))
                         assert await copy.read(0, 1000) == plain
                     finally:
                         copy.remove()

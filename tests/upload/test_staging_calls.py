@@ -37,11 +37,8 @@ def test_what_a_failing_disk_is_to_a_writer(tmp_path: Path, number: int, error: 
     assert type(found) is error and str(tmp_path) in str(found)
 
 
-@pytest.mark.parametrize("otherwise", [True, False])
 @pytest.mark.parametrize("number", [0, errno.EAGAIN, errno.EINVAL, errno.EACCES])
-def test_a_lease_is_given_refused_or_not_known(
-    monkeypatch: pytest.MonkeyPatch, number: int, otherwise: bool
-) -> None:
+def test_a_lease_is_given_refused_or_not_known(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     called: list[tuple[int, int]] = []
 
     def control(fd: int, command: int, argument: int) -> int:
@@ -51,8 +48,7 @@ def test_a_lease_is_given_refused_or_not_known(
         return 0
 
     monkeypatch.setattr(fcntl, "fcntl", control)
-    expected = {0: True, errno.EAGAIN: False}.get(number, otherwise)
-    assert staging._leased(5, otherwise=otherwise) is expected
+    assert staging._has_writer(5) is (number == errno.EAGAIN)
     leases = [argument for command, argument in called if command == fcntl.F_SETLEASE]
     assert leases == [fcntl.F_RDLCK] + ([] if number else [fcntl.F_UNLCK]), "it is given back"
 
@@ -62,8 +58,8 @@ def test_a_directory_has_leases_if_a_writer_keeps_one_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bool
 ) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(staging, "_leased", lambda fd, *, otherwise: answer if otherwise else None)
-    assert staging.can_lease(tmp_path) is not answer
+    monkeypatch.setattr(staging, "_has_writer", lambda fd: answer)
+    assert staging.can_lease(tmp_path) is answer
     assert not staging.can_lease(tmp_path / "none") and not staging.tells_of_mappings(tmp_path / "none")
     assert len(os.listdir("/proc/self/fd")) == before and os.listdir(tmp_path) == []
 
