@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 from dataclasses import dataclass
+from typing import Any
 
 DIRECTORY_SIZE = 4096
 """Borrowed from ext4; some programs skip directories of size 0."""
@@ -87,3 +88,20 @@ class Options:
     gid: int = 0
     file_mode: int = 0o444
     dir_mode: int = 0o555
+
+    def shape(
+        self, ino: int, is_dir: bool, size: int, mtime_ns: int, overrides: dict[str, Any], links: int = 1
+    ) -> Attributes:
+        """The attributes of a file or directory. For `overrides` see `Overrides.get`."""
+        mode = overrides.get("mode", self.dir_mode if is_dir else self.file_mode)
+        return Attributes(
+            ino,
+            mode | (stat.S_IFDIR if is_dir else stat.S_IFREG),
+            2 if is_dir else links,
+            DIRECTORY_SIZE if is_dir else size,
+            overrides.get("mtime_ns", mtime_ns),
+            overrides.get("uid", self.uid),
+            overrides.get("gid", self.gid),
+            overrides.get("atime_ns", mtime_ns),
+            overrides.get("ctime_ns", mtime_ns),
+        )

@@ -27,7 +27,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.base.shared_memory import Times
 from cachefs.fs import xattrs
-from cachefs.fs.attributes import DIRECTORY_SIZE, FOREVER, FREE_NAMES, Attributes, Entry, Options, Space
+from cachefs.fs.attributes import FOREVER, FREE_NAMES, Attributes, Entry, Options, Space
 from cachefs.fs.directories import DirectoryHandle, DirectoryReader
 from cachefs.fs.dirty_files import Opened
 from cachefs.fs.files import (
@@ -355,13 +355,7 @@ class FileSystem:
     def _attributes(self, ino: int, is_dir: bool, row: Row) -> Attributes:
         if self._writing is not None:
             return self._writing.shape(ino, is_dir, row)
-        options = self._options
-        if is_dir:
-            mode, links, size = stat.S_IFDIR | options.dir_mode, 2, DIRECTORY_SIZE
-        else:
-            mode, links, size = stat.S_IFREG | options.file_mode, 1, row.size
-        time_ns = row.mtime_ns
-        return Attributes(ino, mode, links, size, time_ns, options.uid, options.gid, time_ns, time_ns)
+        return self._options.shape(ino, is_dir, row.size, row.mtime_ns, {})
 
     # -- directories -------------------------------------------------------------------------------
 
@@ -397,11 +391,6 @@ class FileSystem:
 
     # -- files -------------------------------------------------------------------------------------
 
-    def open_now(self, ino: int, flags: int, pid: int) -> Opened | None:
-        """Open a file. Returns None if `open` has to be awaited. Raises `ObjectChanged` if the name leads to another inode
-        now."""
-        return self._open_now(ino, flags, pid, patient=True)
-
     @property
     def open_known(self) -> Callable[[int, int], Known | None]:
         """(ino, pid): opens a known file (see `KnownFiles`) for reading. It returns None if `open_now` has to do it."""
@@ -416,8 +405,9 @@ class FileSystem:
         """Forget the known files, so that the hook is called for the next open of each, if it is awaited."""
         self._files.forget_known()
 
-    def _open_now(self, ino: int, flags: int, pid: int, *, patient: bool = False) -> Opened | None:
-        """As `open_now`. Unless `patient`, a file that is about to be cached is opened as it is."""
+    def open_now(self, ino: int, flags: int, pid: int, *, patient: bool = True) -> Opened | None:
+        """Open a file. Returns None if `open` has to be awaited. Unless `patient`, a file that is about to be cached is
+        opened as it is. Raises `ObjectChanged` if the name leads to another inode now."""
         if flags & _WRITING:
             if self._writing is None:
                 raise ReadOnly("the mount is read-only")
@@ -458,8 +448,13 @@ class FileSystem:
         return self._files.open(ino, handle.origin, handle.object, handle.mtime_ns, pid)
 
     async def open(self, ino: int, flags: int, pid: int) -> Opened:
-        if (soon_cached := self._soon_cached(ino, flags)) is not None:
-            await self._files.reader.wait_until_cached(soon_cached, pid)
+        if not flags & _WRITING and self._files.decides(ino):
+            warm = self._files.warm.get(ino)
+            obj = warm[2] if warm is not None else self.tree_queries.version(ino)
+            if obj is not None and self._files.reader.soon_cached(obj):
+                await self._files.reader.wait_until_cached(
+                    obj, pid
+                )  # the lookup may then find another version
         if self._writing is None or ino == ROOT or ino in self._files.nameless:
             return await self._open_late(ino, flags, pid)
         if not flags & _WRITING and not self._writing.is_going(*self._tree.locate(ino)):
@@ -474,7 +469,7 @@ class FileSystem:
         )
 
     async def _open_late(self, ino: int, flags: int, pid: int, *claimed: object) -> Opened:
-        opened = self._open_now(ino, flags, pid)
+        opened = self.open_now(ino, flags, pid, patient=False)
         if opened is not None:
             return opened
         if self._writing is not None and flags & _WRITING and self._files.removed(ino):
@@ -492,15 +487,6 @@ class FileSystem:
         opened = self._open(directory, mark, ino, found, pid)
         assert opened is not None  # it is not patient
         return opened
-
-    def _soon_cached(self, ino: int, flags: int) -> ObjectId | None:
-        """The version that an open should wait a moment for until it is cached; None if it need not wait. The lookup may
-        then find another version."""
-        if flags & _WRITING or not self._files.decides(ino):
-            return None
-        warm = self._files.warm.get(ino)
-        obj = warm[2] if warm is not None else self.tree_queries.version(ino)
-        return obj if obj is not None and self._files.reader.soon_cached(obj) else None
 
     def _waits_for(self, ino: int, obj: ObjectId) -> bool:
         """True if an open of this version should wait a moment until it is cached."""

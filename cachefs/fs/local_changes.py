@@ -162,15 +162,11 @@ class LocalChanges:
 
     def share(self, node: Node, dirty_file: DirtyFile, handles: list[FileHandle]) -> None:
         """Make the cache file that the readers of a node have in passthrough its dirty file, under the same inode."""
-        if node.removed:
-            self.give_nameless(node, dirty_file)
-        else:
-            self.give(node, dirty_file)
+        self.give(node, dirty_file)
         for handle in handles:
             self.attach(handle, node)
             handle.backing = dirty_file.backing
-        if not node.removed:
-            self._writer.outlive(dirty_file, node.ino, named=True)
+        self._writer.outlive(dirty_file, node.ino, named=not node.removed)
         self._files.forget_warm()
 
     async def hold(self, node: Node) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cachefs.base.errors import AlreadyExists, IsADirectory, NotFound, NotPermitted, ObjectChanged
-from cachefs.fs.attributes import DIRECTORY_SIZE, Attributes
+from cachefs.fs.attributes import Attributes
 from cachefs.fs.changing import Changing
 from cachefs.fs.dirty_files import DirtyFiles, Opened, check_name, writable
 from cachefs.fs.files import DIRTY_FILE, Node
@@ -81,7 +81,7 @@ class Writing:
                 "mtime_ns": changed,
                 "ctime_ns": max(changed, overrides.get("ctime_ns", changed)),
             }
-        return self._shape(ino, is_dir, row.size, row.mtime_ns, overrides)
+        return self._options.shape(ino, is_dir, row.size, row.mtime_ns, overrides)
 
     def attributes(self, row: Row) -> Attributes:
         """The attributes for a pending row, which belongs to a dirty file."""
@@ -101,29 +101,12 @@ class Writing:
         else:
             size, mtime_ns = handle.object.size, handle.mtime_ns
             overrides = self.overrides.get(handle.ino)
-        return self._shape(handle.ino, False, size, mtime_ns, overrides)
+        return self._options.shape(handle.ino, False, size, mtime_ns, overrides)
 
     def _of_node(self, node: Node) -> Attributes:
         size, mtime_ns = _content(node)
         links = int(self._local_changes.named(node))
-        return self._shape(node.ino, False, size, mtime_ns, node.attrs, links)
-
-    def _shape(
-        self, ino: int, is_dir: bool, size: int, mtime_ns: int, overrides: dict[str, Any], links: int = 1
-    ) -> Attributes:
-        options = self._options
-        mode = overrides.get("mode", options.dir_mode if is_dir else options.file_mode)
-        return Attributes(
-            ino,
-            mode | (stat.S_IFDIR if is_dir else stat.S_IFREG),
-            2 if is_dir else links,
-            DIRECTORY_SIZE if is_dir else size,
-            overrides.get("mtime_ns", mtime_ns),
-            overrides.get("uid", options.uid),
-            overrides.get("gid", options.gid),
-            overrides.get("atime_ns", mtime_ns),
-            overrides.get("ctime_ns", mtime_ns),
-        )
+        return self._options.shape(node.ino, False, size, mtime_ns, node.attrs, links)
 
     def _attrs(self, above: Directory, is_dir: bool, mode: int, uid: int, gid: int) -> dict[str, Any]:
         """The attribute overrides of a new file or directory: the values that differ from the mount's defaults. What is made
