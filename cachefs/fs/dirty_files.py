@@ -8,6 +8,7 @@ the file open for writing, and it is uploaded, its name shows the uploaded objec
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,7 @@ from cachefs.base.errors import (
     BadHandle,
     CachefsError,
     Invalid,
+    IsADirectory,
     NameTooLong,
     NotFound,
     NotPermitted,
@@ -35,13 +37,13 @@ from cachefs.fs.local_changes import DIRTY_FILE_ETAG, LocalChanges
 from cachefs.fs.name_locks import NameLocks
 from cachefs.fs.overrides import written
 from cachefs.fs.reader import Buffer
-from cachefs.fs.tree import Directory
+from cachefs.fs.tree import Directory, Found
+from cachefs.fs.tree_queries import object_of
 
 if TYPE_CHECKING:
     from cachefs.base.names import ObjectId
     from cachefs.fs.files import FileHandle, Former, OpenFiles
     from cachefs.fs.overrides import Overrides
-    from cachefs.fs.rows import Row
     from cachefs.origin import Origin
     from cachefs.upload import DirtyFile, Uploads
 
@@ -89,13 +91,14 @@ class DirtyFiles:
             await self._local_changes.take_back(node)
             raise
 
-    async def open(
-        self, directory: Directory, name: bytes, obj: ObjectId, row: Row, flags: int, pid: int
-    ) -> Opened:
-        """Open a file that has the version `obj` for writing. Raises `ObjectChanged` if the kernel has to look the name up
-        again, because it has another inode now."""
+    async def open(self, directory: Directory, name: bytes, found: Found, flags: int, pid: int) -> Opened:
+        """Open the file that was found for writing. The caller has claimed the name. Raises `ObjectChanged` if the kernel
+        has to look the name up again, because it has another inode now."""
+        if found.is_dir:
+            raise IsADirectory(f"{directory.prefix}{name.decode()} is a directory")
         writable(directory)
-        ino = row.ino
+        self._files.forget_warm()
+        ino, obj = found.ino, object_of(directory, name, found.row)
         node = self._local_changes.nodes.get(ino) or self._local_changes.current(directory, name, obj)
         if node is None:
             node = Node(directory, name, ino, stored=True)
@@ -107,16 +110,19 @@ class DirtyFiles:
         if node.dirty_file is not None:
             opened = self.open_reader(node, pid)
         else:
-            opened = self._files.open(ino, node.origin, obj, row.mtime_ns, pid, writes=True)
+            opened = self._files.open(ino, node.origin, obj, found.row.mtime_ns, pid, writes=True)
         self._local_changes.add(node)
         empty = partial(self._empty, node, obj) if flags & os.O_TRUNC else None
         return await self._to_write(opened, node, empty)
 
-    async def open_nameless(self, ino: int, flags: int, pid: int, attrs: dict[str, Any]) -> Opened:
-        """Open a nameless file for writing, which was looked up while it had a name. `attrs` are its attributes. Raises
-        `ObjectChanged` if its bytes are not available any more."""
+    async def open_nameless(self, ino: int, flags: int, pid: int) -> Opened:
+        """Open a nameless file for writing, which is open already. Raises `ObjectChanged` if its bytes are not available any
+        more."""
         node = self._local_changes.nodes.get(ino)
-        node = node or self._local_changes.nameless(self._files.under(ino)[0], attrs)
+        if node is None:
+            shown = self._files.nameless[ino]
+            attrs = {"mode": stat.S_IMODE(shown.mode), "uid": shown.uid, "gid": shown.gid}
+            node = self._local_changes.nameless(self._files.under(ino)[0], attrs)
         async with node.lock:
             if node.dirty_file is None and (others := self._files.under(ino)):
                 await self._take(node, others[0].object)
@@ -192,6 +198,12 @@ class DirtyFiles:
             await self._begin(node, handle, None)  # the daemon does not hear of the first change
         return fh, backing.id
 
+    def open_version(self, directory: Directory, name: bytes, version: ObjectId, pid: int) -> Opened | None:
+        """Open a dirty file for reading: one that is pending, or uploaded and not yet adopted by the cache. None if the name
+        has no such file."""
+        node = self._local_changes.current(directory, name, version)
+        return None if node is None else self.open_reader(node, pid)
+
     def open_reader(self, node: Node, pid: int) -> Opened:
         """Open a dirty file for reading."""
         return self._attached(node, node.ino, self._local_changes.version(node), pid)
@@ -251,11 +263,13 @@ class DirtyFiles:
         _, dirty_file = await self._dirty_file_of(fh, offset + length)
         await dirty_file.allocate(offset, length)
 
-    async def truncate(self, directory: Directory, name: bytes, obj: ObjectId, row: Row, size: int) -> None:
+    async def truncate(self, directory: Directory, name: bytes, found: Found, size: int) -> None:
         """Truncate a file by its name. If no process has it open for writing, this waits for what a close would wait for.
 
         The caller has claimed the name."""
-        fh, _ = await self.open(directory, name, obj, row, os.O_WRONLY, 0)
+        if not found.is_dir and found.row.known and found.row.size == size:
+            return
+        fh, _ = await self.open(directory, name, found, os.O_WRONLY, 0)
         handle = self._files.handles[fh]
         node = handle.node
         assert node is not None

@@ -208,7 +208,7 @@ class FileSystem:
         # A cache file that is read in passthrough has the content of its inode, also if its object was renamed meanwhile.
         backing_id = 0 if former.unsaved else former.backing_id
         version = object_of(directory, mark, row)
-        opened = None if backing_id else self._write.open_reader(directory, mark, version, 0)
+        opened = None if backing_id else self._write.dirty_files.open_version(directory, mark, version, 0)
         if opened is not None:
             self._files.renumber(opened[0], former.fh)
         elif row.known:
@@ -473,7 +473,7 @@ class FileSystem:
         if opened is not None:
             return opened
         if self._writing is not None and flags & _WRITING and self._files.removed(ino):
-            return await self._writing.open_nameless(ino, flags, pid)
+            return await self._writing.dirty_files.open_nameless(ino, flags, pid)
         directory, mark = self._tree.locate(ino)
         name = name_in(mark)
         if directory.ttls.revalidate and not mark.endswith(b"/"):
@@ -481,7 +481,7 @@ class FileSystem:
         else:
             found = await self._looker.look(directory, name)
         if flags & _WRITING and self._writing is not None:
-            return await self._writing.open(directory, mark, self._check(ino, found), flags, pid)
+            return await self._writing.dirty_files.open(directory, mark, self._check(ino, found), flags, pid)
         if self._writing is not None and not claimed and self._writing.is_going(directory, mark):
             return await self._open_claimed(ino, flags, pid)  # its removal began during the lookup
         opened = self._open(directory, mark, ino, found, pid)
@@ -508,7 +508,7 @@ class FileSystem:
         assert directory.origin is not None
         obj = object_of(directory, mark, found.row)
         if self._writing is not None:
-            written = self._writing.open_reader(directory, mark, obj, pid)
+            written = self._writing.dirty_files.open_version(directory, mark, obj, pid)
             if written is not None:
                 return written
         mtime_ns = found.row.mtime_ns

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cachefs.base.errors import AlreadyExists, IsADirectory, NotFound, NotPermitted, ObjectChanged
+from cachefs.base.errors import AlreadyExists, NotFound, NotPermitted, ObjectChanged
 from cachefs.fs.attributes import Attributes
 from cachefs.fs.changing import Changing
 from cachefs.fs.dirty_files import DirtyFiles, Opened, check_name, writable
@@ -24,10 +24,8 @@ from cachefs.fs.local_changes import LocalChanges
 from cachefs.fs.name_locks import NameLocks, Place
 from cachefs.fs.overrides import Overrides, without_set_ids, written
 from cachefs.fs.tree import Directory, Found, Tree
-from cachefs.fs.tree_queries import object_of
 
 if TYPE_CHECKING:
-    from cachefs.base.names import ObjectId
     from cachefs.base.shared_memory import Times
     from cachefs.fs.attributes import Options
     from cachefs.fs.files import FileHandle, OpenFiles
@@ -207,9 +205,7 @@ class Writing:
         if isinstance(found, Found):
             if flags & os.O_EXCL:
                 raise AlreadyExists(f"{directory.prefix}{name.decode()} is there")
-            if found.is_dir:
-                raise IsADirectory(f"{directory.prefix}{name.decode()} is a directory")
-            return found.ino, await self.open(directory, name, found, flags | os.O_RDWR, pid)
+            return found.ino, await self.dirty_files.open(directory, name, found, flags | os.O_RDWR, pid)
         attrs = self._attrs(directory, False, mode, uid, gid)
         node, opened = await self.dirty_files.create(directory, name, attrs, pid)
         return node.ino, opened
@@ -244,33 +240,13 @@ class Writing:
             self.dirty_files.release(opened[0])
         return ino
 
-    async def open(self, directory: Directory, mark: bytes, found: Found, flags: int, pid: int) -> Opened:
-        """Open the file that was found for writing. The caller has claimed the name."""
-        if found.is_dir:
-            raise IsADirectory(f"{directory.prefix}{mark.decode()} is a directory")
-        self._files.forget_warm()
-        obj = object_of(directory, mark, found.row)
-        return await self.dirty_files.open(directory, mark, obj, found.row, flags, pid)
-
-    async def open_nameless(self, ino: int, flags: int, pid: int) -> Opened:
-        """Open a nameless file, which is open already, for writing."""
-        shown = self._files.nameless[ino]
-        attrs = {"mode": stat.S_IMODE(shown.mode), "uid": shown.uid, "gid": shown.gid}
-        return await self.dirty_files.open_nameless(ino, flags, pid, attrs)
-
-    def open_reader(self, directory: Directory, name: bytes, version: ObjectId, pid: int) -> Opened | None:
-        """Open a dirty file for reading: one that is pending, or uploaded and not yet adopted by the cache. None if the name
-        has no such file."""
-        node = self._local_changes.current(directory, name, version)
-        return None if node is None else self.dirty_files.open_reader(node, pid)
-
     async def truncate(self, ino: int, size: int, fh: int | None) -> tuple[Attributes, float] | None:
         """Returns the attributes of an inode without a name afterwards: its last user may have closed it meanwhile."""
         if fh is not None and self._files.handles[fh].writes:
             await self.dirty_files.truncate_open(fh, size)
             return None
         if self._files.removed(ino):
-            fh, _ = await self.open_nameless(ino, os.O_WRONLY, 0)
+            fh, _ = await self.dirty_files.open_nameless(ino, os.O_WRONLY, 0)
             try:
                 await self.dirty_files.truncate_open(fh, size)
                 return self.orphan(ino)
@@ -292,13 +268,7 @@ class Writing:
         found = await self._looker.look(directory, name)
         if not isinstance(found, Found) or found.ino != ino:
             raise ObjectChanged(f"inode {ino} was replaced")
-        if found.is_dir:
-            raise IsADirectory(f"{directory.prefix}{name.decode()} is a directory")
-        self._files.forget_warm()
-        obj = object_of(directory, name, found.row)
-        if found.row.known and obj.size == size:
-            return
-        await self.dirty_files.truncate(directory, name, obj, found.row, size)
+        await self.dirty_files.truncate(directory, name, found, size)
 
     def is_going(self, directory: Directory, mark: bytes) -> bool:
         """True while the name shows a file that is being removed or replaced."""

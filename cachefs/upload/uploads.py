@@ -195,7 +195,7 @@ class Uploads:
             self._records,
             metrics,
             lambda dirty_file, info: self.on_committed(dirty_file, info),
-            self._settle_soon,
+            self._settle_sent,
             delay_s=upload_delay_s,
             conditional=on_conflict == "fail",
         )
@@ -944,6 +944,13 @@ class Uploads:
         if dirty_file.content.state is not State.CLEAN or dirty_file.sender.upload is not None:
             return False
         return dirty_file.file.in_memory and dirty_file.size > 0 and not dirty_file.file.spoiled
+
+    async def _settle_sent(self, dirty_file: DirtyFile) -> None:
+        """As `_settle_soon`, after an upload, in its task."""
+        if self._goes_with_others(dirty_file):
+            self._together.add(dirty_file)
+        else:
+            await self._settle(dirty_file)
 
     async def _settle(self, dirty_file: DirtyFile, *, adopt: bool = True) -> None:
         """Settle a clean file that is not in use: give its file to the cache (with `adopt`), or remove it. Retried later
