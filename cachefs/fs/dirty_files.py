@@ -456,29 +456,23 @@ class DirtyFiles:
         """Restore a handle for writing of a file that was not changed yet. If no name leads to the file any more, it is
         nameless."""
         node = self._local_changes.nodes.get(former.ino)
-        if node is None:
-            place = self._local_changes.place_of(former.ino)
-            if place is None:
-                return self._resume_nameless(former)
+        if node is None and (place := self._local_changes.place_of(former.ino)) is not None:
             node = Node(*place, former.ino, stored=True)
             node.attrs = self._overrides.get(former.ino)
         # It may have been renamed since, and a copy may have another etag. All handles of an inode have one version, and so
         # does its row, while a name leads to it.
         if others := self._files.under(former.ino):
             obj = others[0].object
-        else:
+        elif node is not None:
             obj = self._local_changes.known_version(former.ino) or replace(former.object, key=node.key)
+        else:
+            obj = former.object
         number, _ = self._files.open(former.ino, former.origin, obj, former.mtime_ns, 0, writes=True)
+        if node is None:
+            self._files.lose_name(former.ino, removed=True)
+            return self._local_changes.nameless(self._files.handles[number], {}), number
         self._local_changes.add(node)
         return node, number
-
-    def _resume_nameless(self, former: Former) -> tuple[Node, int]:
-        # A reader that has the file open since before a rename has another version in its record.
-        others = self._files.under(former.ino)
-        obj = others[0].object if others else former.object
-        number, _ = self._files.open(former.ino, former.origin, obj, former.mtime_ns, 0, writes=True)
-        self._files.lose_name(former.ino, removed=True)
-        return self._local_changes.nameless(self._files.handles[number], {}), number
 
 
 def writable(directory: Directory) -> Origin:
@@ -493,12 +487,13 @@ def writable(directory: Directory) -> Origin:
 
 
 def check_name(directory: Directory, name: bytes) -> None:
-    """Check that a key can have this name. Raises `NameTooLong`, `Invalid`."""
+    """Check that a key can have this name. Raises `NameTooLong`, `Invalid`, and as `writable`."""
+    origin = writable(directory)
     if len(name) > MAX_NAME:
         raise NameTooLong(f"a name of {len(name)} bytes")
     if not nameable(name) or text_of(name) is None:
         raise Invalid("no key can have this name: keys are UTF-8")
-    check_key(writable(directory), len(directory.prefix.encode()) + len(name))
+    check_key(origin, len(directory.prefix.encode()) + len(name))
 
 
 def check_key(origin: Origin, size: int) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from cachefs.base.errors import AlreadyExists, NotFound, NotPermitted, ObjectChanged
 from cachefs.fs.attributes import Attributes
 from cachefs.fs.changing import Changing
-from cachefs.fs.dirty_files import DirtyFiles, Opened, check_name, writable
+from cachefs.fs.dirty_files import DirtyFiles, Opened, check_name
 from cachefs.fs.files import DIRTY_FILE, Node
 from cachefs.fs.inodes import ROOT
 from cachefs.fs.keys import name_in
@@ -197,7 +197,6 @@ class Writing:
         self, directory: Directory, name: bytes, flags: int, mode: int, pid: int, uid: int, gid: int
     ) -> tuple[int, Opened]:
         """Create and open a file, or open the one that exists. Returns its inode and the handle."""
-        writable(directory)
         check_name(directory, name)
         # An open with O_TRUNC replaces whatever is there. Any other create must first make sure that the name is free.
         replaces = flags & os.O_TRUNC and not flags & os.O_EXCL
@@ -280,7 +279,6 @@ class Writing:
     async def mkdir(
         self, directory: Directory, name: bytes, mode: int, uid: int, gid: int, *, again: bool
     ) -> Found:
-        writable(directory)
         check_name(directory, name)
         try:
             found = await self.names.mkdir(directory, name)

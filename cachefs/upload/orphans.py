@@ -149,12 +149,11 @@ def set_aside(staging: Path, names: Collection[str], why: str) -> Path | None:
     return place
 
 
-def without_journal(staging: Path, journal: Path) -> Path | None:
+def without_journal(staging: Path, journal: Path) -> None:
     """If there is no journal yet, move all files of the staging directory aside, because they were written under another
-    one. Called before the journal is made. Returns their new directory, or None. Raises `CacheUnusable`."""
-    if (journal / "data.mdb").exists():
-        return None
-    return set_aside(staging, _names(staging), f"there is no journal in {journal}")
+    one. Called before the journal is made. Raises `CacheUnusable`."""
+    if not (journal / "data.mdb").exists():
+        set_aside(staging, _names(staging), f"there is no journal in {journal}")
 
 
 # -- orphans that were moved aside: blocking -----------------------------------------------------------

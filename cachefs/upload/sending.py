@@ -78,7 +78,6 @@ class Parts:
         self._touches: dict[int, int] = {}  # changes of each part, by number
         self._rewrites = 0  # changes of all parts
         self._sent: dict[int, Piece] = {}  # parts that the origin has, as they were when they were sent
-        self._bytes_under_way = 0
 
     # Changes of the file.
 
@@ -94,8 +93,6 @@ class Parts:
 
     def resized(self, size: int) -> None:
         """Note that the file was cut or extended with zeros to `size` bytes."""
-        if size == self.size:
-            return
         self._touch(min(size, self.size), max(size, self.size))
         self.size = size
         self._frontier = min(self._frontier, size)
@@ -135,26 +132,25 @@ class Parts:
     @property
     def waiting_bytes(self) -> int:
         """Bytes that could be sent now, or are in flight."""
-        return max(0, self._frontier - self._cut(self._next - 1)) + self._bytes_under_way
+        under_way = sum(piece.stop - piece.start for piece in self.under_way.values())
+        return max(0, self._frontier - self._cut(self._next - 1)) + under_way
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that the origin has with their present content."""
-        return sum(p.stop - p.start for p in self._sent.values() if p == self._piece(p.number))
+        return sum(p.stop - p.start for p in self._sent.values() if self.is_current(p))
 
     # Progress of parts.
 
     def begin(self, piece: Piece) -> None:
         """Note that a part is in flight."""
         self.under_way[piece.number] = piece
-        self._bytes_under_way += piece.stop - piece.start
         if piece.number == self._next:
             self._next += 1
 
     def ended(self, piece: Piece, *, stored: bool) -> None:
         """Note that a part is no longer in flight; `stored`: the origin has it. A write meanwhile makes it stale."""
         del self.under_way[piece.number]
-        self._bytes_under_way -= piece.stop - piece.start
         if stored:
             self._sent[piece.number] = piece
 

@@ -484,7 +484,6 @@ class Uploads:
             self.noted(dirty_file)
 
     def noted(self, dirty_file: DirtyFile) -> None:
-        """Write or remove the record of a dirty file for the next daemon, after a change of its state."""
         if self._disk.shared is None or not dirty_file.ino:
             return
         if dirty_file.id not in self._dirty_files:
@@ -508,8 +507,6 @@ class Uploads:
             log.info("%s: too many files are being written to outlive this process", dirty_file.key)
 
     def note_removed(self, dirty_file: DirtyFile) -> None:
-        """Change the record of a dirty file that is being discarded, if there is one: the next daemon keeps the file for its
-        users only."""
         dirty_file.record.says_removed = True
         if self._is_noted(dirty_file):
             self._put_record(dirty_file)
@@ -862,7 +859,7 @@ class Uploads:
         elif not dirty_file.handles:  # the last user has closed the file meanwhile
             self._settle_soon(dirty_file)
 
-    # -- called by dirty files ----------------------------------------------------------------------
+    # -- called by dirty files: see `Owner` -----------------------------------------------------------
 
     def wrote(self, dirty_file: DirtyFile) -> None:
         """Handle a change that was made through the daemon: set the mtime, and send parts that are ready, if that is
@@ -873,7 +870,6 @@ class Uploads:
             dirty_file.sender.push(self._queue.nursery)
 
     def found_changed(self, dirty_file: DirtyFile) -> None:
-        """Handle a change that was made past the daemon."""
         self._touch(dirty_file)
         self.on_changed(dirty_file)
 
@@ -888,15 +884,12 @@ class Uploads:
             self._disk.shared.records.touch(dirty_file.id, dirty_file.mtime_ns)
 
     async def keep(self, dirty_file: DirtyFile) -> None:
-        """Write the row of a dirty file."""
         await self._records.keep(dirty_file)
 
     def journaled(self, dirty_file: DirtyFile) -> bytes | None:
-        """The content that is stored in the journal, if any."""
         return self.journal.content(dirty_file.id)
 
     async def orphaned(self, dirty_file: DirtyFile, upload: Upload) -> None:
-        """Record an upload that will not be completed, so that it is aborted later."""
         await self._records.orphaned(dirty_file.origin.source, upload.key, upload.state())
 
     def _hopeful(self, dirty_file: object) -> bool:

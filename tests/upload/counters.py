@@ -46,7 +46,7 @@ def check_dirty_file(dirty_file: DirtyFile) -> None:
     assert dirty_file.attempt is None, f"{name}: an upload is left"
     locks = {"content": dirty_file.lock, "name": dirty_file.trying.turn, "row": dirty_file.record.turn}
     assert not [what for what, lock in locks.items() if lock.locked()], f"{name}: a lock is held"
-    assert not parts.under_way and not parts._bytes_under_way, f"{name}: parts are counted as under way"
+    assert not parts.under_way, f"{name}: parts are counted as under way"
     assert not sender._early and not sender._tickets, f"{name}: it sends"
     assert not sender.final, f"{name}: a commit is left"
     assert not sender._part_ended.statistics().tasks_waiting, f"{name}: a part is waited for"

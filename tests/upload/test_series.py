@@ -18,7 +18,7 @@ from cachefs.base import database
 from cachefs.base.errors import CacheUnusable, NoRoom, OriginFailed
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
-from cachefs.upload import refuse_foreign, room
+from cachefs.upload import refuse_foreign, room, sending
 from cachefs.upload.journal import DIRTY_FILES, Journal
 from cachefs.upload.queue import IN_BACKGROUND
 from cachefs.upload.staging import HELD
@@ -359,7 +359,7 @@ def _users(d: Desk) -> None:
 
 
 def _under_way(d: Desk) -> None:
-    next(iter(d.uploads._dirty_files.values())).parts._bytes_under_way += 1
+    next(iter(d.uploads._dirty_files.values())).parts.under_way[1] = sending.Piece(1, 0, 1, 0)
 
 
 @pytest.mark.parametrize("damage", [_busy, _memory, _writers, _users, _under_way])
