@@ -75,15 +75,15 @@ class Passthrough:
         self._relieve = relieve
         self.possible = False  # True if the backend and the file system of the staging directory can do this
         self._direct = direct
-        self._tell: Callable[[BackingFile], None] = lambda backing: None
+        self._register: Callable[[BackingFile], None] = lambda backing: None
         self._retire: Callable[[BackingFile], None] = lambda backing: None
         self._writers = 0
         self._begun = trio.Event()
 
-    def enable(self, tell: Callable[[BackingFile], None], retire: Callable[[BackingFile], None]) -> None:
-        """Let the kernel read and write staging files without the daemon, because the backend takes backing files: `tell`
-        registers one with the kernel (OSError if that refuses it), `retire` unregisters it."""
-        self._tell, self._retire = tell, retire
+    def enable(self, register: Callable[[BackingFile], None], retire: Callable[[BackingFile], None]) -> None:
+        """Let the kernel read and write staging files without the daemon. `register` registers a backing file with the
+        kernel (OSError if that refuses it), `retire` unregisters it."""
+        self._register, self._retire = register, retire
         self.possible = can_lease(self._staging)
         if not self.possible:
             log.info("%s has no leases: what is written comes through the daemon", self._staging)
@@ -107,7 +107,7 @@ class Passthrough:
             if shape is None:
                 return None  # its content is written through the daemon, and waits for the disk
             if dirty_file.kernel.backing is None:
-                dirty_file.kernel.backing = self._told(dirty_file)
+                dirty_file.kernel.backing = self._registered(dirty_file)
             if dirty_file.kernel.backing is None:
                 dirty_file.file.in_passthrough = begun
                 return None
@@ -138,10 +138,10 @@ class Passthrough:
                 self._begun.set()
         return backing
 
-    def _told(self, dirty_file: DirtyFile) -> BackingFile | None:
+    def _registered(self, dirty_file: DirtyFile) -> BackingFile | None:
         backing = BackingFile(dirty_file.file.reader())
         try:
-            self._tell(backing)
+            self._register(backing)
         except OSError as exc:
             log.warning(
                 "what is written comes through the daemon: the kernel takes no file: %s", exc.strerror
@@ -165,7 +165,7 @@ class Passthrough:
         if dirty_file.kernel.writers or dirty_file.discarded:
             return
         try:
-            reclaimed = _let_go(dirty_file)
+            reclaimed = _reclaim_with_retries(dirty_file)
         except CachefsError as exc:
             log.warning("%s: %s", dirty_file.origin.name(dirty_file.key), exc)
             reclaimed = False
@@ -194,7 +194,7 @@ class Passthrough:
             self._begun = trio.Event()
 
 
-def _let_go(dirty_file: DirtyFile) -> bool:
+def _reclaim_with_retries(dirty_file: DirtyFile) -> bool:
     """`reclaim` at the close of its last writer, with retries. True if it is reclaimed.
 
     The kernel sends RELEASE, and releases its own reference to the file when the closing process returns from the system

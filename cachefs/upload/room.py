@@ -77,13 +77,13 @@ class Writer(Protocol):
 
 @dataclass(eq=False, repr=False)
 class StagingRoom:
-    """Space on the disk of the staging files. `_hopeful(dirty_file)` begins the planned uploads of all other dirty files,
-    and returns True if uploads of these are running or due, which will free space."""
+    """Space on the disk of the staging files. `_begin_planned(dirty_file)` begins the planned uploads of all other dirty
+    files, and returns True if uploads of these are running or due, which will free space."""
 
     _directory: Path
     _keep_free: int
     _cache: Cache
-    _hopeful: Callable[[object], bool]
+    _begin_planned: Callable[[object], bool]
     _impatient_until: float = float("-inf")
 
     def free_bytes(self) -> int:
@@ -121,7 +121,7 @@ class StagingRoom:
         """Evict if no space is left but what is kept free, and upload waiting files if eviction does not help. Called while
         there are passthrough writers, whose writes are not admitted."""
         if self.free_bytes() < 0 and not await self._cache.evict_to_hold(0):
-            self._hopeful(None)
+            self._begin_planned(None)
 
     async def more(self, dirty_file: object, count: int) -> bool:
         """Have the cache evict, then wait for uploads, `WAIT_S` at most. True if `count` bytes may be written now."""
@@ -131,7 +131,7 @@ class StagingRoom:
             if self.free_bytes() >= count:
                 return True
             now = trio.current_time()
-            if now < self._impatient_until or not (evicted or self._hopeful(dirty_file)):
+            if now < self._impatient_until or not (evicted or self._begin_planned(dirty_file)):
                 return False
             if now >= since + WAIT_S:
                 # Further writes do not wait, either, for `WAIT_S` from now.

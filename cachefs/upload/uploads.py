@@ -189,7 +189,7 @@ class Uploads:
         journal = Journal(state_dir / "journal", staging_dir, killed=killed)
         journal.hangs_elsewhere, journal.on_removed_late = self._hangs, self._removed_late
         self._records = Records(journal, list(origins))
-        self.room = StagingRoom(staging_dir, keep_free_bytes, store, self._hopeful)
+        self.room = StagingRoom(staging_dir, keep_free_bytes, store, self._begin_planned)
         self._queue = Queue(
             nursery,
             self._records,
@@ -892,9 +892,9 @@ class Uploads:
     async def orphaned(self, dirty_file: DirtyFile, upload: Upload) -> None:
         await self._records.orphaned(dirty_file.origin.source, upload.key, upload.state())
 
-    def _hopeful(self, dirty_file: object) -> bool:
-        """True if uploads of other dirty files are running or planned, without retries of failed ones. Planned ones begin
-        now."""
+    def _begin_planned(self, dirty_file: object) -> bool:
+        """Begin the planned uploads of other dirty files now, without retries of failed ones. True if any upload of these
+        is running or due."""
         found = False
         for other in self._dirty_files.values():
             if other is dirty_file:

@@ -1029,7 +1029,7 @@ async def test_who_waits_for_others_does_not_make_the_queue_longer(tmp_path: Pat
         for number in range(2 * IN_BACKGROUND):
             await d.save(f"k{number}", b"data")
         for _ in range(100):
-            assert d.uploads._hopeful(None)
+            assert d.uploads._begin_planned(None)
         assert len(d.uploads._queue._due) <= 4 * IN_BACKGROUND
         assert held.release is not None
         held.release.set()

@@ -268,7 +268,7 @@ async def test_others_give_hope_of_room_that_are_on_their_way(tmp_path: Path, st
                 d.uploads._queue.plan(other, 0.0)
                 await held.reached.wait()
         due = None if other is None else other.trying.due
-        assert d.uploads._hopeful(mine) is hope
+        assert d.uploads._begin_planned(mine) is hope
         if other is not None:
             now = trio.current_time()
             assert other.trying.due == (now if state == "due later" else due)
