@@ -47,7 +47,7 @@ from cachefs.fs.lookup import Looker
 from cachefs.fs.overrides import without_set_ids
 from cachefs.fs.reader import Buffer, Reader
 from cachefs.fs.refreshing import Refreshing
-from cachefs.fs.rows import NO_ROW, PINNED, Row
+from cachefs.fs.rows import NO_ROW, Row
 from cachefs.fs.tree import Directory, Found, Present, Tree, Volume, clock_of
 from cachefs.fs.tree_queries import TreeQueries, object_of
 from cachefs.fs.writing import Writing
@@ -271,8 +271,7 @@ class FileSystem:
         """Attributes of an open file, by the version that was opened."""
         if self._writing is not None:
             return self._writing.of_handle(handle)
-        row = NO_ROW._replace(size=handle.object.size, mtime_ns=handle.mtime_ns)
-        return self._attributes(handle.ino, False, row)
+        return self._options.shape(handle.ino, False, handle.object.size, handle.mtime_ns, {})
 
     def _opened(self, directory: Directory, name: bytes, ino: int) -> Found | None:
         """The row of an open file, whatever its age: the next lookup of its name asks the origin. None if it is not open."""
@@ -348,11 +347,6 @@ class FileSystem:
 
     def _shape(self, ino: int, is_dir: bool, row: Row) -> Attributes:
         """The attributes that a name shows."""
-        if row.generation == PINNED and self._writing is not None:
-            return self._writing.attributes(row)
-        return self._attributes(ino, is_dir, row)
-
-    def _attributes(self, ino: int, is_dir: bool, row: Row) -> Attributes:
         if self._writing is not None:
             return self._writing.shape(ino, is_dir, row)
         return self._options.shape(ino, is_dir, row.size, row.mtime_ns, {})

@@ -23,6 +23,7 @@ from cachefs.fs.keys import name_in
 from cachefs.fs.local_changes import LocalChanges
 from cachefs.fs.name_locks import NameLocks, Place
 from cachefs.fs.overrides import Overrides, without_set_ids, written
+from cachefs.fs.rows import PINNED
 from cachefs.fs.tree import Directory, Found, Tree
 
 if TYPE_CHECKING:
@@ -71,7 +72,9 @@ class Writing:
     # -- what is shown -----------------------------------------------------------------------------
 
     def shape(self, ino: int, is_dir: bool, row: Row) -> Attributes:
-        """The attributes of a file or directory that the origin has."""
+        """The attributes that a name shows."""
+        if row.generation == PINNED:
+            return self._of_node(self._local_changes.of_row(row))
         overrides = self.overrides.get(ino)
         if is_dir and (changed := self._local_changes.times.get(ino)) is not None:
             overrides = {
@@ -80,10 +83,6 @@ class Writing:
                 "ctime_ns": max(changed, overrides.get("ctime_ns", changed)),
             }
         return self._options.shape(ino, is_dir, row.size, row.mtime_ns, overrides)
-
-    def attributes(self, row: Row) -> Attributes:
-        """The attributes for a pending row, which belongs to a dirty file."""
-        return self._of_node(self._local_changes.of_row(row))
 
     def orphan(self, ino: int) -> tuple[Attributes, float] | None:
         """The attributes of a file that is open, has a dirty file and no name, with a TTL of 0; None for other inodes."""
@@ -128,23 +127,23 @@ class Writing:
         node = self._files.handles[fh].node
         if node is not None and later:
             node.clears = True
-        elif node is not None and (cleared := self._cleared(node.attrs)) is not None:
-            node.attrs["mode"] = cleared
-            if not node.removed:
-                self.overrides.put(node.ino, node.attrs)
+        elif node is not None and self._clear(node.attrs) and not node.removed:
+            self.overrides.put(node.ino, node.attrs)
 
-    def _cleared(self, attrs: dict[str, Any]) -> int | None:
-        """The mode without set-uid and set-gid bits; None if it has none of them."""
+    def _clear(self, attrs: dict[str, Any]) -> bool:
+        """Clear the set-uid and set-gid bits. False if the mode has none of them."""
         mode = attrs.get("mode", self._options.file_mode)
         clean = stat.S_IMODE(without_set_ids(mode | stat.S_IFREG))
-        return clean if clean != mode else None
+        if clean != mode:
+            attrs["mode"] = clean
+        return bool(clean != mode)
 
     def _changed_unseen(self, dirty_file: DirtyFile) -> None:
         """Note that a process has written a dirty file in passthrough."""
         written(dirty_file.attrs)
         node = self._local_changes.of_dirty_file(dirty_file)
-        if node is not None and node.clears and (cleared := self._cleared(dirty_file.attrs)) is not None:
-            dirty_file.attrs["mode"] = cleared
+        if node is not None and node.clears:
+            self._clear(dirty_file.attrs)
 
     def keep(self, ino: int, changes: dict[str, int]) -> bool:
         """Set attributes of an inode (see `Overrides.get`). They hold as long as the inode. Returns True if the caller must
