@@ -39,11 +39,13 @@ from cachefs.fs.overrides import written
 from cachefs.fs.reader import Buffer
 from cachefs.fs.tree import Directory, Found
 from cachefs.fs.tree_queries import object_of
+from cachefs.origin.protocol import ObjectInfo
 
 if TYPE_CHECKING:
     from cachefs.base.names import ObjectId
     from cachefs.fs.files import FileHandle, Former, OpenFiles
     from cachefs.fs.overrides import Overrides
+    from cachefs.fs.tree import Tree
     from cachefs.origin import Origin
     from cachefs.upload import DirtyFile, Uploads
 
@@ -59,12 +61,14 @@ Guessed: longer than such a read takes, unless the disk fails."""
 class DirtyFiles:
     def __init__(
         self,
+        tree: Tree,
         local_changes: LocalChanges,
         overrides: Overrides,
         files: OpenFiles,
         writer: Uploads,
         locks: NameLocks,
     ) -> None:
+        self._tree = tree
         self._locks = locks
         self._local_changes = local_changes
         self._overrides = overrides
@@ -165,7 +169,8 @@ class DirtyFiles:
             while (handles := self._files.under(node.ino)) and (backing := handles[0].backing) is not None:
                 if handles[0].object != obj:
                     return  # while this waited, the number was opened again, in another version
-                base = self._local_changes.info(node.directory, node.name, obj)
+                row = self._tree.row(node.directory, node.name)
+                base = ObjectInfo(obj.key, obj.size, 0 if row is None else row.mtime_ns, obj.etag)
                 dirty_file = self._writer.take(node.origin, base, backing, len(handles), node.attrs)
                 if dirty_file is not None:
                     self._local_changes.share(node, dirty_file, handles)
@@ -455,18 +460,18 @@ class DirtyFiles:
     def _resume_unchanged(self, former: Former) -> tuple[Node, int]:
         """Restore a handle for writing of a file that was not changed yet. If no name leads to the file any more, it is
         nameless."""
-        node = self._local_changes.nodes.get(former.ino)
-        if node is None and (place := self._local_changes.place_of(former.ino)) is not None:
-            node = Node(*place, former.ino, stored=True)
+        node, present = self._local_changes.nodes.get(former.ino), self._tree.present(former.ino)
+        if node is None and present is not None:
+            node = Node(*present[:2], former.ino, stored=True)
             node.attrs = self._overrides.get(former.ino)
         # It may have been renamed since, and a copy may have another etag. All handles of an inode have one version, and so
         # does its row, while a name leads to it.
         if others := self._files.under(former.ino):
             obj = others[0].object
-        elif node is not None:
-            obj = self._local_changes.known_version(former.ino) or replace(former.object, key=node.key)
+        elif present is not None and present[2].known:
+            obj = object_of(*present)
         else:
-            obj = former.object
+            obj = former.object if node is None else replace(former.object, key=node.key)
         number, _ = self._files.open(former.ino, former.origin, obj, former.mtime_ns, 0, writes=True)
         if node is None:
             self._files.lose_name(former.ino, removed=True)

@@ -27,7 +27,6 @@ from cachefs.fs.name_locks import Place
 from cachefs.fs.pages import Lost, move, pin, write_answer
 from cachefs.fs.rows import NO_ROW, Row, encode
 from cachefs.fs.tree import Directory, Tree, is_below, named
-from cachefs.fs.tree_queries import object_of
 from cachefs.origin.protocol import ObjectInfo
 
 if TYPE_CHECKING:
@@ -125,23 +124,14 @@ class LocalChanges:
         node.removed = True
         return node
 
-    def info(self, directory: Directory, name: bytes, obj: ObjectId) -> ObjectInfo:
-        """The origin's object under a name, as the tree has it."""
-        row = self._tree.row(directory, name)
-        return ObjectInfo(obj.key, obj.size, row.mtime_ns if row is not None else 0, obj.etag)
-
-    def place_of(self, ino: int) -> Place | None:
-        """The place of a file's inode; None if no name leads to it."""
-        present = self._tree.present(ino)
-        return None if present is None else present[:2]
-
     def inode_of(self, dirty_file: DirtyFile, directory: Directory, name: bytes) -> int:
         """The inode for a dirty file that is restored under a name: its own; 0 where that is not known. It is not that of
         the name, because if the previous daemon died during a rename, the name has the inode of the file which this one has
         replaced, and processes may have that file open."""
-        place = self.place_of(dirty_file.ino)
-        if place is not None and place != (directory, name):  # the previous daemon died during a rename
-            self._tree.database.write([("names", place[0].key + place[1], None)])
+        present = self._tree.present(dirty_file.ino)
+        if present is not None and present[:2] != (directory, name):
+            # The previous daemon died during a rename.
+            self._tree.database.write([("names", present[0].key + present[1], None)])
         return dirty_file.ino
 
     async def leave_to_readers(self, directory: Directory, name: bytes, ino: int) -> None:
@@ -202,11 +192,6 @@ class LocalChanges:
         info = None if node.pending or node.dirty_file is None else node.dirty_file.committed
         etag, size = (node.row.etag, 0) if info is None else (info.etag, info.size)
         return ObjectId(node.origin.source, node.key, etag, size)
-
-    def known_version(self, ino: int) -> ObjectId | None:
-        """The version that the tree has of a file's inode; None if it is not known."""
-        present = self._tree.present(ino)
-        return None if present is None or not present[2].known else object_of(*present)
 
     def current(self, directory: Directory, name: bytes, version: ObjectId) -> Node | None:
         """The node whose dirty file has this version of a name; None if there is none, or the cache has adopted it."""

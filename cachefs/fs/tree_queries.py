@@ -18,7 +18,6 @@ import trio
 from cachefs.base.errors import IsADirectory, NotFound
 from cachefs.base.names import ObjectId
 from cachefs.fs.directories import CHUNK, DirectoryHandle
-from cachefs.fs.inodes import ROOT
 from cachefs.fs.keys import nameable
 from cachefs.fs.rows import NO_ROW, Row
 from cachefs.fs.tree import Directory, Found
@@ -79,15 +78,11 @@ class TreeQueries:
         return None
 
     def version(self, ino: int) -> ObjectId | None:
-        """The version of the file `ino`, from its row; None if the version is not known, or `ino` is a directory. Raises
-        `ObjectChanged`."""
-        if ino == ROOT:
+        """The version of the file `ino`, from its row; None if the version is not known, or `ino` is no file."""
+        present = self._tree.present(ino)
+        if present is None or present[1].endswith(b"/") or not present[2].known:
             return None
-        directory, mark = self._tree.locate(ino)
-        row = self._tree.row(directory, mark)
-        if row is None or not row.known or mark.endswith(b"/") or directory.origin is None:
-            return None
-        return object_of(directory, mark, row)
+        return object_of(*present)
 
     def siblings(self, ino: int, after: bytes, limit: int) -> tuple[list[Sibling], bytes | None]:
         """The files of the directory that holds the file `ino`, behind the mark `after` (b"": from the beginning), in the

@@ -63,7 +63,7 @@ class Writing:
             tree, freshness, lister, files, self.overrides, writer, wall, times
         )
         self.locks = NameLocks()
-        self.dirty_files = DirtyFiles(self._local_changes, self.overrides, files, writer, self.locks)
+        self.dirty_files = DirtyFiles(tree, self._local_changes, self.overrides, files, writer, self.locks)
         writer.on_changed = self._changed_unseen
         self.names = Changing(
             tree, looker, lister, files, self._local_changes, self.overrides, writer, self.shape
