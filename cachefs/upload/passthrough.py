@@ -154,22 +154,19 @@ class Passthrough:
     def returned(self, dirty_file: DirtyFile) -> None:
         """Remove a writer, which has closed the file."""
         dirty_file.kernel.writers -= 1
-        if self._direct:
-            if not dirty_file.kernel.writers and not dirty_file.discarded:
-                try:
-                    dirty_file.look_for_mappings()
-                except CachefsError as exc:
-                    log.warning("%s: %s", dirty_file.origin.name(dirty_file.key), exc)
-            return
-        self._writers -= 1
+        if not self._direct:
+            self._writers -= 1
         if dirty_file.kernel.writers or dirty_file.discarded:
             return
+        reclaimed = False
         try:
-            reclaimed = _reclaim_with_retries(dirty_file)
+            if self._direct:
+                dirty_file.look_for_mappings()
+            else:
+                reclaimed = _reclaim_with_retries(dirty_file)
         except CachefsError as exc:
             log.warning("%s: %s", dirty_file.origin.name(dirty_file.key), exc)
-            reclaimed = False
-        if not reclaimed and not dirty_file.dirty:
+        if not (self._direct or reclaimed or dirty_file.dirty):
             dirty_file.suspect_change()
 
     def released(self, dirty_file: DirtyFile) -> None:

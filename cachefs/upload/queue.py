@@ -124,11 +124,10 @@ class Queue:
     async def _in_background(self, dirty_file: DirtyFile) -> None:
         """Upload a file whose upload is due, in this task; return at the end of the attempt."""
         try:
-            attempt, is_new = await self._joined(dirty_file)
-            if is_new and attempt is not None:
+            if (attempt := await self._new_attempt(dirty_file)) is not None:
                 await run_contained(f"the upload of {dirty_file.key}", self._attempt, dirty_file, attempt)
-            elif attempt is not None:
-                await attempt.done.wait()
+            elif dirty_file.attempt is not None:
+                await dirty_file.attempt.done.wait()
         except CachefsError:
             pass  # it was logged, and the next attempt is planned
         finally:
@@ -174,26 +173,26 @@ class Queue:
 
     async def _started(self, dirty_file: DirtyFile) -> Attempt | None:
         """The running attempt, or a new one in a task of its own; None if there is nothing to upload, or not now."""
-        attempt, is_new = await self._joined(dirty_file)
-        if is_new and attempt is not None:
+        if (attempt := await self._new_attempt(dirty_file)) is not None:
             contained(self.nursery, f"the upload of {dirty_file.key}", self._attempt, dirty_file, attempt)
-        return attempt
+        return dirty_file.attempt
 
-    async def _joined(self, dirty_file: DirtyFile) -> tuple[Attempt | None, bool]:
-        """(the running attempt, False), or (a new one, True), which the caller must carry out at once. The attempt is None
-        if there is nothing to upload, or not now."""
-        if dirty_file.attempt is None:
-            async with taken(dirty_file.trying.turn):  # a rename or a removal may hold it
-                if dirty_file.attempt is not None or dirty_file.discarded or not self._is_quiet(dirty_file):
-                    return dirty_file.attempt, False
-                if dirty_file.dirty and (info := dirty_file.clear_suspicion()) is not None:
-                    await self._unchanged(dirty_file, info)
-                if dirty_file.dirty:
-                    dirty_file.trying.due, dirty_file.trying.overdue = math.inf, False
-                    attempt = Attempt()
-                    dirty_file.content.begin(attempt)
-                    return attempt, True
-        return dirty_file.attempt, False
+    async def _new_attempt(self, dirty_file: DirtyFile) -> Attempt | None:
+        """A new attempt, which the caller must carry out at once; None if one is running, or there is nothing to upload, or
+        not now."""
+        if dirty_file.attempt is not None:
+            return None
+        async with taken(dirty_file.trying.turn):  # a rename or a removal may hold it
+            if dirty_file.attempt is not None or dirty_file.discarded or not self._is_quiet(dirty_file):
+                return None
+            if dirty_file.dirty and (info := dirty_file.clear_suspicion()) is not None:
+                await self._unchanged(dirty_file, info)
+            if not dirty_file.dirty:
+                return None
+            dirty_file.trying.due, dirty_file.trying.overdue = math.inf, False
+            attempt = Attempt()
+            dirty_file.content.begin(attempt)
+            return attempt
 
     async def _unchanged(self, dirty_file: DirtyFile, info: ObjectInfo) -> None:
         """Handle a file that counted as changed, and was not (`DirtyFile.suspect_change`): the origin has its content."""
@@ -221,7 +220,7 @@ class Queue:
         try:
             with attempt.scope, dirty_file.file.used():
                 async with taken(dirty_file.lock):
-                    if dirty_file.kernel.in_passthrough:  # opened so after `_joined` had checked it
+                    if dirty_file.kernel.in_passthrough:  # opened so after `_new_attempt` had checked it
                         attempt.scope.cancel()
                         await trio.lowlevel.checkpoint()
                     if dirty_file.between and not attempt.waiters:  # changed after the plan was due
