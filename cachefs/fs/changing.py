@@ -594,17 +594,28 @@ class Changing:
         pending = {one.key: one.id for one in self._writer.pending() if one.origin is origin}
         if row["from"] in pending:
             return  # it was not renamed yet
+        made: ObjectInfo | None = None
         try:
             if (back := pending.get(row["to"])) is not None:
                 if "file" in row and back != row["file"]:
                     return  # it is the file that was to be replaced, and the renamed one is lost
-            elif (await origin.head(row["to"])).etag == row.get("before"):
+            elif (made := await origin.head(row["to"])).etag == row.get("before"):
                 return  # the origin still has the object that was to be replaced
             older = await origin.head(row["from"])
         except NotFound:
             return
         if older.etag in row["versions"]:
             place, to = await find(origin, row["from"]), await find(origin, row["to"])
+            shown = self._tree.row(*place)
+            if (
+                made is not None
+                and made.size == older.size
+                and shown is not None
+                and shown.etag == older.etag
+            ):
+                # It is the copy, and the tree does not know of it. Processes may have the file open under its inode.
+                async with self._local_changes.applying():
+                    self._moved(place, shown, to, made)
             await self._delete(origin, row["from"], place, to)
             log.info("removed the older version of %s, which was renamed to %s", row["from"], row["to"])
 

@@ -523,24 +523,39 @@ class Uploads:
         assert self._disk.shared is not None
         records, found, unused = self._disk.shared.records, dict[str, DirtyFile](), list[str]()
         done = set[str]()  # files that are removed or uploaded, of which the journal may still have rows
+        uncopied = set[
+            str
+        ]()  # ids of uploaded files that the origin was to copy to their keys, and perhaps has not
         rows = records.found()
         resumable = dict[str, _Resumable]()
         for name, (mtime_ns, row) in rows.items():
             origin = self._records.origin(row["source"], row["key"])
-            # A file in passthrough, or one that is mapped, may have been changed without the daemon's knowledge.
-            has_changes = (row["dirty"] or row["way"] != Way.HERE.name) and not row["removed"]
-            if origin is not None and (has_changes or row["ino"] in open_inos):
+            if origin is not None and (_has_changes(row) or row["ino"] in open_inos):
                 resumable[name] = _Resumable(mtime_ns, row, origin)
+        kept, lost = await self._take_tails(resumable)
+        for name, (mtime_ns, row) in rows.items():
+            has_bytes = row["file"] not in lost and (
+                row["file"] in kept
+                or self.journal.has_content(name)
+                or (self._disk.directory / row["file"]).exists()
+            )
+            # Of a file that is open and clean, the cache may have the bytes: then its name shows the origin's version.
+            if name in resumable and (_has_changes(row) or has_bytes):
                 continue
-            if not has_changes:
+            resumable.pop(name, None)
+            if not _has_changes(row):
                 done.add(name)
+                if row.get("copied") is not None:  # records of earlier versions have none
+                    uncopied.add(name)
+            origin = self._records.origin(row["source"], row["key"])
             if origin is not None and not row["removed"] and row["base"] is not None and row["ino"]:
                 info = ObjectInfo(row["key"], row.get("size", 0), mtime_ns, row["base"])
                 self._records.stored_before.append(StoredFile(name, origin, info, row["ino"], row["attrs"]))
             unused.append(name)
-        kept, lost = await self._take_tails(resumable)
-        # A file that is lost has replaced none: the older one comes back.
-        over = {row["over"] for _, row in rows.values() if row["file"] not in lost} - {None}
+        # A file that is lost, or that was perhaps not copied, has replaced none: the older one comes back.
+        over = {
+            row["over"] for name, (_, row) in rows.items() if row["file"] not in lost and name not in uncopied
+        } - {None}
         over |= done
         # A closed file that waits for its upload has no record. Its row in the journal tells which file it has replaced.
         journaled = self.journal.rows(DIRTY_FILES).items()
@@ -1231,6 +1246,12 @@ class Uploads:
                 await dirty_file.file.write(at, data)
         finally:
             self._reader.close(opened)
+
+
+def _has_changes(row: Mapping[str, Any]) -> bool:
+    """True if the record of a dirty file says that the origin may not have its content. A file in passthrough, or one that
+    is mapped, may have been changed without the daemon's knowledge."""
+    return (row["dirty"] or row["way"] != Way.HERE.name) and not row["removed"]
 
 
 def _is_pending(dirty_file: DirtyFile) -> bool:

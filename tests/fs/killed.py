@@ -189,6 +189,7 @@ class Chance:
         self.more = world.random() < 0.6
         self.stops = 0.5 * (world.random() < 0.5)  # how often a daemon is stopped that is not killed
         self.attributes = False  # compare them also where no memory outlives a daemon
+        self.adopts_s = 0.0  # if set, the cache takes each large file, after so many seconds
         vars(self).update(settings)
         self.rng = random.Random(f"{seed} {life}")
 
@@ -280,8 +281,8 @@ class Cache:
         self.chance, self.path = chance, path
 
     async def adopt(self, version: ObjectId, path: Path) -> bool:
-        await trio.sleep(self.chance.pause_s())
-        if not self.chance.takes or self.chance.rng.random() < 0.2:
+        await trio.sleep(self.chance.adopts_s or self.chance.pause_s())
+        if not self.chance.adopts_s and (not self.chance.takes or self.chance.rng.random() < 0.2):
             return False
         os.replace(path, self.path)
         await trio.sleep(self.chance.pause_s())
@@ -321,17 +322,18 @@ TRACED = ("cachefs/fs/", "cachefs/upload/", "cachefs/base/shared_memory", "cache
 
 
 class Killer:
-    """Ends the process at the line that is `left` lines from when it is armed, or when `function` is called."""
+    """Ends the process at the line that is `left` lines from when it is armed, or at a call of `function`: `calls` are left
+    until that one."""
 
     def __init__(self) -> None:
-        self.left, self.function = -1, ""
+        self.left, self.function, self.calls = -1, "", 0
 
     def arm(self, lines: int) -> None:
         self.left = lines
         sys.settrace(self.call)
 
-    def arm_in(self, function: str) -> None:
-        self.function = function
+    def arm_in(self, function: str, calls: int = 1) -> None:
+        self.function, self.calls = function, calls
         sys.settrace(self.call)
 
     def call(self, frame: Any, event: str, arg: Any) -> Any:
@@ -339,7 +341,9 @@ class Killer:
         if not any(part in name for part in TRACED):
             return None
         if frame.f_code.co_name == self.function:
-            self.die(frame)
+            self.calls -= 1
+            if not self.calls:
+                self.die(frame)
         return None if self.function else self.line
 
     def line(self, frame: Any, event: str, arg: Any) -> Any:
@@ -642,7 +646,7 @@ class Daemon:
         if self.script is not None:
             for op in self.script:
                 if op[0] == "die in":
-                    self.killer.arm_in(op[1])
+                    self.killer.arm_in(*op[1:])
                 else:
                     await self.step(op)
             if self.life < self.past.lives - 1:

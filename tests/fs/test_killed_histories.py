@@ -121,6 +121,43 @@ def test_a_file_that_a_rename_was_to_replace_keeps_its_name_alone(
     )
 
 
+ADOPTED: Script = [
+    ("save", "c", bytes(300_000)),
+    ("pause", 0.2),
+    ("open", "c", 1, True, False),
+    ("pause", 1.0),
+]
+"""`c` is opened while the cache adopts its file, so the dirty file stays, and has no staging file."""
+
+
+@pytest.mark.parametrize("function", ["moved", "look", "copy", "copied", "_outlive_row", "moves"])
+@pytest.mark.parametrize("over", ["b", "a"])
+def test_an_open_file_that_the_cache_has_adopted_keeps_its_inode_after_a_kill_amid_its_rename(
+    place: Path, function: str, over: str
+) -> None:
+    check(place, [*ADOPTED, ("die in", function), ("rename", "c", over)], writeback=False, adopts_s=0.5)
+
+
+@pytest.mark.parametrize("opens", [True, False])
+@pytest.mark.parametrize("function", [("has_promised", 3), ("copied",), ("_moved",)])
+def test_a_file_that_a_clean_one_was_to_replace_comes_back_after_a_kill_before_the_copy(
+    place: Path, function: tuple[str, int], opens: bool
+) -> None:
+    adopted = ADOPTED if opens else ADOPTED[:2]
+    check(
+        place,
+        [
+            *adopted,
+            ("open", "a", 2, True, False),
+            ("write", 2, 0, b"not sent"),
+            ("die in", *function),
+            ("rename", "c", "a"),
+        ],
+        writeback=False,
+        adopts_s=0.5,
+    )
+
+
 @pytest.mark.parametrize("first", range(0, HISTORIES, IN_A_TEST))
 def test_the_next_daemon_shows_what_a_local_disk_would(first: int) -> None:
     for seed in range(first, min(first + IN_A_TEST, HISTORIES)):
