@@ -482,7 +482,13 @@ class Changing:
                     continue
                 moving.enter_context(self._local_changes.moving(node))
                 key = copies.to(node.key)
-                left = await self._writer.rename(dirty_file, node.origin, key, base=None, upload=False)
+                try:
+                    left = await self._writer.rename(dirty_file, node.origin, key, base=None, upload=False)
+                except BaseException:
+                    # The origin may have made the copy all the same.
+                    with trio.CancelScope(shield=True), suppress(CachefsError):
+                        await node.origin.delete(key)
+                    raise
                 sent.append((node, left))
 
     async def _send_back(self, inside: Directory, sent: list[tuple[Node, bool]], to: Place) -> None:

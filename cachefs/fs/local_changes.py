@@ -328,6 +328,9 @@ class LocalChanges:
         except BaseException:
             if node.dirty_file is None or not node.dirty_file.discarded:
                 node.removed = False
+                if node.dirty_file is not None and node.dirty_file.dirty and not node.pending:
+                    with suppress(ObjectChanged):
+                        await self.hold(node)  # it is sent once more
                 self._forget(node)
             else:  # its upload was given up already, so the origin has to be asked what is there
                 await self.write(node.directory, node.name, False)

@@ -408,6 +408,13 @@ class DirtyFile:
             self.parts.resized(size)
             self._changed()
 
+    async def send_again(self) -> None:
+        """Count the content as changed, because the origin has lost it: the next commit sends it once more."""
+        async with self.lock:
+            await self._may_change(self.size)
+            self.content.changed()
+            self._owner.changed(self)
+
     async def allocate(self, offset: int, length: int) -> None:
         """Allocate disk space for [offset, offset + length), and extend the content with zeros to its end."""
         async with self.lock:

@@ -842,6 +842,7 @@ class Uploads:
                 if instead is not None:
                     await instead()
             except BaseException:
+                await self._undo_copy(dirty_file)
                 self._comes_back(dirty_file)
                 raise
             # Before the staging file is unlinked, which the next daemon would miss.
@@ -863,6 +864,16 @@ class Uploads:
                 await dirty_file.origin.delete(dirty_file.key)
         finally:
             dirty_file.trying.turn.release()
+
+    async def _undo_copy(self, dirty_file: DirtyFile) -> None:
+        """Have a clean file sent once more, if a rename that was to replace it has failed, and the origin has made the copy
+        all the same. A dirty file is sent anyway."""
+        if dirty_file.dirty or dirty_file.record.copied is None:
+            return
+        with trio.CancelScope(shield=True), suppress(CachefsError):
+            there = await self._own(dirty_file)
+            if there is not None and there.etag != dirty_file.base:
+                await dirty_file.send_again()
 
     def _comes_back(self, dirty_file: DirtyFile) -> None:
         """Handle a removal that has failed: the name shows the dirty file as before."""

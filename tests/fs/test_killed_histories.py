@@ -141,7 +141,7 @@ def test_an_open_file_that_the_cache_has_adopted_keeps_its_inode_after_a_kill_am
 @pytest.mark.parametrize("opens", [True, False])
 @pytest.mark.parametrize("function", [("has_promised", 3), ("copied",), ("_moved",)])
 def test_a_file_that_a_clean_one_was_to_replace_comes_back_after_a_kill_before_the_copy(
-    place: Path, function: tuple[str, int], opens: bool
+    place: Path, function: tuple[Any, ...], opens: bool
 ) -> None:
     adopted = ADOPTED if opens else ADOPTED[:2]
     check(
