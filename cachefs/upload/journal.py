@@ -459,7 +459,7 @@ class Records:
         self.orphans: dict[str, dict[str, Any]] = {}  # the rows of multipart uploads to abort
         self.elsewhere: list[WaitingFile] = []
         self.stored_before: list[StoredFile] = []
-        # Files whose rows are older than their records, which outlive this daemon, too. `run` writes the rows.
+        # Files whose rows are out of date. `run` writes them. Until then their records say so, if these outlive this daemon.
         self.unwritten: list[DirtyFile] = []
         self._origins = origins
         self._wake = trio.Event()
@@ -489,6 +489,11 @@ class Records:
         async with self._turn(dirty_file, within_s):
             if dirty_file.acknowledged:
                 await self._put(dirty_file, dirty_file.row(), within_s)
+
+    def write_later(self, dirty_file: DirtyFile) -> None:
+        """Have `run` write the row of a dirty file, because the journal has failed to."""
+        self.unwritten.append(dirty_file)
+        self._wake.set()
 
     @asynccontextmanager
     async def _turn(self, dirty_file: DirtyFile, within_s: float) -> AsyncIterator[None]:
@@ -651,6 +656,7 @@ class Records:
                     if dirty_file.content.row is not Row.NONE:  # otherwise it was uploaded or removed
                         await self.keep(dirty_file)
                     self.unwritten.remove(dirty_file)
+                    dirty_file.noted()
             for name, row in list(self.orphans.items()):
                 await self._abort(name, row)
             self._wake = trio.Event()
@@ -747,7 +753,7 @@ async def recover(
                     await records.keep(continued)
                 except NoRoom as exc:
                     log.warning("%s; trying again", exc)
-                    records.unwritten.append(continued)
+                    records.write_later(continued)
             continue
         url = f"{row['source']}/{row['key']}"
         origin = records.origin(row["source"], row["key"])

@@ -630,12 +630,14 @@ class Uploads:
         return dirty_file
 
     def _forget(self, dirty_file: DirtyFile) -> None:
-        """Remove the record of a dirty file for the next daemon. If a failed transaction has left its row, the record stays:
-        it says that the row is out of date. It has no inode then, because a process may open the inode, which does not read
-        the dirty file."""
+        """Remove the record of a dirty file for the next daemon. If its row is out of date, the record stays, and says so.
+        If a failed transaction should have removed the row, the record has no inode then, because a process may open the
+        inode, which does not read the dirty file."""
         if self._disk.shared is None:
             return
-        if self.journal.leaves(dirty_file.id) and dirty_file.ino:
+        if dirty_file.acknowledged and dirty_file in self._records.unwritten:
+            self._put_record(dirty_file)
+        elif self.journal.leaves(dirty_file.id) and dirty_file.ino:
             dirty_file.record.ino = 0
             self._put_record(dirty_file)
         else:
@@ -740,10 +742,7 @@ class Uploads:
         except BaseException:
             with trio.CancelScope(shield=True):
                 await dirty_file.sender.abandon()  # parts that were sent meanwhile have the new key
-                dirty_file.moved(before)
-                # A journal that fails, too, does not leave the file at its new key: its name is the old one.
-                with suppress(CachefsError):
-                    await self._records.moved(dirty_file, HANGS_AFTER_S)
+                await self._move_back(dirty_file, before)
             raise
         with trio.CancelScope(shield=True):  # because the file has its new key
             dirty_file.copied(own, info)
@@ -762,10 +761,19 @@ class Uploads:
             dirty_file.moved(to, over)
             await self._records.moved(dirty_file, HANGS_AFTER_S)
         except BaseException:
-            dirty_file.moved(before)
             with trio.CancelScope(shield=True):
-                await self._records.moved(dirty_file, HANGS_AFTER_S)
+                await self._move_back(dirty_file, before)
             raise
+
+    async def _move_back(self, dirty_file: DirtyFile, before: Where) -> None:
+        """Move a dirty file back to its old key, which its name has. If the journal fails, its row may have the new key
+        until it is written again, and the record for the next daemon says so."""
+        dirty_file.moved(before)
+        try:
+            await self._records.moved(dirty_file, HANGS_AFTER_S)
+        except CachefsError:
+            self._records.write_later(dirty_file)
+            self.noted(dirty_file)
 
     async def _send_renamed(self, dirty_file: DirtyFile, before: Where) -> None:
         """Upload the file under its new key. If that fails, move it back to where it was `before`."""

@@ -14,6 +14,7 @@ from cachefs.base.database import Database
 from cachefs.base.errors import Conflict, NoRoom, OriginFailed
 from cachefs.base.names import ObjectId
 from cachefs.upload import DirtyFile, sending
+from cachefs.upload.journal import DIRTY_FILES
 from cachefs.upload.staging import HELD
 from tests.fetch.scripted import content
 from tests.upload.scripted import PART, Desk, Room, ScriptedStore, add, desk, in_trio
@@ -385,6 +386,8 @@ async def test_a_rename_fails_as_its_copy_does_though_the_disk_then_fails_too(
             with pytest.raises(OriginFailed, match="no copy"):
                 await d.rename(dirty_file, "b")
         assert dirty_file.key == "a"
+        await trio.sleep(2)
+        assert d.uploads.journal.rows(DIRTY_FILES)[dirty_file.id]["key"] == "a"
         await d.close(dirty_file)
         assert await d.uploads.flush() == []
         assert store.content("a") == b"v2 and half a change" and "b" not in store.objects

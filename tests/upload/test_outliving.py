@@ -1220,3 +1220,41 @@ async def test_a_file_that_is_lost_has_replaced_none(
             for one in found:
                 if one.handles:
                     await d.close(one)
+
+
+@in_trio
+async def test_a_file_whose_rename_has_failed_keeps_its_key_though_the_journal_failed_to_write_it(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal has the new key in its row: the daemon dies before it is written again. Another file has that key then."""
+    daemon.store.show("a", b"v1")
+    async with daemon.alive(writeback=True, upload_delay_s=100) as (d, _):
+        first = await d.create("a", b"v2", base=daemon.store.version("a"), upto=0)
+        d.uploads.outlive(first, INO, named=True)
+        await d.close(first)
+        with monkeypatch.context() as patched:
+
+            def failing() -> OriginFailed:
+                patched.setattr(Database, "write", no_room)
+                return OriginFailed("no copy")
+
+            daemon.store.fail("copy", failing)
+            with pytest.raises(OriginFailed, match="no copy"):
+                await d.rename(first, "b", upload=False)
+        d.uploads.open(first)
+        await d.close(first)
+        other = await create(d, "b", INO + 1)
+        await add(other, b"other")
+        await d.close(other)
+        assert d.uploads.journal.rows(journal.DIRTY_FILES)[first.id]["key"] == "b"
+        after = daemon.killed(tmp_path / "second")
+        await trio.sleep(2)
+        assert d.uploads.journal.rows(journal.DIRTY_FILES)[first.id]["key"] == "a"
+        assert daemon.memory().records.found() == {}
+    async with after.alive(writeback=True) as (d, files):
+        assert [(one.key, await content(one)) for one in files] == [("a", b"v2"), ("b", b"other")]
+        assert await d.uploads.flush() == []
+        await d.quiet()
+        assert after.store.content("a") == b"v2" and after.store.content("b") == b"other"
+        assert d.uploads.journal.rows(journal.DIRTY_FILES) == {} and await d.files() == []
+        assert after.memory().records.found() == {}
