@@ -231,7 +231,8 @@ class Changing:
 
     @contextmanager
     def _noted(self, place: Place, to: Place) -> Iterator[None]:
-        """Tell the next daemon that `to` was free before the block, which renames a file to it (`Tree.left`)."""
+        """Tell the next daemon that the block renames a file to `to` (`Tree.left`), which was free before, or the name of a
+        file that is open and unchanged."""
         key, row = to[0].key + to[1], json.dumps({"copy_of": _key(place)[1]}).encode()
         self._tree.database.write([("local", key, row)])
         try:
@@ -277,12 +278,15 @@ class Changing:
                 await self._writer.copy_comes(replaced.dirty_file, found.row.size)
             info = await origin.copy(key, _key(to)[1], size=found.row.size, etag=found.row.etag)
 
-        await self._replace(to, replaced, copy)
-        assert info is not None
-        with trio.CancelScope(shield=True):  # because the copy is made, and no row says so yet
-            await self._writer.moved(object_of(*place, found.row), info.version(origin.source))
-        async with self._local_changes.applying():
-            self._moved(place, found.row, to, info)
+        # A program has the replaced file open for writing, and goes on with it also if this daemon dies behind the copy.
+        is_open = replaced is not None and replaced.dirty_file is None
+        with self._noted(place, to) if is_open else nullcontext():
+            await self._replace(to, replaced, copy)
+            assert info is not None
+            with trio.CancelScope(shield=True):  # because the copy is made, and no row says so yet
+                await self._writer.moved(object_of(*place, found.row), info.version(origin.source))
+            async with self._local_changes.applying():
+                self._moved(place, found.row, to, info)
         await self._delete(origin, key, place, to)
 
     async def _replace(self, to: Place, replaced: Node | None, work: Callable[[], Awaitable[None]]) -> None:
@@ -587,12 +591,25 @@ class Changing:
                 directory = self._tree.directory(ino)
                 if "copy_of" in row:  # this daemon is asked again, or no program waits for it
                     self._begun[ino, old_name] = row["copy_of"]
+                    await self._look_for_copy(directory, old_name)
                 else:
                     origin, key = _key((directory, old_name))
                     await self._remove_older(origin, {**row, "from": key}, find)
                 self._tree.database.write([("local", directory.key + old_name, None)])
             except CachefsError as exc:
                 log.warning("a file that was renamed may still have its old name, too: %s", exc)
+
+    async def _look_for_copy(self, directory: Directory, name: bytes) -> None:
+        """If the origin has another object under a name than the tree, take the name away from the tree's inode. So handles
+        that are restored then have lost it here, and not to another client."""
+        origin, key = _key((directory, name))
+        row = self._tree.row(directory, name)
+        if row is None or self._local_changes.at(directory, name) is not None:
+            return
+        with suppress(NotFound):
+            info = await origin.head(key)
+            if info.etag != row.etag:
+                await self._local_changes.write(directory, name, info)
 
     async def _remove_older(self, origin: Origin, row: dict[str, Any], find: Find) -> None:
         """Delete the older version of a renamed file under its old name, if the new name has the file here or at the origin.

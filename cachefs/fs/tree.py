@@ -276,7 +276,7 @@ class Tree:
         self.numbers = Numbers(database)
         # (inode of the directory, name, JSON) of files that the last daemon renamed: the objects under their old names,
         # which it has not deleted. The JSON has the new key (`to`) and the etags of what may be deleted (`versions`). Or of
-        # names that were free, to which it was renaming a file: the JSON has the key of that file (`copy_of`).
+        # names to which it was renaming a file (`Changing._noted`): the JSON has the key of that file (`copy_of`).
         self.left: list[tuple[int, bytes, bytes]] = []
         self._forget_dirty_files()
         self.epoch = int.from_bytes(database.get("state", _EPOCH) or b"", "big")

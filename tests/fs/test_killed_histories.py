@@ -158,6 +158,20 @@ def test_a_file_that_a_clean_one_was_to_replace_comes_back_after_a_kill_before_t
     )
 
 
+@pytest.mark.parametrize("function", ["copy_comes", "moved", "_moved", "moves", "_delete"])
+@pytest.mark.parametrize("change", [("write", 1, 0, b"more"), ("ftruncate", 1, 4)])
+def test_a_file_that_a_rename_has_replaced_can_be_written_after_a_kill_behind_the_copy(
+    place: Path, function: str, change: Any
+) -> None:
+    """It was open for writing, and not changed yet."""
+    check(
+        place,
+        [("open", "a", 1, True, False), ("die in", function), ("rename", "d/x", "a")],
+        [change],
+        directories=True,
+    )
+
+
 @pytest.mark.parametrize("first", range(0, HISTORIES, IN_A_TEST))
 def test_the_next_daemon_shows_what_a_local_disk_would(first: int) -> None:
     for seed in range(first, min(first + IN_A_TEST, HISTORIES)):
