@@ -99,6 +99,7 @@ class Changing:
             self._local_changes.look_again((directory, name))  # the origin may have made it all the same
             raise
         ino = await self._local_changes.write(directory, name, True)
+        directory.names.add(name)
         made = self._tree.directory(ino)
         await self._lister.is_empty(made)
         self._local_changes.touch(made)

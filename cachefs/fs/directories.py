@@ -3,7 +3,7 @@
 The cookie of an entry is the inode of its name. So a cookie needs no memory, is valid in each handle and after a restart,
 and a reader can seek to it. A handle that began on a complete listing reads its rows, even if the directory is listed again
 meanwhile. A handle that began on a listing under way returns a name once a page has decided it, and waits for the next page
-when it has returned all. It never ends before the listing."""
+when it has returned all. It never ends before the listing. Names that this node adds behind its beginning are left out."""
 
 from __future__ import annotations
 
@@ -68,8 +68,18 @@ class OpenDirectories(dict[int, DirectoryHandle]):
     def add(self, handle: DirectoryHandle) -> int:
         number = self._next
         self._next += 1
-        self[number] = handle
+        self.restore(number, handle)
         return number
+
+    def restore(self, number: int, handle: DirectoryHandle) -> None:
+        """Add a handle under the number that an earlier daemon gave it."""
+        self[number] = handle
+        handle.directory.names.opened()
+
+    def remove(self, number: int) -> None:
+        """Remove a handle, if it is there."""
+        if (handle := self.pop(number, None)) is not None:
+            handle.directory.names.closed()
 
 
 @dataclass(eq=False, repr=False)
@@ -202,6 +212,8 @@ class DirectoryReader:
         """The entries for these rows. If `listing` is under way, it has decided all their names."""
         directory = handle.directory
         rows = self._tree.shown(directory, rows, handle.generation)
+        if added := directory.names.added:
+            rows = [one for one in rows if added.get(name_in(one[0]), 0) <= handle.version]
         if self._freshness.hidden:
             rows = [one for one in rows if not self._freshness.is_hidden(directory, name_in(one[0]))]
         now, shape, freshness = self._tree.clock(), self._shape, self._freshness

@@ -222,7 +222,7 @@ class FileSystem:
         """Make a directory handle of an earlier daemon usable. The reader's next offset says where it is."""
         if self._directories.handles.are_before(dh):
             directory = self._tree.directory(ino)
-            self._directories.handles[dh] = DirectoryHandle(ino, directory)
+            self._directories.handles.restore(dh, DirectoryHandle(ino, directory))
             directory.kernel = None  # nothing is known of the listing on which the reader began
 
     # -- names and attributes ----------------------------------------------------------------------
@@ -381,7 +381,7 @@ class FileSystem:
             handle.directory.kernel = None
 
     def releasedir(self, dh: int) -> None:
-        self._directories.handles.pop(dh, None)
+        self._directories.handles.remove(dh)
 
     # -- files -------------------------------------------------------------------------------------
 

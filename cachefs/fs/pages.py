@@ -167,6 +167,8 @@ def move(
     tree.database.write(puts)
     above.changed()
     directory.changed()
+    if as_dir is None and as_file is None:
+        above.names.add(name)
     return lost
 
 
@@ -178,6 +180,8 @@ def pin(
     row = Row(PINNED, mtime_ns, 0, etag, ino, False)
     lost = _displace(tree, directory, name, ino)
     write_pinned(tree.database, directory, name, row)
+    if as_dir is None and as_file is None:
+        directory.names.add(name)
     return row, lost
 
 

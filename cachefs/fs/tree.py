@@ -57,6 +57,10 @@ for each."""
 CHANGES_REMEMBERED = 16_384
 """Recently changed names that are remembered, about 150 bytes each. A bound of memory: 2.5 MB."""
 
+ADDED_REMEMBERED = 65_536
+"""Names added to a directory while it is open that are remembered, about 150 bytes each. A bound of memory: 10 MB a
+directory."""
+
 ALWAYS = 0xFFFFFFFF
 
 _STATE = struct.Struct(">IIdIII")
@@ -187,11 +191,36 @@ class SingleAsks:
         return self.count
 
 
+@dataclass(slots=True, eq=False, repr=False)
+class Names:
+    """The names of a directory, as far as its readers must know that they change. `version` is that of the last change,
+    `handles` is the number of open handles. `added` has the names that this node added since the first of these was opened,
+    with the versions since which they are there."""
+
+    version: int = 0
+    handles: int = 0
+    added: dict[bytes, int] = field(default_factory=dict)
+
+    def add(self, name: bytes) -> None:
+        """Note that this node has just added a name. Readers that began before leave it out: otherwise a program that adds a
+        name for each name it reads (a prefix for all files) would never come to the end."""
+        if self.handles and len(self.added) < ADDED_REMEMBERED:
+            self.added[name] = self.version
+
+    def opened(self) -> None:
+        self.handles += 1
+
+    def closed(self) -> None:
+        self.handles -= 1
+        if not self.handles:
+            self.added.clear()
+
+
 @dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class Directory:
     """One directory in use. `prefix` is the prefix of the keys in it. `origin` is None for the list of volumes. `marked`:
-    the origin is known to have a marker for it. `needed` caches (current epoch, result) of `Tree.epoch_needed`. `version`
-    changes when names come or go, `key` is the beginning of its rows' keys."""
+    the origin is known to have a marker for it. `needed` caches (current epoch, result) of `Tree.epoch_needed`. `key` is
+    the beginning of its rows' keys."""
 
     ino: int
     parent: Directory | None
@@ -206,8 +235,8 @@ class Directory:
     warned: bool = False
     needed: tuple[int, int] = _NEVER
     kernel: KernelListing | None = None
+    names: Names = field(default_factory=Names)
     key: bytes = field(init=False)
-    version: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.key = inode_key(self.ino)
@@ -215,7 +244,12 @@ class Directory:
 
     def changed(self) -> None:
         """Note that names may have come or gone. Call it when their rows are written."""
-        self.version = next(_versions)  # unique in the process, because the object may be made again
+        self.names.version = next(_versions)  # unique in the process, because the object may be made again
+
+    @property
+    def version(self) -> int:
+        """Changes when names come or go."""
+        return self.names.version
 
     def state(self) -> Put:
         """The row with the state of its listings."""

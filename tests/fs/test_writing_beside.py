@@ -25,6 +25,36 @@ from tests.fs.writers import MemoryWriter
 RW: dict[str, Any] = {"file_mode": 0o644, "dir_mode": 0o755}
 
 
+# -- readers of a directory in which names are added --------------------------------------------------------
+
+ADDING: dict[str, Callable[[Mount, str], Awaitable[Any]]] = {
+    "rename": lambda mount, name: mount.rename(name, f"z{name}"),
+    "create": lambda mount, name: mount.write(f"z{name}", b"abc"),
+    "mkdir": lambda mount, name: mount.mkdir(f"z{name}"),
+}
+
+
+@pytest.mark.parametrize("add", ADDING)
+@pytest.mark.parametrize("page", [3, 1000])
+async def test_a_program_that_adds_a_name_for_each_it_reads_ends(add: str, page: int) -> None:
+    """As `for entry in os.scandir(...): os.rename(entry, "z" + entry)`: the new names lie behind all that it reads."""
+    before = [f"f{number}" for number in range(10)]
+    async with mounted(WritableBucket(before, page=page), writer=MemoryWriter(), **RW) as mount:
+        if page == 3:
+            await mount.entries()
+        handle, seen, offset = mount.fs.opendir(ROOT), [], 0
+        while len(seen) < 100 and (some := await mount.fs.readdir(handle, offset, 1)):
+            offset = some[0].next_offset
+            seen.append(some[0].name.decode())
+            await ADDING[add](mount, seen[-1])
+        assert seen == before
+        now = [*([] if add == "rename" else before), *(f"z{name}" for name in before)]
+        again = await mount.fs.readdir(handle, 0, 100)  # rewinddir(3)
+        assert [entry.name.decode() for entry in again] == now
+        assert await mount.names() == [name.encode() for name in now]
+        mount.fs.releasedir(handle)
+
+
 # -- listings that were asked for before ------------------------------------------------------------------
 
 CHANGES: dict[str, tuple[Callable[[Mount], Awaitable[None]], dict[bytes, int | None]]] = {}
