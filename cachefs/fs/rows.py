@@ -28,6 +28,8 @@ _FIXED = [
 _MD5 = re.compile(r'"([0-9a-f]{32})"')
 _PARTS = re.compile(r'"([0-9a-f]{32})-([1-9][0-9]{0,4})"')  # a multipart upload: digest and number of parts
 SECOND = 1_000_000_000
+MAX_NS = (1 << 63) - 1
+"""The farthest time that a row holds, in nanoseconds from 1970: in the years 1677 and 2262."""
 
 PINNED = 0xFFFFFFFF
 """The generation of a name whose file is being written here. It is newer than any listing, so each listing shows the name,
@@ -60,7 +62,8 @@ def encode(row: Row) -> bytes:
     seconds, rest = divmod(mtime_ns, SECOND)
     if rest or not 0 <= seconds <= 0xFFFFFFFF:
         flags |= _NANOSECONDS
-        seconds = mtime_ns
+        # One date of a placeholder (Go's is of the year 1) or of a wrong clock must not fail the listing of its directory.
+        seconds = min(max(mtime_ns, -MAX_NS), MAX_NS)
     if not known:
         flags |= _UNKNOWN
     if size > 0xFFFFFFFF:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,6 +35,15 @@ ETAGS = st.one_of(
 def test_a_row_comes_back_as_it_was(row: Row) -> None:
     assert decode(encode(row)) == row
     assert generation_of(encode(row)) == row.generation
+
+
+@pytest.mark.parametrize("year", [1, 1500, 2300, 9999])
+def test_a_date_beyond_the_range_of_rows_is_the_nearest_in_it(year: int) -> None:
+    """Go programs write the year 1 where they know none; a directory of this machine may have files of 2300."""
+    mtime_ns = int(datetime(year, 1, 1, tzinfo=UTC).timestamp()) * 10**9
+    row = Row(1, mtime_ns, 5, MD5)
+    shown = datetime.fromtimestamp(decode(encode(row)).mtime_ns // 10**9, UTC).year
+    assert shown == (1677 if year < 1970 else 2262)
 
 
 def test_a_common_row_is_small() -> None:
