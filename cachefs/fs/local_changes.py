@@ -216,11 +216,13 @@ class LocalChanges:
                 self._settle(node)
 
     def settling(self, dirty_file: DirtyFile) -> bool:
-        """Settle an uploaded file. False if a name still shows the dirty file, as during a rename, or is about to show it:
-        then it must stay."""
+        """Settle an uploaded file. False if a name still shows the dirty file, as during a rename or a removal, or is about
+        to show it: then it must stay."""
         node = self._by_dirty_file.get(dirty_file.id)
-        if node is None or node.removed:
+        if node is None or not self.named(node):
             return True
+        if node.removed:
+            return False  # the removal may fail
         if not node.pending:
             # Its first change may be under way, while another handle has committed it.
             return not node.lock.locked()

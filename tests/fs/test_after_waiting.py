@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from cachefs.origin.protocol import ObjectInfo
 from cachefs.upload.staging import StagingFile
 from tests.fs.bucket import Bytes, WritableBucket
 from tests.fs.mount import mounted
-from tests.fs.test_writing_model import World
+from tests.fs.test_writing_model import NoCache, World
 from tests.fs.writers import MemoryWriter
 
 RW: dict[str, Any] = {"file_mode": 0o644, "dir_mode": 0o755}
@@ -794,3 +794,46 @@ async def test_a_truncation_of_a_removed_file_that_is_closed_meanwhile_is_done(
         await mount.close_file(fh)
         released.set()
     assert sizes == [1]
+
+
+class TakingCache(NoCache):
+    """Takes every file that was written."""
+
+    async def adopt(self, version: ObjectId, path: Path) -> bool:
+        os.unlink(path)
+        return True
+
+    async def adopt_bytes(self, versions: Sequence[tuple[ObjectId, bytes]]) -> list[bool]:
+        return [True] * len(versions)
+
+
+@pytest.mark.parametrize("how", ["replaced", "removed"])
+@pytest.mark.parametrize("size", [3, 300_000])
+async def test_a_file_that_the_cache_takes_while_a_removal_fails_keeps_its_name(
+    how: str, size: int, tmp_path: Path
+) -> None:
+    """Its upload ends while the removal waits for it; the cache takes it while the origin is asked to remove the name."""
+    async with world(tmp_path, writeback=True) as w, trio.open_nursery() as nursery:
+        mount, w.uploads._store = w.mount, TakingCache()
+        await mount.write("f", b"x" * size)
+        put = Held(w.bucket, "put")
+        await put.reached.wait()
+        asked = Held(w.bucket, "copy" if how == "replaced" else "delete", before=True)
+        w.bucket.before = lambda kind, _: OriginFailed("not now") if kind in ("copy", "delete") else None
+
+        async def change() -> None:
+            with pytest.raises(OriginFailed, match="not now"):
+                await (mount.rename("old", "f") if how == "replaced" else mount.unlink("f"))
+
+        nursery.start_soon(change)
+        await trio.testing.wait_all_tasks_blocked()
+        put.released.set()
+        await asked.reached.wait()
+        await trio.sleep(10)
+        asked.released.set()
+        await trio.testing.wait_all_tasks_blocked()
+        assert await mount.names() == [b"dir", b"f", b"old"]
+        await trio.sleep(10)
+        assert await mount.names() == [b"dir", b"f", b"old"]
+        assert await mount.read("f") == b"x" * size
+        assert not w.uploads._dirty_files
