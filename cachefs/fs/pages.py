@@ -143,11 +143,13 @@ def forget(
     return lost
 
 
-def _displace(tree: Tree, directory: Directory, name: bytes, ino: int) -> list[Lost]:
-    """Remove the rows that a name has, except those of the inode `ino`. Returns what lost its name."""
+def _displace(tree: Tree, directory: Directory, name: bytes, ino: int) -> tuple[list[Lost], bool]:
+    """Remove the rows that a name has, except those of the inode `ino`. Returns what lost its name, and whether the name had
+    no row."""
     as_dir, as_file = tree.find(directory, name)
     rows = {mark_of_directory(name): as_dir, name: as_file}
-    return forget(tree, directory, {mark: old for mark, old in rows.items() if old and old.ino != ino})
+    lost = forget(tree, directory, {mark: old for mark, old in rows.items() if old and old.ino != ino})
+    return lost, as_dir is None and as_file is None
 
 
 def move(
@@ -160,15 +162,15 @@ def move(
     """Move an inode from one place (directory, mark) to another, with the row `row`. Returns what the new place had. A row
     of another inode in the old place stays."""
     (directory, mark), (above, new) = place, to
-    lost = _displace(tree, above, name_in(new), row.ino)
+    lost, is_new = _displace(tree, above, name_in(new), row.ino)
     puts = [*named(above, new, row), above.state(), directory.state(), *also]
     if (before := tree.row(directory, mark)) is not None and before.ino == row.ino:
         puts.append(("names", directory.key + mark, None))
     tree.database.write(puts)
     above.changed()
     directory.changed()
-    if as_dir is None and as_file is None:
-        above.names.add(name)
+    if is_new:
+        above.names.add(name_in(new))
     return lost
 
 
@@ -178,9 +180,9 @@ def pin(
     """Write the row of a name under which a file is being written, with inode `ino`. No listing changes or sweeps it until
     it is written again. Returns the row, and what lost its name."""
     row = Row(PINNED, mtime_ns, 0, etag, ino, False)
-    lost = _displace(tree, directory, name, ino)
+    lost, is_new = _displace(tree, directory, name, ino)
     write_pinned(tree.database, directory, name, row)
-    if as_dir is None and as_file is None:
+    if is_new:
         directory.names.add(name)
     return row, lost
 

@@ -413,7 +413,7 @@ class DirtyFile:
         async with self.lock:
             await self._may_change(self.size)
             self.content.changed()
-            self._owner.changed(self)
+            self._owner.noted(self)
 
     async def allocate(self, offset: int, length: int) -> None:
         """Allocate disk space for [offset, offset + length), and extend the content with zeros to its end."""
