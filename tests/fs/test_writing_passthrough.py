@@ -11,6 +11,7 @@ import pytest
 import trio
 
 from cachefs.base.errors import NotFound, ObjectChanged
+from cachefs.base.names import ObjectId
 from cachefs.fs.dirty_files import DirtyFiles
 from tests.fs.bucket import WritableBucket
 from tests.fs.mount import Mount, mounted
@@ -157,15 +158,16 @@ async def test_a_writer_waits_a_second_for_reads_of_the_daemon() -> None:
     """Then it goes on without its readers: they see what is written at their next open."""
     tries = list[float]()
     backing = object()
-    handle = SimpleNamespace(backing=backing, object="v1")
+    version = ObjectId("s3://bucket", "f", '"v1"', 1)
+    handle = SimpleNamespace(backing=backing, object=version)
     files = SimpleNamespace(under=lambda ino: [handle])
     writer = SimpleNamespace(
         disk_answers=trio.lowlevel.checkpoint, take=lambda *_: tries.append(trio.current_time())
     )
     dirty_files = object.__new__(DirtyFiles)
     dirty_files._files, dirty_files._writer = cast(Any, files), cast(Any, writer)
-    dirty_files._local_changes = cast(Any, SimpleNamespace(info=lambda *_: None))
+    dirty_files._tree = cast(Any, SimpleNamespace(row=lambda *_: None))
     node: Any = SimpleNamespace(ino=1, directory=None, name=b"f", origin=None, attrs={})
     began = trio.current_time()
-    await dirty_files._take(node, cast(Any, "v1"))
+    await dirty_files._take(node, version)
     assert trio.current_time() - began == pytest.approx(1.0) and 90 < len(tries) <= 101
