@@ -77,7 +77,7 @@ class Uploading:
                 f"--writeback needs a cache directory that can be written, and {config.cache_dir} cannot: choose another "
                 "--cache-dir"
             )
-        self._places = {id(o): (s.name, o) for s, o in zip(config.sources, origins, strict=True)}
+        self._names = {o: s.name for s, o in zip(config.sources, origins, strict=True)}
         self._staging = staging_of(state_dir)
         self._deadline_s = config.flush_deadline
         self._hurry = trio.CancelScope()
@@ -188,7 +188,7 @@ class Uploading:
         parts = path.strip("/")
         if not parts:
             return None
-        for name, origin in self._places.values():
+        for origin, name in self._names.items():
             if name and parts != name and not parts.startswith(name + "/"):
                 continue
             rest = parts[len(name) :].strip("/") if name else parts
@@ -198,8 +198,8 @@ class Uploading:
 
     def path_of(self, dirty_file: DirtyFile) -> str:
         """The path of a dirty file, relative to the mount."""
-        name, origin = self._places[id(dirty_file.origin)]
-        return f"{name}/{dirty_file.key.removeprefix(origin.prefix)}".lstrip("/")
+        origin = dirty_file.origin
+        return f"{self._names[origin]}/{dirty_file.key.removeprefix(origin.prefix)}".lstrip("/")
 
 
 def staging_of(state_dir: Path) -> Path:
