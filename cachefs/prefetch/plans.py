@@ -122,7 +122,7 @@ class Plan:
         self.position = 0
         self.ahead = 0  # the first place that was no candidate yet
         self.soon = 0  # the first that was no candidate a second time
-        self.jumped = False  # the position moved far at once; the caller clears it
+        self.jumped = False  # the position moved far at once; the next sweep clears it
         self._recent: deque[int] = deque(maxlen=RECENT)
         self._opens = 0
 
@@ -267,7 +267,6 @@ class Plans:
 
     def __init__(self) -> None:
         self.by_name: OrderedDict[str, Plan] = OrderedDict()  # the next to take from comes first
-        self.jumped = False  # any of them
 
     def put(self, plan: Plan) -> Plan | None:
         """Add or replace a plan. Returns the plan that was dropped for it: the one unused for longest."""
@@ -291,8 +290,6 @@ class Plans:
         named = False
         for plan in self.by_name.values():
             named |= plan.opened(path, now)
-            self.jumped |= plan.jumped
-            plan.jumped = False
         return named
 
     def take(self, now: float = 0.0) -> Item | None:

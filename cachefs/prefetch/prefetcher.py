@@ -203,10 +203,11 @@ class Prefetcher:
             if self._pause_reason == "no room":
                 self._resume_at = now
             self._wake()
-        if self._plans.plans.by_name:
+        plans = self._plans.plans
+        if plans.by_name:
             path = self._paths.of(origin, obj).encode("utf-8", "surrogateescape")
-            if self._plans.plans.opened(path, self._clock()):
-                if self._plans.plans.jumped:
+            if plans.opened(path, self._clock()):
+                if any(plan.jumped for plan in plans.by_name.values()):
                     self._sweep_soon.set()
                 self._wake()
                 return  # the plan says what comes next
@@ -414,7 +415,8 @@ class Prefetcher:
             with trio.move_on_after(SWEEP_EVERY_S):
                 await self._sweep_soon.wait()
             self._sweep_soon = trio.Event()
-            self._plans.plans.jumped = False
+            for plan in self._plans.plans.by_name.values():
+                plan.jumped = False
             await self._sweep()
             await self.hints.drop_unused()
             self._follow()
