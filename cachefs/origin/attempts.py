@@ -619,7 +619,6 @@ class Attempts:
         The deadline counts from the last byte that arrived: it ends a read from a silent store, not from a slow one."""
         ticket = ticket or Ticket()
         fetch, read = self._fetch, self._read
-
         transfer = Receiving(self, ticket, start, stop, sink)
 
         def rest() -> Receiving:
@@ -753,7 +752,8 @@ class Attempts:
                         raise error
                     with breaker.interruptible() if interruptible else nullcontext():
                         return await self._once(attempt, counter, key, ticket, moving, patience)
-                    if moving is not None and moving.gained:
+                    # An outage has interrupted it.
+                    if isinstance(moving, Receiving) and moving.gained:
                         waits_until = 0.0
                         if moving.complete:
                             return None  # a read: its last byte came before the silence
