@@ -75,7 +75,8 @@ class Node:
         self.name = str(self.listen)
         self.handshake = replace(HANDSHAKE, node=self.name, weight=weight)
         self.registry = Registry(self.gateway, prefix, self.handshake, self.listen)
-        self.membership = Membership(self.registry, self.handshake, self._changed)
+        self.membership = Membership(self.registry, self.handshake)
+        self.membership.on_change = self._changed
         self._change = trio.Event()
         self.changes = 0
 
@@ -327,7 +328,8 @@ async def test_a_refusal_says_why(cluster: Cluster, prefix: str) -> None:
 async def test_a_node_that_listens_everywhere_says_where_it_is_reached(cluster: Cluster, prefix: str) -> None:
     node = Node(cluster, prefix, 1)
     registry = Registry(node.gateway, prefix, node.handshake, Address("0.0.0.0", 7070))
-    membership = Membership(registry, node.handshake, node._changed)
+    membership = Membership(registry, node.handshake)
+    membership.on_change = node._changed
     async with trio.open_nursery() as nursery:
         nursery.start_soon(membership.run)
         while membership.own_addresses != {Address("127.0.0.1", 7070)}:
