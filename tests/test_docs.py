@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import click
@@ -16,6 +17,7 @@ from bench.__main__ import ORDER
 from cachefs import hints
 from cachefs.base import linux, shared_memory
 from cachefs.cli.main import cli
+from cachefs.config.config import Config
 from cachefs.fs import freshness, xattrs
 from cachefs.fuse import native_backend
 from cachefs.origin import local
@@ -43,6 +45,16 @@ def shown(path: Path) -> str:
 @pytest.mark.parametrize("name", reference.PAGES)
 def test_generated_pages_are_up_to_date(name: str) -> None:
     assert (ROOT / name).read_text() == reference.PAGES[name](), "run scripts/docs"
+
+
+def test_the_default_that_pages_show_of_a_switch_is_its_value() -> None:
+    """`--restart` was shown as off."""
+    switches = {item.name: item.default for item in fields(Config) if isinstance(item.default, bool)}
+    page = reference.PAGES["docs/reference/options.md"]()
+    for name, value in switches.items():
+        flag = name.replace("_", "-")
+        row = re.search(rf"^\| `--{flag}`[^|]*\|[^|]*\| ([^|]*) \|", page, re.MULTILINE)
+        assert row is not None and row[1] == ("yes" if value else "no"), flag
 
 
 def build_site(root: Path, target: Path) -> subprocess.CompletedProcess[str]:

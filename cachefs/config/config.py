@@ -237,9 +237,7 @@ class Config:
         "Mode of directories.", default="0777 less umask: 0755", derive=lambda config: 0o777 & ~config.umask
     )
     allow_other: bool = SWITCH("Let other users access the mount, as far as the modes allow.", value=False)
-    exec: bool = SWITCH(
-        "Let programs be run from the mount. --no-exec is noexec in fstab.", value=True, default="yes"
-    )
+    exec: bool = SWITCH("Let programs be run from the mount. --no-exec is noexec in fstab.", value=True)
 
     concurrency: int = COUNT("Most requests in flight to the origin; fewer while it throttles.", value=64)
     download_limit: int = RATE("Most bytes a second from the origin: 200M. 0 is no limit.", value=0)
@@ -269,9 +267,7 @@ class Config:
         "This node's share of the group's data, relative to others.", value=1.0, default="1"
     )
     replicas: int = COUNT("How many nodes keep the same data, once they have read it.", value=1)
-    sharing: bool = SWITCH(
-        "Serve other nodes. --no-sharing only requests data from them.", value=True, default="yes"
-    )
+    sharing: bool = SWITCH("Serve other nodes. --no-sharing only requests data from them.", value=True)
     peer_key_file: Path | None = PATH(
         "File with the key that all nodes share; only its owner may read it.", value=None
     )
@@ -292,8 +288,8 @@ class Config:
         value=False,
     )
     restart: bool = SWITCH(
-        "Start the daemon again when it dies, so that programs only wait, also those that write. Where this is impossible "
-        "(pyfuse3, before Linux 6.9), the mount ends with its daemon.",
+        "Start the daemon again when it dies, so that programs only wait, also those that write. With --no-restart, and "
+        "where this is impossible (pyfuse3, before Linux 6.9), the mount ends with its daemon.",
         value=True,
     )
     nonempty: bool = SWITCH("Mount over a directory that is not empty.", value=False)

@@ -222,7 +222,9 @@ def _kind(
     """A function that makes an option's field: `value` is the default, `default` the text that the help shows for it."""
 
     def make(help: str, *, value: Any = DERIVED, default: str = "", **more: Any) -> Any:
-        if not default and metavar and value is not None and value is not DERIVED:
+        if value is True:
+            default = "yes"
+        elif not default and metavar and value is not None and value is not DERIVED:
             default = str(show(value))
         row = Row(help, parse, show, default=default, **{"metavar": metavar, **more})
         return field(default=value, metadata={"row": row}, compare=not row.flag_only)
