@@ -731,6 +731,7 @@ async def test_a_copy_whose_answer_is_lost_is_asked_about(there: bool, tmp_path:
         mount = w.mount
         if there:
             await mount.write("new", b"is replaced")
+            await trio.sleep(1)  # until the cache has it
         content = await mount.read("old")
         assert {b"old"} <= set(await mount.names())
         assert (await mount.stat("new") is not None) is there
@@ -741,6 +742,21 @@ async def test_a_copy_whose_answer_is_lost_is_asked_about(there: bool, tmp_path:
         assert b"new" in {told[2] for told in mount.invalidated}
         assert (await mount.stat("new")).size == len(content) and await mount.read("new") == content
         assert await mount.read("old") == content
+
+
+async def test_a_file_that_a_copy_without_answer_has_replaced_is_sent_again(tmp_path: Path) -> None:
+    """As long as its content is at hand: the cache has not taken it yet."""
+    async with world(tmp_path) as w:
+        mount = w.mount
+        await mount.write("new", b"is replaced")
+        content = await mount.read("old")
+
+        with answers_lost(w.bucket, "copy"), pytest.raises(OriginFailed):
+            await mount.rename("old", "new")
+        assert await mount.read("new") == b"is replaced" and await mount.read("old") == content
+        await trio.sleep(1)
+        assert w.bucket.content("new") == b"is replaced"
+        assert await mount.read("new") == b"is replaced" and await mount.read("old") == content
 
 
 async def test_a_directory_whose_marker_may_have_been_made_is_asked_about(tmp_path: Path) -> None:
