@@ -248,7 +248,10 @@ def explain(known: Mapping[str, Any], now: float) -> Iterator[str]:
     if known["passthrough_on"]:
         yield f"whole and verified on {known['passthrough_on']}: the kernel reads it by itself from the next open on"
     elif known["cached_bytes"] >= known["size"] > 0:
-        yield "whole, but in several tiers or not verified yet: it is read through the daemon"
+        yield (
+            "whole, but in several tiers, not verified yet, or only in memory where the origin can be written: it is read "
+            "through the daemon"
+        )
     texts = ((_extent(row, now), row["extent"]) for row in known["extents"])
     runs = [(text, [number for _, number in run]) for text, run in groupby(texts, itemgetter(0))]
     for text, numbers in runs[:EXTENTS_LISTED]:

@@ -404,7 +404,13 @@ class Daemon:
             self._jobs = Jobs(self._fs.tree_queries, fetcher, self._store, nursery, config.concurrency, first)
             self._locator = Locator(self._fs.tree_queries, fetcher, cluster, config.block_size)
             self._explainer = Explainer(
-                self._fs.tree_queries, self._store, cluster, self._origins, self._metrics, self._status
+                self._fs.tree_queries,
+                self._store,
+                cluster,
+                self._origins,
+                self._metrics,
+                self._status,
+                writable=self._uploading is not None,
             )
             paths = Paths(volumes)
             if upstream.comparing is not None:

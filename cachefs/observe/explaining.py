@@ -36,7 +36,8 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 class Explainer:
-    """Answers these verbs. `status` returns what `cachefs status` shows; `cluster` is None on a mount without peers."""
+    """Answers these verbs. `status` returns what `cachefs status` shows; `cluster` is None on a mount without peers;
+    `writable` tells whether files can be written through the mount."""
 
     def __init__(
         self,
@@ -46,6 +47,8 @@ class Explainer:
         origins: Sequence[Origin],
         metrics: Metrics,
         status: Callable[[], Awaitable[dict[str, Any]]],
+        *,
+        writable: bool = False,
     ) -> None:
         self._tree_queries = tree_queries
         self._store = store
@@ -53,6 +56,7 @@ class Explainer:
         self._origins = origins
         self._metrics = metrics
         self._status = status
+        self._writable = writable
 
     def verbs(self) -> dict[str, Callable[..., Awaitable[Any]]]:
         """For the control socket."""
@@ -73,11 +77,13 @@ class Explainer:
         found = await self._tree_queries.resolve(path)
         if found is None:
             raise NotFound(f"no such file: {path}")
-        _, version = found
+        origin, version = found
         store, size = self._store, self._store.block_size
         blocks = block_count(version.size, size)
         extents = -(-blocks // BLOCKS_PER_EXTENT)
         layout = store.layout(version)
+        # As `Fetcher.open_backing` decides: a file in memory cannot become the staging file of a writer.
+        on_disk = self._writable and origin.can_write
         return {
             "path": path,
             "source": version.source,
@@ -88,7 +94,7 @@ class Explainer:
             "block_size": size,
             "blocks": blocks,
             "cached_bytes": store.cached_bytes(version),
-            "passthrough_on": _whole_and_verified(layout, blocks) if store.passthrough else "",
+            "passthrough_on": _whole_and_verified(layout, blocks, on_disk) if store.passthrough else "",
             "extents": self._extents(version, layout, min(extents, EXTENTS_SHOWN)),
             "left_out": max(0, extents - EXTENTS_SHOWN),
         }
@@ -149,9 +155,13 @@ class Explainer:
         return level
 
 
-def _whole_and_verified(layout: Sequence[Mapping[str, Any]], blocks: int) -> str:
-    """The tier that has all blocks of a version, verified, so that the kernel may read them by itself; "" if none has."""
+def _whole_and_verified(layout: Sequence[Mapping[str, Any]], blocks: int, on_disk: bool) -> str:
+    """The tier that has all blocks of a version, verified, so that the kernel may read them by itself; "" if none has.
+    `on_disk`: the RAM tier does not count."""
     for tier in dict.fromkeys(copy["tier"] for copy in layout):
-        if sum(copy["verified"] for copy in layout if copy["tier"] == tier) == blocks:
+        if (
+            not (on_disk and tier == "ram")
+            and sum(copy["verified"] for copy in layout if copy["tier"] == tier) == blocks
+        ):
             return str(tier)
     return ""

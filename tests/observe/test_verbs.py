@@ -218,13 +218,32 @@ def test_what_is_no_price_list(tmp_path: Path, text: str, words: str) -> None:
 
 
 class OneFile:
-    def __init__(self, version: ObjectId) -> None:
+    def __init__(self, version: ObjectId, can_write: bool = False) -> None:
         self.version = version
+        self.origin = SimpleNamespace(can_write=can_write)
 
     async def resolve(self, path: str) -> Any:
         if path == "dir":
             raise IsADirectory("it is a directory")
-        return (None, self.version) if path == "file" else None
+        return (self.origin, self.version) if path == "file" else None
+
+
+@in_trio
+@pytest.mark.parametrize("writable", [False, True])
+@pytest.mark.parametrize("can_write", [False, True])
+async def test_why_says_what_the_kernel_reads_by_itself(
+    writable: bool, can_write: bool, cache_dir: Path
+) -> None:
+    """Where a file can be written, its copy in memory cannot be its staging file, so it is not opened in passthrough."""
+    async with running(cache_dir, ram=3 * EXTENT) as lab:
+        version = lab.origin.put("data/file", content(1, BLOCK))
+        file = OneFile(version, can_write=can_write)
+        explainer = Explainer(file, lab.store, None, [], lab.metrics, _no_status, writable=writable)
+        await lab.read(version, 0, BLOCK)
+        await lab.quiet()
+        known = await explainer.explain("file")
+        assert known["cached_bytes"] == known["size"] and known["extents"][0]["tiers"][0]["tier"] == "ram"
+        assert known["passthrough_on"] == ("" if writable and can_write else "ram")
 
 
 @in_trio
