@@ -499,12 +499,12 @@ async def test_files_are_begun_in_groups(monkeypatch: pytest.MonkeyPatch) -> Non
 
         count(w.prefetcher, "_start_some")
         count(w.lab.fetcher, "prefetch_small")
-        count(w.lab.fetcher, "_begin_all")
+        count(w.lab.fetcher, "_reserve_all")
         await w.read_all(shuffled(names))
         demanded = len(names) - w.metrics.prefetch_files
         assert 700 < w.metrics.prefetch_files == w.metrics.prefetch_used_files
         assert counted["prefetch_small"] <= w.metrics.prefetch_files / 5
-        assert counted["_begin_all"] <= counted["prefetch_small"] + demanded
+        assert counted["_reserve_all"] <= counted["prefetch_small"] + demanded
         assert counted["_start_some"] <= w.metrics.prefetch_files
         assert shop.most_in_flight > 40
 
