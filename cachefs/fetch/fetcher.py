@@ -44,7 +44,7 @@ OnEnd = Callable[[int, CachefsError | None], None]
 
 
 class Transfers:
-    """All fetches in flight, by version and block: a block belongs to at most one."""
+    """All fetches in flight that readers may join, by version and block: a block belongs to at most one."""
 
     def __init__(self) -> None:
         self._versions: dict[bytes, dict[int, InFlightFetch]] = {}
@@ -90,8 +90,8 @@ def count_misses(metrics: Metrics, reasons: Counter[str]) -> None:
 class InFlightFetch:
     """Fetches the blocks of one cache write, and holds their object until it is over. `prefetched`: it began before any
     reader waited. `asking_peers`: peers are asked first, and the origin was not asked yet. `error` is set if it failed.
-    `policy` learns when all is written, and `on_end` is called when it is over. A fetch that was given up ends without its
-    blocks and without an error."""
+    `policy` learns when all is written, and `on_end` is called when it is over. `alone`: no other reader joins it, and there
+    may be another fetch of its blocks. A fetch that was given up ends without its blocks and without an error."""
 
     def __init__(
         self,
@@ -105,6 +105,7 @@ class InFlightFetch:
         prefetched: bool,
         asking_peers: bool,
         policy: Readahead | None,
+        alone: bool,
         on_end: OnEnd | None,
     ) -> None:
         self.origin = origin
@@ -128,7 +129,8 @@ class InFlightFetch:
         self._waiters: list[tuple[int, trio.Event]] = []  # (offset up to which bytes must be written, event)
         cache_write.on_written = lambda: token.run_sync_soon(self.wake, idempotent=True)
         self._transfers = transfers
-        transfers.add(self)
+        if not alone:
+            transfers.add(self)
         obj.hold()
 
     def join(self, blocks: Iterable[int]) -> int:
@@ -403,7 +405,7 @@ space and then wait."""
 ATTEMPTS = 8
 """How often one read may find its blocks missing again (evicted, bad checksum, a failing tier) before it fails. In the
 second half of the attempts, missing blocks bypass the tiers, because a full cache can evict a block before its reader runs.
-Guessed."""
+The last attempt fetches all blocks for this reader alone. Guessed."""
 
 Buffer = bytes | bytearray | memoryview
 
@@ -605,7 +607,9 @@ class Fetcher:
         blocks = blocks_covering(offset, size, self._block_size)
         counted = observed = False
         for attempt in range(ATTEMPTS):
-            missing = [b for b in blocks if not self._store.has(obj, b)]
+            # What others fetch, or the cache has, may be evicted again before this reader runs.
+            alone = attempt == ATTEMPTS - 1
+            missing = [b for b in blocks if alone or not self._store.has(obj, b)]
             if not missing:
                 wait.now_for(DISK)
                 data = await self._store.read(obj, offset, size, count=not counted)
@@ -621,7 +625,11 @@ class Fetcher:
                 self._store.hit(obj, (block for block in blocks if block not in absent))
                 count_misses(self._metrics, self.transfers.miss_reasons(self._metrics, obj, missing))
                 counted = True
-            in_flight = self._join_or_fetch(opened, obj, missing, bypass=attempt >= ATTEMPTS // 2)
+            in_flight = (
+                self._fetch_alone(opened, obj, missing)
+                if alone
+                else self._join_or_fetch(opened, obj, missing, bypass=attempt >= ATTEMPTS // 2)
+            )
             if not observed and opened.id.size > WHOLE_BYTES:
                 self._read_ahead(opened, obj, offset, size, pid)
                 observed = True
@@ -806,6 +814,18 @@ class Fetcher:
             self._metrics.prefetched_late += fetch.join(missing)
         return in_flight
 
+    def _fetch_alone(
+        self, opened: OpenedObject, obj: CachedObject, blocks: Iterable[int]
+    ) -> list[InFlightFetch]:
+        """Begin fetches of these blocks that bypass the tiers, and that no other reader joins."""
+        begun = (
+            self._start_fetch(
+                opened.origin, obj, self._store.begin_bypass(obj, block), prefetched=False, alone=True
+            )
+            for block in blocks
+        )
+        return [fetch for fetch in begun if fetch is not None]
+
     def _read_ahead(self, opened: OpenedObject, obj: CachedObject, offset: int, size: int, pid: int) -> None:
         policy = opened.readahead
         if policy is None:
@@ -903,6 +923,7 @@ class Fetcher:
         prefetched: bool,
         policy: Readahead | None = None,
         origin_only: bool = False,
+        alone: bool = False,
         on_end: OnEnd | None = None,
     ) -> InFlightFetch | None:
         """Begin a fetch for a cache write; None if there is none. `origin_only`: peers are not asked. For the other
@@ -919,6 +940,7 @@ class Fetcher:
             prefetched=prefetched,
             asking_peers=not origin_only and self._is_remote_owned(obj.id, cache_write.start_block),
             policy=policy,
+            alone=alone,
             on_end=on_end,
         )
         misses = self._metrics.ledger.misses

@@ -9,6 +9,7 @@ import pytest
 import trio
 import trio.testing
 
+from cachefs.fetch.fetcher import ATTEMPTS
 from tests.fetch.scripted import content, in_trio
 from tests.store.lab import BLOCK, EXTENT, KIB, MIB, running, until
 
@@ -106,6 +107,29 @@ async def test_a_hundred_concurrent_readers_over_a_cache_of_five_percent(
                 nursery.start_soon(reader, number)
         await lab.quiet()
         await trio.sleep(0.02)
+        lab.check_accounts()
+
+
+@in_trio
+async def test_a_read_whose_blocks_always_vanish_gets_them_in_the_end(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if other readers' blocks drove them out each time, before this reader ran."""
+    async with running(cache_dir, ssd=4 * MIB) as lab:
+        data = content(1, 3 * BLOCK)
+        object_id = lab.origin.put("k", data)
+        joined = 0
+
+        def join(*what: object, **how: object) -> list[object]:
+            nonlocal joined
+            joined += 1
+            return []
+
+        monkeypatch.setattr(lab.fetcher, "_join_or_fetch", join)
+        assert await lab.read(object_id, BLOCK - 5, BLOCK + 10) == data[BLOCK - 5 :][: BLOCK + 10]
+        await lab.quiet()
+        assert (joined, lab.origin.delivered) == (ATTEMPTS - 1, 3 * BLOCK)
+        assert lab.store.tiers[0].used_bytes == 0
         lab.check_accounts()
 
 
