@@ -250,6 +250,7 @@ def test_logs_as_json(tmp_path: Path) -> None:
     assert json.loads(run("logs", "--json", "-n", "1", tmp_path).stdout) == {"message": "7"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("as_json", [False, True])
 def test_logs_are_followed_over_a_rotation(tmp_path: Path, as_json: bool) -> None:
     log = tmp_path / LOG_NAME
@@ -844,6 +845,7 @@ def test_a_log_that_cannot_be_written(place: Place, tmp_path: Path) -> None:
     assert "mounted file://" in cachefs("logs", place.mountpoint).stdout
 
 
+@pytest.mark.long
 @pytest.mark.mount
 @needs_fuse
 def test_mount_a_again(place: Place, tmp_path: Path) -> None:
@@ -906,6 +908,7 @@ def test_a_busy_mount_names_its_users(place: Place) -> None:
             sleeper.kill()
 
 
+@pytest.mark.long
 @pytest.mark.mount
 @needs_fuse
 def test_a_dead_mount_is_taken_away_and_never_stacked_on(place: Place) -> None:
@@ -1052,6 +1055,7 @@ def test_a_relative_mountpoint_behind_a_link(place: Place, monkeypatch: pytest.M
     assert not place.is_mounted()
 
 
+@pytest.mark.long
 @pytest.mark.mount
 @needs_fuse
 @pytest.mark.parametrize(

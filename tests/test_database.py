@@ -684,6 +684,7 @@ class Synced:
             self._disk.synced(self._path / "data.mdb")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fsync", "precious"), [(True, True), (False, False)], ids=["journal", "names"])
 def test_a_power_cut_at_any_moment_leaves_a_database_that_opens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool, precious: bool
@@ -794,6 +795,7 @@ def test_deadlines_end_before_those_of_their_callers() -> None:
     assert timeout_s == 2 * database.WAIT_S
 
 
+@pytest.mark.long
 def test_a_rewrite_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a page that leads LMDB in a circle."""
     child(KILLED, str(tmp_path / "db"), "fsync")

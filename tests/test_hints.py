@@ -298,6 +298,7 @@ def test_a_sampler_that_is_saved_knows_where_its_reader_is(daemon: FakeDaemon) -
     assert daemon.told("node-3", 0)[:30] == [f"train/{n:05}.jpg" for n in seen]
 
 
+@pytest.mark.long
 def test_long_lists_take_few_requests(daemon: FakeDaemon) -> None:
     paths = paths_in(daemon.mountpoint, 200_000)
     list(HintedSampler(range(199_999, -1, -1), paths))

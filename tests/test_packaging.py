@@ -113,6 +113,7 @@ def environment(place: Path, python: str, *wheels: Path) -> Path:
     return inside
 
 
+@pytest.mark.long
 def test_hints_need_nothing_but_an_old_python(built: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     sdist, wheel = built["hints"]
     with zipfile.ZipFile(wheel) as packed:

@@ -149,6 +149,7 @@ async def test_many_readers_of_large_blocks_without_any_tier(cache_dir: Path) ->
                 nursery.start_soon(read, i)
 
 
+@pytest.mark.long
 @in_trio
 async def test_the_memory_of_readers_without_a_tier_is_bounded(cache_dir: Path) -> None:
     async with running(cache_dir, ssd=0, block=4 * MIB) as lab:

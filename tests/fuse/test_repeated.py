@@ -789,6 +789,7 @@ AT_ANY_STEP = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "writeback"), AT_ANY_STEP)
 def test_a_daemon_may_die_at_any_step_of_a_request(tmp_path: Path, name: str, writeback: bool) -> None:
     op, function = CASES[name]

@@ -130,6 +130,7 @@ AT_ANY_STEP = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "writeback"), AT_ANY_STEP)
 def test_what_was_closed_is_there_whenever_the_daemon_dies(
     tmp_path: Path, case: Callable[[World], Last], writeback: bool

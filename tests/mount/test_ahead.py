@@ -177,6 +177,7 @@ def table() -> bytes:
 class TestTables:
     """Columnar files, read by the library that everybody reads them with."""
 
+    @pytest.mark.long
     @ONE_BACKEND
     @pytest.mark.parametrize(
         ("code", "least", "most"),

@@ -498,6 +498,7 @@ class TestFilesBecomeDirectories:
         assert (place / "x").read_bytes() == data
 
 
+@pytest.mark.long
 def test_many_readers_of_an_object_that_keeps_changing_each_see_one_version(
     mounted: Mounted, bucket: Bucket, lab: LabStore
 ) -> None:

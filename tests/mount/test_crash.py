@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from bench.lab.client import LabStore
 from tests.conftest import LEVEL
 from tests.mount.conftest import BOTH_BACKENDS, ONE_BACKEND, Bucket, Mounted
@@ -47,6 +49,7 @@ def readers_of(place, count: int) -> list[subprocess.Popen[str]]:
     ]
 
 
+@pytest.mark.long
 def test_after_kills_during_fills_every_byte_is_right(
     mounted: Mounted, bucket: Bucket, lab: LabStore
 ) -> None:

@@ -137,6 +137,7 @@ LONG = {
 """Left to `scripts/test --all`: others are like them."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "fault",
     [
@@ -165,6 +166,7 @@ def test_a_reader_gets_right_bytes_or_an_errno_in_time(
     assert (after.errno, after.md5) == (0, md5(data)), after
 
 
+@pytest.mark.long
 @BOTH_BACKENDS
 def test_a_read_takes_one_timeout_at_most(mounted: Mounted, bucket: Bucket, lab: LabStore) -> None:
     bucket.put("file", SIZE)
@@ -303,6 +305,7 @@ class TestCredentials:
         assert (mount.path / "open/file").read_bytes() == data
 
 
+@pytest.mark.long
 def test_a_failure_is_logged_once_with_its_path_and_operation(
     mounted: Mounted, bucket: Bucket, lab: LabStore
 ) -> None:

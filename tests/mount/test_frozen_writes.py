@@ -166,6 +166,7 @@ def look(mount: Mount, disk: Disk, seconds: float) -> None:
 MODES = [{}, {"writeback": True, "upload_delay": "10ms"}]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options", [pytest.param(MODES[0], marks=pytest.mark.long), MODES[1]], ids=["durable", "writeback"]
 )
@@ -292,6 +293,7 @@ def test_a_stop_does_not_wait_for_what_is_written(disk: Disk, mounted: Mounted, 
     eventually(lambda: not alive(mount.pid), "the daemon ends once its disk answers", 60)
 
 
+@pytest.mark.long
 def test_what_was_acknowledged_is_read_and_sent_from_a_disk_that_takes_no_writes(
     disk: Disk, mounted: Mounted, bucket: Bucket
 ) -> None:

@@ -32,6 +32,7 @@ CACHED = [f"cached{number:02d}" for number in range(12)]
 READ = "import hashlib, sys; print(hashlib.md5(open(sys.argv[1], 'rb').read()).hexdigest())"
 
 
+@pytest.mark.long
 def test_a_mount_goes_on_and_ends_without_its_disk(
     disk: Disk, mounted: Mounted, bucket: Bucket, lab: LabStore
 ) -> None:

@@ -29,6 +29,7 @@ trio.lowlevel.wait_readable = wait_readable
 """
 
 
+@pytest.mark.long
 def test_the_daemon_goes_on_when_there_is_nothing_to_read(
     mounted: Mounted, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

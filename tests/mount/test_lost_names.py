@@ -44,6 +44,7 @@ def test_names_are_learnt_again(mounted: Mounted, bucket: Bucket, length: int) -
     check(mounted, bucket, length, in_a_transaction=False)
 
 
+@pytest.mark.long
 @pytest.mark.backends("native")
 def test_the_next_daemon_goes_on_where_one_ends_of_that(mounted: Mounted, bucket: Bucket) -> None:
     check(mounted, bucket, 0, in_a_transaction=True)

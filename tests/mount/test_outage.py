@@ -123,6 +123,7 @@ def test_a_reader_may_wait_for_the_store(mounted: Mounted, bucket: Bucket, lab: 
     assert len(said(mount)) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ended", [pytest.param("stopped", marks=pytest.mark.long), "killed"])
 def test_a_mount_starts_without_its_store_and_shows_what_it_knows(
     mounted: Mounted, bucket: Bucket, lab: LabStore, ended: str

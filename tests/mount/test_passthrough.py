@@ -405,6 +405,7 @@ class TestPartialFiles:
             assert path.read_bytes() == data
         assert grown["passthrough_opens"] == 1 and "fuse_read" not in grown
 
+    @pytest.mark.long
     def test_opened_while_they_are_fetched_are_right_whoever_reads(
         self, mounted: Mounted, bucket: Bucket, lab: LabStore
     ) -> None:

@@ -93,6 +93,7 @@ def test_a_node_is_the_same_one_after_its_daemon_was_killed(mounted: Mounted, bu
     assert first.settled()["peer_bytes_out"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.backends("native")
 def test_an_upgrade_ends_the_server_of_a_node_and_its_next_daemon_serves(
     mounted: Mounted, bucket: Bucket

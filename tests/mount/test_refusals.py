@@ -226,6 +226,7 @@ class TestCacheDirectory:
 
 @pytest.mark.root
 class TestMemoryOfTheKilled:
+    @pytest.mark.long
     def test_the_next_start_takes_away_what_no_start_will_use(self, mounted: Mounted, bucket: Bucket) -> None:
         data = bucket.put("a", 300_000)
         killed = mounted(bucket)
@@ -376,6 +377,7 @@ class TestMachine:
         assert f"fuse        native: {why}\n" in done.stdout
         assert f"backend: native ({why})" in log.read_text()
 
+    @pytest.mark.long
     @as_nobody
     @pytest.mark.parametrize("backend", ["native", pytest.param("pyfuse3", marks=pytest.mark.long)])
     @pytest.mark.parametrize(
@@ -476,6 +478,7 @@ gone
         one_line(done)
         assert "not writable by this user" in done.stderr
 
+    @pytest.mark.long
     @as_nobody
     def test_other_users_see_nothing_without_allow_other(self, stage: Stage, bucket: Bucket) -> None:
         bucket.put("file", 10)

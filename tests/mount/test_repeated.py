@@ -390,6 +390,7 @@ assert sorted(os.listdir()) == ["d", "log", "new", "small", "stored a", "stored 
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("writeback", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_killed_at_each_step_of_taking_over(make_world: Callable[..., World], writeback: bool) -> None:
     """One daemon after the other dies while it takes over, each one step later; also between the notices that have the

@@ -86,6 +86,7 @@ def kill(mount: Mount) -> None:
     restarting.next_daemon(mount, before, 30.0)
 
 
+@pytest.mark.long
 def test_the_next_daemons_write_the_same_log(mounted: Mounted, bucket: Bucket) -> None:
     """Also after it was rotated: by another daemon than the one that stood by, whose descriptor leads to the old file."""
     mount = held_mount(mounted, bucket, log_file=None)
@@ -112,6 +113,7 @@ def test_the_next_daemons_write_the_same_log(mounted: Mounted, bucket: Bucket) -
     mount.log_file.with_name(f"{LOG_NAME}.1").unlink()  # its zeros
 
 
+@pytest.mark.long
 def test_a_job_of_the_daemon_before_is_not_taken_for_one_of_the_next(
     mounted: Mounted, bucket: Bucket, lab: LabStore
 ) -> None:
@@ -261,6 +263,7 @@ def test_no_reader_notices_that_the_daemon_was_killed(
     assert 0 < status["longest_pause_s"] < 20
 
 
+@pytest.mark.long
 def test_names_that_were_read_may_be_removed_before_the_next_daemon_is_asked(
     mounted: Mounted, bucket: Bucket
 ) -> None:
@@ -286,6 +289,7 @@ def _opened_in_passthrough(mount: Mount, name: str) -> bool:
     return mount.metrics()["passthrough_opens"] > before
 
 
+@pytest.mark.long
 def test_a_read_that_waits_for_the_origin_is_answered_by_the_next_daemon(
     mounted: Mounted, bucket: Bucket, lab: LabStore
 ) -> None:
@@ -332,6 +336,7 @@ def test_a_handle_whose_version_is_gone_fails_alone(mounted: Mounted, bucket: Bu
     mount.allowed += ["replaced or removed", "no tier at all"]
 
 
+@pytest.mark.long
 def test_everything_ends_with_the_mount(mounted: Mounted, bucket: Bucket) -> None:
     bucket.put("file", b"1")
     mount = held_mount(mounted, bucket, start=False)
@@ -368,6 +373,7 @@ def test_a_holder_without_its_daemon_unmounts_when_it_is_told_to_stop(
     assert not processes_with(str(mount.cache))
 
 
+@pytest.mark.long
 def test_a_daemon_that_stands_by_ends_with_its_holder(mounted: Mounted, bucket: Bucket) -> None:
     bucket.put("file", b"1")
     mount = held_mount(mounted, bucket)
@@ -380,6 +386,7 @@ def test_a_daemon_that_stands_by_ends_with_its_holder(mounted: Mounted, bucket: 
     assert held(mount)["pid"] == 0
 
 
+@pytest.mark.long
 def test_the_next_daemon_has_the_connection_once(mounted: Mounted, bucket: Bucket) -> None:
     """A copy that it does not know of would keep the connection."""
     bucket.put("file", b"1")
@@ -661,6 +668,7 @@ def test_no_reader_notices_an_upgrade_and_what_is_in_memory_stays(
     assert "was left by process" not in mount.log(), "the databases were closed"
 
 
+@pytest.mark.long
 def test_an_upgrade_runs_what_is_installed_now_or_changes_nothing(mounted: Mounted, bucket: Bucket) -> None:
     data = bucket.put("file", MIB)
     mount = held_mount(mounted, bucket, start=False)
@@ -957,6 +965,7 @@ def test_a_call_that_waits_for_the_upload_is_answered_by_the_next_daemon(
     assert stored(bucket, "file") == data
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("writeback", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_file_that_has_lost_its_name_goes_on(mounted: Mounted, bucket: Bucket, writeback: bool) -> None:
     mount = held_mount(mounted, bucket, read_only=None, writeback=writeback)
@@ -988,6 +997,7 @@ def test_a_file_that_has_lost_its_name_goes_on(mounted: Mounted, bucket: Bucket,
     eventually(lambda: not list(staging.iterdir()), "no staging file is left")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ends", [kill, lambda mount: upgraded(mount)], ids=["kill", "upgrade"])
 def test_an_unchanged_file_that_was_renamed_or_removed_goes_on(
     mounted: Mounted, bucket: Bucket, ends: Callable[[Mount], object]
@@ -1021,6 +1031,7 @@ def test_an_unchanged_file_that_was_renamed_or_removed_goes_on(
     assert sorted(os.listdir(mount.path)) == ["e", "new"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("writeback", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_mapping_that_is_written_goes_on(mounted: Mounted, bucket: Bucket, writeback: bool) -> None:
     """Of a file that its readers have in passthrough, too."""
@@ -1085,6 +1096,7 @@ def test_programs_of_all_kinds_go_on(tmp_path: Path, mode: str) -> None:
     assert len(pauses) == 3 and set(rounds) == set(programs)
 
 
+@pytest.mark.long
 def test_what_the_next_daemon_would_not_find_is_not_handed_over(mounted: Mounted, bucket: Bucket) -> None:
     """Without a cache directory, staging files lie in one that ends with the daemon."""
     mount = held_mount(mounted, bucket, read_only=None, start=False, cache_dir="/proc/cachefs")
@@ -1143,6 +1155,7 @@ def fill_up(disk: Path) -> Path:
     return other
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("small_disk", ["tmpfs", "ext4"], indirect=True)
 def test_small_files_that_the_journal_alone_has_go_on_while_the_disk_is_full(
     small_disk: Path, mounted: Mounted, bucket: Bucket
@@ -1173,6 +1186,7 @@ def test_small_files_that_the_journal_alone_has_go_on_while_the_disk_is_full(
     assert mount.status()["uploads"]["pending"] == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("small_disk", "end"),
     [("tmpfs", "killed"), ("ext4", "stopped"), ("ext4", "rebooted")],
@@ -1341,6 +1355,7 @@ def managed(mount: Mount) -> Iterator[Manager]:
             manager.close()
 
 
+@pytest.mark.long
 def test_a_service_manager_keeps_the_connection_of_a_holder_that_is_killed(
     mounted: Mounted, bucket: Bucket
 ) -> None:

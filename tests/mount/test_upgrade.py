@@ -41,6 +41,7 @@ def mark(mount: Mount, name: str, version: str) -> str:
     return before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "versions"),
     [("index", ("blocks-1-1048576", "blocks-99-1048576")), ("names", ("names 1", "names 99"))],
@@ -97,6 +98,7 @@ def test_uploads_that_another_version_has_noted_are_not_touched(
     assert len(mounts_at(mount.path)) == 1
 
 
+@pytest.mark.long
 @pytest.mark.backends("native")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
 def test_what_programs_see_of_a_restart(mounted: Mounted, bucket: Bucket, how: signal.Signals) -> None:

@@ -216,6 +216,7 @@ def test_the_log_level_is_changed_while_it_runs(mounted: Mounted, bucket: Bucket
     ]
 
 
+@pytest.mark.long
 @ONE_BACKEND
 def test_doctor_finds_the_store_and_tells_no_secret(mounted: Mounted, bucket: Bucket, lab: LabStore) -> None:
     mount = mounted(bucket, metrics="0.0.0.0:0")

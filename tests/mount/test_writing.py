@@ -670,6 +670,7 @@ class TestWriteback:
         mount.stop()
         assert keys(bucket) == [f"{number}" for number in range(5)]
 
+    @pytest.mark.long
     @ONE_BACKEND
     def test_a_signal_waits_for_it_and_a_second_one_does_not(
         self, writable: Writable, bucket: Bucket
@@ -688,6 +689,7 @@ class TestWriteback:
         mount.stop()
         assert stored(bucket, "f") == b"kept"
 
+    @pytest.mark.long
     @ONE_BACKEND
     def test_unmounting_that_must_not_leave_anything(self, writable: Writable, bucket: Bucket) -> None:
         mount = writable(bucket, writeback=True, upload_delay="1h", flush_deadline=2, timeout=2)

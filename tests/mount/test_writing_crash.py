@@ -594,6 +594,7 @@ class TestDurable:
         durable.crash(here)
         assert durable.files() == before
 
+    @pytest.mark.long
     def test_with_a_part_on_its_way(self, durable: Stage, before: dict[str, bytes]) -> None:
         here = durable.hangs("upload_part", first=2)
         durable.write("f", LARGE)
@@ -613,6 +614,7 @@ class TestDurable:
         durable.crash(here)
         assert durable.files() == {"f": now(LARGE)}
 
+    @pytest.mark.long
     def test_while_it_is_put(self, durable: Stage, before: dict[str, bytes]) -> None:
         here = durable.hangs("put", "f")
         durable.write("f", SMALL)
@@ -666,6 +668,7 @@ class TestWriteback:
         assert (writeback.path / "f").read_bytes() == now(LARGE)
         assert writeback.files() == {"f": now(LARGE)}
 
+    @pytest.mark.long
     @pytest.mark.parametrize(("kind", "key"), [("put", "g"), ("delete", "f")])
     def test_while_a_file_is_renamed_that_has_an_older_version(
         self, mounted: Mounted, bucket: Bucket, kind: str, key: str
@@ -715,6 +718,7 @@ class TestWriteback:
         assert stored(bucket, "f") == now(size)
         assert stage.files() == {"f": now(size)}
 
+    @pytest.mark.long
     def test_while_it_is_put(self, writeback: Stage) -> None:
         here = writeback.hangs("put", "f")
         self.closed(writeback, SMALL)

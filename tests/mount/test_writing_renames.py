@@ -36,6 +36,7 @@ def requests(lab: LabStore) -> dict[str, int]:
 class TestUploadsInParts:
     """Each that was begun is completed or aborted, also when the file is renamed just then."""
 
+    @pytest.mark.long
     def test_a_file_that_is_saved_beside_and_renamed_over(self, mounted: Mounted, bucket: Bucket) -> None:
         mount = mounted(bucket, read_only=False)
         data = content("saved", 20 * MIB)
@@ -81,6 +82,7 @@ class TestNeverNeither:
             (mount.path / "f").write_bytes(b"v2")
         return mount
 
+    @pytest.mark.long
     def test_a_file_that_could_not_be_uploaded(self, mounted: Mounted, bucket: Bucket) -> None:
         mount = self.failed(mounted, bucket)
         bucket.store.reset()
@@ -232,6 +234,7 @@ class TestConflicts:
         (mount.path / "f").write_bytes(b"agreed")
         assert stored(bucket, "f") == b"agreed"
 
+    @pytest.mark.long
     def test_removed(self, mount: Mount, bucket: Bucket) -> None:
         (mount.path / "f").unlink()
         assert stored(bucket, "f") == b"theirs" and deleted(bucket) == []

@@ -216,6 +216,7 @@ def test_an_object_that_is_damaged_at_its_origin_is_told_of_and_ends_no_comparis
     run(opened(server), use)
 
 
+@pytest.mark.long
 def test_beyond_its_share_of_a_processor_only_some_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(http.time, "monotonic", lambda: now)  # type: ignore[attr-defined]

@@ -516,6 +516,7 @@ def test_trailers_after_an_empty_body(serve: Callable[..., Server]) -> None:
 # Waiting.
 
 
+@pytest.mark.long
 def test_a_silent_server_and_one_that_trickles(serve: Callable[..., Server]) -> None:
     silent = serve(lambda wire, head: time.sleep(5))
     begun = time.monotonic()

@@ -141,6 +141,7 @@ async def test_a_node_without_a_share_is_not_registered(cluster: Cluster, prefix
         assert len(await leases(first)) == 1
 
 
+@pytest.mark.long
 @within(30)
 async def test_who_dies_is_gone_with_its_lease(
     cluster: Cluster, prefix: str, monkeypatch: pytest.MonkeyPatch

@@ -135,6 +135,7 @@ async def test_a_byte_a_second_is_given_up_within_the_patience_of_a_short_timeou
     client.close()
 
 
+@pytest.mark.long
 @in_jumping_time
 async def test_a_peer_on_a_slow_network_is_waited_for_as_long_as_the_origin_would_take() -> None:
     data, client, sink = content(1, 100 * KIB), Client(), Kept()

@@ -50,6 +50,7 @@ async def announce(
         await prefetcher.hints.order(plan, epoch, text, at, len(order))
 
 
+@pytest.mark.long
 async def test_a_shuffled_epoch_fetches_each_file_once_and_in_time() -> None:
     names = paths(4000)
     shop = Shop(names)
@@ -212,6 +213,7 @@ async def test_every_open_of_a_hinted_order_finds_its_file_whole(known: bool) ->
         assert w.prefetcher.status()["unused_bytes"] == 0
 
 
+@pytest.mark.long
 async def test_ahead_of_a_plan_is_bounded_by_bytes_and_goes_on_with_use() -> None:
     names = paths(2000)
     shop = Shop(names)

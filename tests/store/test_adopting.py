@@ -709,6 +709,7 @@ async def writer(place: Path, seed: int, ready: Callable[[], None]) -> None:
             ready()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.long)])
 def test_kills_never_make_a_wrong_byte_of_what_was_adopted(cache_dir: Path, kills: int) -> None:
     for number in killed_at_random(writer, cache_dir, kills):

@@ -237,6 +237,7 @@ async def test_a_cleared_directory_while_stopped_is_a_cold_start(cache_dir: Path
         lab.check_accounts()
 
 
+@pytest.mark.long
 @pytest.mark.root
 @needs_root
 @pytest.mark.parametrize("kind", ["small_disk", "small_ext4"])

@@ -275,6 +275,7 @@ def test_each_opened_twice_is_one_use() -> None:
     assert watched.status()["mode"] == "epoch"
 
 
+@pytest.mark.long
 def test_readers_of_large_files_use_one_extent_for_a_while() -> None:
     """64 streams; each comes back to its extent once a second, ten times. Until so much has been read that this is known
     to be a part, it looks like small epochs."""

@@ -45,6 +45,7 @@ def shuffled(ids: list[ObjectId], seed: object) -> list[ObjectId]:
     return random.Random(str(seed)).sample(ids, len(ids))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ram_share", [pytest.param(0, marks=pytest.mark.long), 0.2])
 @pytest.mark.parametrize("order", ["shuffled", pytest.param("scan", marks=pytest.mark.long)])
 @in_trio
@@ -102,6 +103,7 @@ async def test_another_dataset_takes_over_within_two_epochs(cache_dir: Path) -> 
         assert min(hits[2:]) >= 0.48, hits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [pytest.param("clean", marks=pytest.mark.long), "killed"])
 @in_trio
 async def test_a_restart_in_the_middle_goes_on(cache_dir: Path, kind: str) -> None:

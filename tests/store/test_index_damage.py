@@ -139,6 +139,7 @@ def test_random_bit_flips_in_the_index(
     run_trials(trials)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [10, pytest.param(50, marks=pytest.mark.long)])
 def test_random_bit_flips_in_live_pages_of_the_index(
     warm: tuple[Path, Path], tmp_path: Path, count: int
@@ -157,6 +158,7 @@ def test_random_bit_flips_in_live_pages_of_the_index(
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stopped", [pytest.param("clean", marks=pytest.mark.long), "killed"])
 def test_an_index_cut_short_or_overwritten(warm: tuple[Path, Path], tmp_path: Path, stopped: str) -> None:
     source = warm[stopped == "killed"]
@@ -187,6 +189,7 @@ def test_an_index_cut_short_or_overwritten(warm: tuple[Path, Path], tmp_path: Pa
     run_trials(trials)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     ["version", "clean", "dirty", "lock.mdb", "lock.pid"],

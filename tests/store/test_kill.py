@@ -54,6 +54,7 @@ async def filler(place: Path, seed: int, ready: Callable[[], None]) -> None:
             ready()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.long)])
 def test_kills_in_the_middle_of_transfers_never_make_a_wrong_byte(cache_dir: Path, kills: int) -> None:
     for kill in killed_at_random(filler, cache_dir, kills):

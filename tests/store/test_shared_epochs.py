@@ -77,6 +77,7 @@ async def epoch(lab: Lab, own: list[ObjectId], number: int, others: list[ObjectI
     return missed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ram_share", [pytest.param(0, marks=pytest.mark.long), 0.25])
 @in_trio
 async def test_what_all_nodes_read_stays_with_its_owner(cache_dir: Path, ram_share: float) -> None:

@@ -28,6 +28,7 @@ def ceph(request: pytest.FixtureRequest, start: Any) -> Any:
         server.store.quirks()
 
 
+@pytest.mark.long
 def test_a_copy_under_another_clients_overwrite_takes_nothing_of_theirs(ceph: Server, tmp_path: Path) -> None:
     """Else the cached blocks of the old version would be read under the new name, beside those of the newer one."""
     theirs = bytes_of("theirs", LARGE)

@@ -81,6 +81,7 @@ async def writes(d: Desk, dirty_file: DirtyFile) -> bytes:
     return bytes(plain)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("code", [pytest.param(errno.EIO, marks=pytest.mark.long), errno.ENOSPC])
 @pytest.mark.parametrize("writeback", [False, True])
 @in_trio

@@ -161,6 +161,7 @@ def with_copies(daemon: Daemon, copy_now: Callable[[], None]) -> tuple[Any, Any]
     return copying, committing
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("writeback", [False, True])
 @in_trio
 async def test_killed_at_each_request_and_each_commit_of_the_journal(
@@ -344,6 +345,7 @@ async def test_a_file_that_another_one_was_renamed_over_does_not_come_back(
             await d.close(one)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("users", [0, 1], ids=["closed", "open"])
 @pytest.mark.parametrize("sent", [False, True], ids=["new", "changed"])
 @pytest.mark.parametrize("writeback", [False, True])

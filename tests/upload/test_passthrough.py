@@ -69,6 +69,7 @@ def ends(d: Desk, dirty_file: DirtyFile, fd: int) -> None:
     d.uploads.release(dirty_file)
 
 
+@pytest.mark.long
 @in_trio
 async def test_what_others_wrote_is_seen_promised_and_uploaded(tmp_path: Path) -> None:
     async with desk(tmp_path, writeback=True) as d:
@@ -235,6 +236,7 @@ async def test_each_promise_keeps_what_nobody_told_of(
         ends(d, dirty_file, fd)
 
 
+@pytest.mark.long
 @in_trio
 async def test_a_mapping_that_outlives_its_close_is_waited_for(tmp_path: Path) -> None:
     async with desk(tmp_path, writeback=True) as d:
@@ -253,6 +255,7 @@ async def test_a_mapping_that_outlives_its_close_is_waited_for(tmp_path: Path) -
         assert d.store.content("k") == b"late\0\0\0\0more".ljust(PART, b"\0")
 
 
+@pytest.mark.long
 @in_trio
 async def test_so_is_who_outlives_the_run(tmp_path: Path) -> None:
     store = ScriptedStore()
@@ -270,6 +273,7 @@ async def test_so_is_who_outlives_the_run(tmp_path: Path) -> None:
         assert store.content("k") == b"synced and more"
 
 
+@pytest.mark.long
 @in_trio
 async def test_passthrough_breaks_off_an_upload_that_nobody_waits_for(tmp_path: Path) -> None:
     async with desk(tmp_path, writeback=True) as d:

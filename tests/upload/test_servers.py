@@ -197,6 +197,7 @@ def test_faults_that_pass_are_seen_by_nobody(
     run(use)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "size"), STEPS, ids=lambda v: str(v))
 def test_a_silent_store(lab: Lab, tmp_path: Path, kind: str, size: int) -> None:
     lab.options["stall_s"] = 0.3

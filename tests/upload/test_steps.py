@@ -77,6 +77,7 @@ async def recorded(path: Path, store: RecordingStore, monkeypatch: pytest.Monkey
         yield d
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sent", [False, True], ids=["here", "sent"])
 @in_trio
 async def test_a_file_that_is_overwritten_keeps_its_name(
@@ -112,6 +113,7 @@ async def test_a_file_that_is_overwritten_keeps_its_name(
     assert all(objects["k"] == NEW for objects in found[closed:]) and found[closed:]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "how", ["new", "had-an-older-version", pytest.param("is-being-changed", marks=pytest.mark.long)]
 )
