@@ -446,9 +446,8 @@ class FileSystem:
             warm = self._files.warm.get(ino)
             obj = warm[2] if warm is not None else self.tree_queries.version(ino)
             if obj is not None and self._files.reader.soon_cached(obj):
-                await self._files.reader.wait_until_cached(
-                    obj, pid
-                )  # the lookup may then find another version
+                # The lookup may then find another version.
+                await self._files.reader.wait_until_cached(obj, pid)
         if self._writing is None or ino == ROOT or ino in self._files.nameless:
             return await self._open_late(ino, flags, pid)
         if not flags & _WRITING and not self._writing.is_going(*self._tree.locate(ino)):

@@ -324,9 +324,8 @@ class HandleTable:
         # never read.
         self._descriptions: list[bytes | None] = [None] * max(used, 1)
         self._in_free_list: list[bool] = [True] * max(used, 1)
-        self._free: deque[int] = (
-            deque()
-        )  # in the order in which they became free; some are in use again (`add_again`)
+        # In the order in which they became free; some are in use again (`add_again`).
+        self._free: deque[int] = deque()
         self._backing_offsets: dict[int, int] = {}  # backing id → where it lies in `_memory`
         self._free_backing_offsets: list[int] = []
 

@@ -20,6 +20,7 @@ from cachefs.observe.watch import shown
 from cachefs.origin import Origin
 from cachefs.peers.cluster import Cluster
 from cachefs.store import Store
+from cachefs.store.tier import NAMES, RAM
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ def _whole_and_verified(layout: Sequence[Mapping[str, Any]], blocks: int, on_dis
     `on_disk`: the RAM tier does not count."""
     for tier in dict.fromkeys(copy["tier"] for copy in layout):
         if (
-            not (on_disk and tier == "ram")
+            not (on_disk and tier == NAMES[RAM])
             and sum(copy["verified"] for copy in layout if copy["tier"] == tier) == blocks
         ):
             return str(tier)

@@ -180,9 +180,8 @@ class LocalClient(Writer):
 
             def fill(file: BinaryIO) -> None:
                 _copy(source, file)
-                os.utime(
-                    file.fileno(), ns=(before.mtime_ns, before.mtime_ns)
-                )  # programs see this copy as a rename
+                # Programs see this copy as a rename.
+                os.utime(file.fileno(), ns=(before.mtime_ns, before.mtime_ns))
 
             made = self._place(to, fill, Preconditions())
             if self.head(key) != before:

@@ -270,15 +270,16 @@ class Store:
         results = await self._take(obj, steps) if steps else []
         if results is None:
             return None
-        good = [self._judge(obj, step, result) for step, result in zip(steps, results, strict=True)]
-        if None in good:
+        judged = [self._judge(obj, step, result) for step, result in zip(steps, results, strict=True)]
+        good = [data for data in judged if data is not None]
+        if len(good) != len(steps):
             return None
         if count:
             for step in steps:
                 self._hit(obj, step.copy, len(blocks_covering(step.at, step.length, self.block_size)))
             self._metrics.heap_hits += len(parts) - len(steps)
-        data = iter(good)
-        return b"".join((next(data) or b"") if isinstance(part, Step) else part for part in parts)
+        read = iter(good)
+        return b"".join(next(read) if isinstance(part, Step) else part for part in parts)
 
     async def _take(self, obj: CachedObject, steps: list[Step]) -> list[bytes | OSError | None] | None:
         """Run the steps in a thread; see `_take_steps`. None if a disk does not answer. Until the thread has ended, even

@@ -523,9 +523,8 @@ class Uploads:
         assert self._disk.shared is not None
         records, found, unused = self._disk.shared.records, dict[str, DirtyFile](), list[str]()
         done = set[str]()  # files that are removed or uploaded, of which the journal may still have rows
-        uncopied = set[
-            str
-        ]()  # ids of uploaded files that the origin was to copy to their keys, and perhaps has not
+        # Uploaded files that the origin was to copy to their keys, and perhaps has not.
+        uncopied = set[str]()
         rows = records.found()
         resumable = dict[str, _Resumable]()
         for name, (mtime_ns, row) in rows.items():

@@ -96,9 +96,8 @@ async def check(path: Path, nursery: trio.Nursery, prepare: Prepare, step: int, 
         for name in before.keys() | after.keys():
             assert found.get(name) in (before.get(name), after.get(name), OLDER), (step, found)
         whole = [before, after]
-        if (
-            "unanswered" in how and what[2] in before.keys() - opened
-        ):  # this node has its bytes in the cache at most
+        # This node has its bytes in the cache at most.
+        if "unanswered" in how and what[2] in before.keys() - opened:
             whole.append(before | {what[2]: OLDER})
         assert any(all(found.get(n) == d for n, d in one.items()) for one in whole), (step, found)
         assert goes_on or found == after
