@@ -475,8 +475,9 @@ class DirtyFiles:
         number, _ = self._files.open(former.ino, former.origin, obj, former.mtime_ns, 0, writes=True)
         if node is None:
             self._files.lose_name(former.ino, removed=True)
-            return self._local_changes.nameless(self._files.handles[number], {}), number
-        self._local_changes.add(node)
+            node = self._local_changes.nameless(self._files.handles[number], {})
+        elif not node.removed:  # otherwise another file may have its name
+            self._local_changes.add(node)
         return node, number
 
 

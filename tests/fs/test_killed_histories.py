@@ -121,6 +121,15 @@ def test_a_file_that_a_rename_was_to_replace_keeps_its_name_alone(
     )
 
 
+def test_a_removed_file_that_two_handles_have_open_does_not_take_the_place_of_the_next_one(place: Path) -> None:
+    opens: Script = [("open", "a", 1, True, False), ("open", "a", 2, True, False)]
+    check(
+        place,
+        [*opens, ("unlink", "a"), ("open", "a", 3, True, False), ("write", 3, 0, b"next")],
+        [("rename", "d/x", "a"), ("check",), ("write", 3, 0, b"more")],
+    )
+
+
 ADOPTED: Script = [
     ("save", "c", bytes(300_000)),
     ("pause", 0.2),
