@@ -304,7 +304,8 @@ class Queue:
         self._committed(dirty_file, info)
         if dirty_file.record.over is not None:
             await self._records.forget_replaced(dirty_file)
-        if not dirty_file.dirty and dirty_file.content.row is not Row.NONE:
+        # While the name is being removed, the row stays: if a kill comes before that has ended, the name shows this file again.
+        if not (dirty_file.dirty or dirty_file.discarded or dirty_file.content.row is Row.NONE):
             await self._records.forget(dirty_file, patient=patient)
 
     async def _failed(self, dirty_file: DirtyFile, error: CachefsError) -> None:

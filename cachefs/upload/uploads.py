@@ -833,24 +833,28 @@ class Uploads:
         instead: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
         """Give up a dirty file, because its name is removed. It is not uploaded any more; its users can still read and write
-        it. `instead` removes the name; it is called when no upload is running. Until `instead` has returned, the dirty file
-        survives a crash; if it raises, the dirty file is as before. Unless another file has `replaced` the name, an object
-        that a last upload may have made is deleted at the origin."""
+        it. `instead` removes the name; it is called when no upload is running. Without it, an object that a last upload may
+        have made is deleted at the origin, unless another file has `replaced` the name. Until then, the dirty file survives
+        a crash; if that raises, the dirty file is as before."""
         stored = dirty_file.stored
         dirty_file.content.removed = True
         try:
             await take(dirty_file.trying.turn)
         except BaseException:
-            self._comes_back(dirty_file)
+            await self._comes_back(dirty_file)
             raise
         try:
             try:
                 await self._queue.halt(dirty_file, gives_up=True)
+                made = dirty_file.trying.unsure or dirty_file.stored is not stored
                 if instead is not None:
                     await instead()
+                # Before the row is removed: after a kill in between, the object would have the name, and not its attributes.
+                elif made and not replaced and (not dirty_file.conflicts or await self._own(dirty_file)):
+                    await dirty_file.origin.delete(dirty_file.key)
             except BaseException:
                 await self._undo_copy(dirty_file)
-                self._comes_back(dirty_file)
+                await self._comes_back(dirty_file)
                 raise
             # Before the staging file is unlinked, which the next daemon would miss.
             self.note_removed(dirty_file)
@@ -866,9 +870,6 @@ class Uploads:
                     # Otherwise a file that is replaced again and again would keep all earlier ones in memory.
                     dirty_file.record.over = None
                     self._drop(dirty_file)
-            made = dirty_file.trying.unsure or dirty_file.stored is not stored
-            if made and not replaced and (not dirty_file.conflicts or await self._own(dirty_file)):
-                await dirty_file.origin.delete(dirty_file.key)
         finally:
             dirty_file.trying.turn.release()
 
@@ -882,8 +883,11 @@ class Uploads:
             if there is not None and there.etag != dirty_file.base:
                 await dirty_file.send_again()
 
-    def _comes_back(self, dirty_file: DirtyFile) -> None:
+    async def _comes_back(self, dirty_file: DirtyFile) -> None:
         """Handle a removal that has failed: the name shows the dirty file as before."""
+        if not dirty_file.dirty and dirty_file.content.row is not Row.NONE:  # its upload has ended meanwhile
+            with trio.CancelScope(shield=True), suppress(DiskHangs):
+                await self._records.forget(dirty_file, HANGS_AFTER_S)
         dirty_file.content.removed = dirty_file.record.says_removed = False
         if self._is_noted(dirty_file):
             self.noted(dirty_file)

@@ -121,6 +121,12 @@ def test_a_file_that_a_rename_was_to_replace_keeps_its_name_alone(
     )
 
 
+@pytest.mark.parametrize("seed", [4, 7, 8])  # with these the origin takes its time for the upload
+def test_a_kill_amid_a_removal_that_has_waited_for_an_upload_leaves_the_mode(place: Path, seed: int) -> None:
+    saves: Script = [("save", "c", b"data"), ("chmod", "c", 0o600), ("pause", 0.001)]
+    check(place, [*saves, ("die in", "leaves"), ("unlink", "c")], seed=seed, quick=False)
+
+
 def test_a_removed_file_that_two_handles_have_open_does_not_take_the_place_of_the_next_one(place: Path) -> None:
     opens: Script = [("open", "a", 1, True, False), ("open", "a", 2, True, False)]
     check(

@@ -126,6 +126,8 @@ class World:
             if there:
                 await self.store.delete(name)
         except OriginFailed:
+            if not file.dirty_file.discarded and (file.dirty_file.dirty or name in self.store.objects):
+                return  # the removal has failed
             self.store.objects.pop(name, None)
         while file.dirty_file.handles:
             d.uploads.release(file.dirty_file)
