@@ -260,7 +260,7 @@ class Database:
 
         def take(opened: _Environment) -> list[bytes | None]:
             with opened.env.begin(db=opened.tables[table]) as txn:
-                return [txn.get(key) for key in keys]
+                return list(map(txn.get, keys))
 
         return self._read(take)
 

@@ -7,7 +7,6 @@ row `OTHERS`, or forgotten where only the latest count. Only the trio thread cha
 
 from __future__ import annotations
 
-import heapq
 import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict
@@ -271,7 +270,7 @@ class Waits:
                 on = max(READ_FROM, key=lambda what: wait.shares.get(what, 0.0))
                 read = SlowRead(seconds, now, wait.key, wait.offset, on, wait.process.identity)
                 reads = [read, *self._fresh(now)]
-                self._slow = heapq.nlargest(SLOWEST, reads, key=lambda read: read.seconds)
+                self._slow = sorted(reads, reverse=True)[:SLOWEST]
 
     def _fresh(self, now: float) -> list[SlowRead]:
         return [read for read in self._slow if now - read.at <= SLOW_FOR_S]
@@ -423,6 +422,8 @@ class Ledger:
         """The account of the dataset that a key (or the prefix of a listing) belongs to."""
         first, slash, _ = key[len(prefix) :].lstrip("/").partition("/")
         name = prefix + first if slash else prefix
-        if name not in self.datasets and len(self.datasets) >= DATASETS:
-            name = OTHERS
-        return self.datasets.setdefault(name, Account())
+        if name not in self.datasets:
+            if len(self.datasets) >= DATASETS:
+                name = OTHERS
+            self.datasets.setdefault(name, Account())
+        return self.datasets[name]
