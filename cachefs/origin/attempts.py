@@ -20,7 +20,7 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import trio
@@ -294,7 +294,7 @@ class Gate:
 
     def enters(self, ticket: Ticket) -> bool:
         """Take a slot, if one is free and no waiting request goes first. False if not."""
-        overtaken = len(self.queue.demand) + (len(self.queue.background) if ticket.background else 0)
+        overtaken = self.queue.demand or (ticket.background and self.queue.background)
         if overtaken or not self.concurrency.admits(len(self._inside), ticket.background):
             return False
         self._inside.add(ticket)
@@ -303,7 +303,8 @@ class Gate:
     def leave(self, ticket: Ticket) -> None:
         """Release a slot, and admit waiting requests (several, when the limit has grown)."""
         self._inside.remove(ticket)
-        self._admit()
+        if self.queue.demand or self.queue.background:
+            self._admit()
 
     def _admit(self) -> None:
         queue, concurrency = self.queue, self.concurrency
@@ -553,6 +554,15 @@ class Attempts:
         self.breaker.close()
         self.client.close()
 
+    @cached_property
+    def _now(self) -> Callable[[], float]:
+        """`trio.current_time`, which takes three more calls to find its clock."""
+        return trio.lowlevel.current_clock().current_time
+
+    @cached_property
+    def token(self) -> trio.lowlevel.TrioToken:
+        return trio.lowlevel.current_trio_token()
+
     def begin(
         self,
         key: str,
@@ -573,7 +583,7 @@ class Attempts:
         cancel: Callable[[], None] | None = None
         if self._begin is None or transfer.waits or self.breaker.is_out or not self.gate.enters(ticket):
             return None
-        since = trio.current_time()
+        since = self._now()
 
         def over(error: Exception | None) -> None:
             self.breaker.ended(cancel)
@@ -793,7 +803,7 @@ class Attempts:
     ) -> T:
         """Make one attempt with a slot of the gate, and report it to the limiter and the breaker. Ends its transfer."""
         await (transfer.enter(self.gate) if isinstance(transfer, Sending) else self.gate.enter(ticket))
-        sent_at = trio.current_time()
+        sent_at = self._now()
         self._count_request(counter, key, ticket, transfer)
         error: BaseException | None = None
         try:
@@ -837,7 +847,7 @@ class Attempts:
         error: BaseException | None,
     ) -> None:
         """Report the end of an attempt that had a slot to the limiter and the breaker, and release the slot."""
-        gate, now = self.gate, trio.current_time()
+        gate, now = self.gate, self._now()
         if isinstance(error, Throttled):
             self.breaker.heard(now)
             self.metrics.origin_throttled += 1
@@ -849,7 +859,7 @@ class Attempts:
             if error is None and transfer.resumes:
                 self.transfer_rate.add(transfer.moved, now - sent_at)
             self._count_bytes(transfer)
-            gate.concurrency.finished(len(gate.queue) > 0, now)
+            gate.concurrency.finished(bool(gate.queue.demand or gate.queue.background), now)
         gate.leave(ticket)
         self.metrics.ledger.origin_seconds[counter.removeprefix("origin_")].add(now - sent_at)
 
@@ -917,7 +927,7 @@ class Transfer(Stoppable):
         self.scope: trio.CancelScope | None = None
         self._attempts, self._ticket, self._limit = attempts, ticket, limit
         self._reported = time.monotonic()
-        self._trio = trio.lowlevel.current_trio_token()
+        self._trio = attempts.token
 
     # On the trio side.
 
@@ -1213,7 +1223,8 @@ class Breaker:
         """An attempt got no reply, or a 5xx."""
         self._last_error = str(exc)
         self._outage.failed()
-        self._watch()
+        if self._watching is None:
+            self._watch()
 
     @contextmanager
     def asking(self) -> Iterator[None]:
@@ -1227,7 +1238,8 @@ class Breaker:
     def asked(self, end: Callable[[], None] | None, now: float) -> None:
         """An attempt begins whose silence is suspicious. `end` is called if the origin is found to be out."""
         self._outage.asked(now)
-        self._watch()
+        if self._watching is None:
+            self._watch()
         if end is not None:
             self._hanging.add(end)
 
@@ -1278,9 +1290,8 @@ class Breaker:
             self._watching.cancel()
 
     def _watch(self) -> None:
-        if self._watching is None:
-            self._watching = trio.CancelScope()
-            trio.lowlevel.spawn_system_task(self._run, self._watching, name="cachefs outage")
+        self._watching = trio.CancelScope()
+        trio.lowlevel.spawn_system_task(self._run, self._watching, name="cachefs outage")
 
     async def _run(self, scope: trio.CancelScope) -> None:
         """Check for a suspicion and probe, until no request waits or has failed and the origin is not out."""

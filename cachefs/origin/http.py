@@ -666,7 +666,8 @@ class Transport:
         """On the trio thread: begin an exchange; `ended` is called there when it is over. Returns a function that ends it
         early."""
         loop = self._loop_for(exchange)
-        loop.token = trio.lowlevel.current_trio_token()
+        if loop.token is None:
+            loop.token = trio.lowlevel.current_trio_token()
         exchange.wake = ended
         loop.post(loop.begin, exchange)
         return partial(loop.post, loop.cancel, exchange)
