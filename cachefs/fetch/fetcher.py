@@ -47,25 +47,25 @@ class Transfers:
     """All fetches in flight that readers may join, by version and block: a block belongs to at most one."""
 
     def __init__(self) -> None:
-        self._versions: dict[bytes, dict[int, InFlightFetch]] = {}
+        self.versions: dict[bytes, dict[int, InFlightFetch]] = {}  # by digest
 
     def of(self, obj: CachedObject) -> Mapping[int, InFlightFetch]:
         """The fetches of one version, by block."""
-        return self._versions.get(obj.id.digest, _NONE)
+        return self.versions.get(obj.id.digest, _NONE)
 
     def add(self, fetch: InFlightFetch) -> None:
-        blocks = self._versions.setdefault(fetch.object.id.digest, {})
+        blocks = self.versions.setdefault(fetch.object.id.digest, {})
         blocks.update(
             dict.fromkeys(range(fetch.cache_write.start_block, fetch.cache_write.stop_block), fetch)
         )
 
     def discard(self, fetch: InFlightFetch) -> None:
-        blocks = self._versions.get(fetch.object.id.digest, {})
+        blocks = self.versions.get(fetch.object.id.digest, {})
         for block in range(fetch.cache_write.start_block, fetch.cache_write.stop_block):
             if blocks.get(block) is fetch:
                 del blocks[block]
         if not blocks:
-            self._versions.pop(fetch.object.id.digest, None)
+            self.versions.pop(fetch.object.id.digest, None)
 
     def miss_reasons(self, metrics: Metrics, obj: CachedObject, missing: Iterable[int]) -> Counter[str]:
         """Count why each of these blocks is not cached, by the ledger's reasons. The ledger notes them as missed."""
@@ -118,7 +118,7 @@ class InFlightFetch:
         self.done = False
         self.error: Exception | None = None
         self.waits: list[Wait] = []  # of reads that wait for it
-        self._began = trio.current_time()
+        self._began = time.monotonic()
         self._ticket = Ticket(background=prefetched)
         self._end_early: Callable[[], None] | None = None  # cancels the current transfer
         self._given_up = False
@@ -147,7 +147,7 @@ class InFlightFetch:
     def left_s(self) -> float:
         """Estimate the seconds until it is over, from its rate so far. Before its first byte: as long as it has lasted."""
         elapsed_s, received = (
-            trio.current_time() - self._began,
+            time.monotonic() - self._began,
             self.cache_write.written - self.cache_write.start,
         )
         return (
@@ -262,19 +262,17 @@ class InFlightFetch:
         if self.asking_peers or cache_write.kept:
             return False
 
-        since = time.monotonic()
-
         def ended(error: Exception | None) -> None:
             self._end_early = None
-            repeat = isinstance(error, Transient | PermissionDenied) and not self._given_up
+            if not self._given_up and isinstance(error, Transient | PermissionDenied):
+                self._failed = error, self._began
+                on_attempt_end(True)
+                return
+            self.error = self.error or (None if self._given_up else error)
             try:
-                if isinstance(error, CachefsError) and repeat:
-                    self._failed = error, since
-                else:
-                    self.error = self.error or (None if self._given_up else error)
-                    self._end()
+                self._end()
             finally:
-                on_attempt_end(repeat)
+                on_attempt_end(False)
 
         self._end_early = self.origin.begin(
             object_id.key,
@@ -327,7 +325,8 @@ class InFlightFetch:
         try:
             self._store.end_write(self.object, self.cache_write)
         finally:
-            self._wake_all()
+            if self._waiters:
+                self._wake_all()
             self.object.release()
 
 
@@ -554,7 +553,7 @@ class Fetcher:
         return block_count(object_id.size, self._block_size)
 
     def open_backing(self, opened: OpenedObject) -> Backing | None:
-        if not self._passthrough_ready(opened.id):
+        if opened.id.size > WHOLE_BYTES and opened.id.digest in self._withheld:
             return None
         on_disk = self.written and opened.origin.can_write
         return self._store.open_backing(self._store.object(opened.id), on_disk=on_disk)
@@ -563,16 +562,16 @@ class Fetcher:
         on_disk = self.written and opened.origin.can_write
         return self._store.settled(opened.id, passthrough=self.passthrough, on_disk=on_disk)
 
-    def _passthrough_ready(self, object_id: ObjectId) -> bool:
-        return object_id.size <= WHOLE_BYTES or object_id.digest not in self._withheld
-
     def soon_cached(self, object_id: ObjectId) -> bool:
-        if not self.passthrough or not self._store.passthrough or not self._passthrough_ready(object_id):
+        if not self.passthrough or (object_id.size > WHOLE_BYTES and object_id.digest in self._withheld):
             return False
         obj = self._store.look(object_id)
         if obj.backing is not None:
             return False
-        return (bool(self._in_flight) and self._open_waits.soon(obj)) or self._store.must_make_immutable(obj)
+        in_flight = object_id.digest in self.transfers.versions
+        if in_flight and self._store.passthrough and self._open_waits.soon(obj):
+            return True
+        return self._store.to_make_immutable(obj) is not None
 
     async def wait_until_cached(self, object_id: ObjectId, pid: int) -> None:
         obj = self._store.object(object_id)
@@ -722,7 +721,7 @@ class Fetcher:
 
     def _absent(self, obj: CachedObject, blocks: int) -> bool:
         """True if none of its first `blocks` blocks is cached or in flight."""
-        if self.transfers.of(obj):
+        if obj.id.digest in self.transfers.versions:
             return False
         for block in range(blocks):  # noqa: SIM110 - a plain loop: each prefetched file comes here
             if self._store.has(obj, block):
@@ -732,9 +731,9 @@ class Fetcher:
     def whole(self, object_id: ObjectId) -> bool:
         """True if all its blocks are cached."""
         obj = self._store.look(object_id)
-        blocks = range(block_count(object_id.size, self._block_size))
-        if len(blocks) == 1:
+        if 0 < object_id.size <= self._block_size:
             return self._store.has(obj, 0)
+        blocks = range(block_count(object_id.size, self._block_size))
         if self._store.whole(obj):
             return True
         # Blocks in memory count, too. Of a large file, memory never has all that the tiers lack.
@@ -938,7 +937,11 @@ class Fetcher:
             cache_write,
             self._token,
             prefetched=prefetched,
-            asking_peers=not origin_only and self._is_remote_owned(obj.id, cache_write.start_block),
+            asking_peers=(
+                self._shared
+                and not origin_only
+                and self._upstream.is_remote_owned(obj.id, cache_write.start_block)
+            ),
             policy=policy,
             alone=alone,
             on_end=on_end,
@@ -1024,9 +1027,7 @@ class Fetcher:
         if error is None and policy is not None and (wanted := policy.committed()):
             self._fetch_ahead(fetch.origin, obj, policy, wanted)
         if fetch.on_end is not None:
-            if error is None and self.passthrough:
-                self._store.prepare_later(obj)
-            fetch.on_end(cache_write.written - cache_write.start, fetch.failure())
+            fetch.on_end(cache_write.written - cache_write.start, fetch.failure() if error else None)
 
     async def _collect(
         self, obj: CachedObject, in_flight: list[InFlightFetch], offset: int, size: int

@@ -117,7 +117,6 @@ class Passthrough:
         open."""
         for copy in backing.copies:
             if self._eviction.touch_if_flushed(copy):
-                self._catalog.object(backing.object.id)  # it is the one used last
                 self._eviction.used(backing.object, copy, hit=True)
 
     def restore(self, obj: CachedObject, backing_id: int) -> Backing:
@@ -180,16 +179,18 @@ class Passthrough:
 
     def to_make_immutable(self, obj: CachedObject) -> tuple[Tier, list[Copy]] | None:
         """(tier, copies there) that `open` would use, if it would have to make the file immutable, which may wait for a
-        disk. None if `open` does not wait, or finds no file."""
+        disk, so that the caller should await `make_immutable` first. None if `open` does not wait, or finds no file."""
         if obj.backing is not None or self._closed:
             return None
-        for tier in self._tiers:
-            copies = (
-                self._whole(obj, tier, verified=True) if tier.passthrough and not tier.disk.down else None
-            )
+        # From the slowest tier on: most cold files lie in RAM, and are not looked for there twice.
+        found = None
+        for tier in reversed(self._tiers):
+            if not tier.passthrough or tier.disk.down or (found is None and not tier.blocking):
+                continue
+            copies = self._whole(obj, tier, verified=True)
             if copies is not None:
-                return (tier, copies) if tier.blocking and not obj.is_immutable(tier) else None
-        return None
+                found = (tier, copies) if tier.blocking else None
+        return None if found is None or obj.is_immutable(found[0]) else found
 
     async def make_immutable(self, obj: CachedObject) -> None:
         """Make the file that `to_make_immutable` finds immutable, in a thread, so that `open` need not wait. Errors are
@@ -238,6 +239,7 @@ class Passthrough:
     def _note_end(self, backing: Backing) -> None:
         """Note the use that the last user ends, once between two flushes (a second apart)."""
         if backing.reused:
+            self._catalog.object(backing.object.id)  # it is the one used last
             self._note_use(backing)
         for copy in backing.copies:
             self._eviction.touch_if_flushed(copy)
@@ -286,9 +288,14 @@ class Passthrough:
 
     def _whole(self, obj: CachedObject, tier: Tier, *, verified: bool) -> list[Copy] | None:
         """The version's copies on the tier in order, if they have all its blocks, none in progress; else None."""
+        if not obj.copies.get((tier.number, 0), True):
+            return None  # a shortcut: most cold files lie on no tier, or on one
         copies = []
         for extent, bits in self._catalog.extents(obj):
-            copy = self._catalog.copy(obj, tier.number, extent)
+            try:  # as `Catalog.copy`, because each cold file comes here several times
+                copy = obj.copies[tier.number, extent]
+            except KeyError:
+                copy = self._catalog.copy(obj, tier.number, extent)
             if (
                 copy is None
                 or copy.bitmap != bits

@@ -445,7 +445,7 @@ class Epochs:
         found.last = clock
         found.idle = False
         found.access_filter.add(unit)
-        before = found.followed
+        before = found if found.shared is None else found.followed
         begun = unit < found.threshold and found.used(unit, clock, length, hit)
         if found.shared is None and requester:
             found.shared = SharedDataset(clock)
@@ -508,10 +508,11 @@ class Epochs:
         found = self._datasets.get(dataset)
         if found is None:
             return False
+        followed = found.followed
         # The filter is that of units, or of pairs, where the pair with this node has the unit's hash.
-        if unit in found.followed.access_filter:
+        if unit in followed.access_filter:
             return True
-        use = found.sample.get(unit) if found.followed is found else None
+        use = found.sample.get(unit) if followed is found else None
         return use is not None and use[0] >= found.start
 
     def _add(self, dataset: int, clock: int) -> Dataset:
@@ -663,6 +664,11 @@ class Course:
     def epoch(self, object_id: ObjectId) -> int:
         """The number of its dataset's epoch, which grows when one begins; 0 if nothing is known of the dataset."""
         return self._epochs.number(self._datasets(object_id))
+
+    @property
+    def version(self) -> int:
+        """A number that grows whenever `epoch` may return another one than before, unless that was 0."""
+        return self._epochs.version + self._datasets.version
 
     def had(self, object_id: ObjectId) -> bool:
         """True if (the beginning of) the version was used in this epoch, cached or not."""
@@ -928,7 +934,8 @@ class Eviction:
             return
         length = self._catalog.extent_bytes(copy)
         self.epochs.used(copy.dataset, unit, copy.clock, length, hit=hit, requester=requester)
-        self._look_again()
+        if self._seen_version != self.epochs.version:
+            self._look_again()
         if self.epochs.evictable_first(copy.dataset, unit):
             self._evictable_first.add(copy.key)
 
@@ -939,7 +946,7 @@ class Eviction:
         self._wait(copy, self._now() + PREFETCHED_S)
 
     def _wait(self, copy: Copy, until: float) -> None:
-        self._waiting[copy.key] = Waiting(until, copy.clock, copy.dataset)
+        self._waiting[copy.tier, copy.digest, copy.extent] = Waiting(until, copy.clock, copy.dataset)
         if len(self._waiting) > PREFETCHED_COPIES:
             self._give_up(next(iter(self._waiting)))
 

@@ -77,24 +77,24 @@ class Heap:
     heap, a reader of 128 KiB pieces would fetch each 1 MiB block eight times once the disk is full."""
 
     def __init__(self) -> None:
-        self._blocks: OrderedDict[tuple[bytes, int], bytes] = OrderedDict()
+        self.blocks: OrderedDict[tuple[bytes, int], bytes] = OrderedDict()  # by (digest, block)
         self._bytes = 0
 
     def get(self, digest: bytes, block: int) -> bytes | None:
-        return self._blocks.get((digest, block))
+        return self.blocks.get((digest, block))
 
     def drop(self, digest: bytes) -> int:
         """Drop all blocks of a version. Returns how many bytes they had."""
-        keys = [key for key in self._blocks if key[0] == digest]
-        freed = sum(len(self._blocks.pop(key)) for key in keys)
+        keys = [key for key in self.blocks if key[0] == digest]
+        freed = sum(len(self.blocks.pop(key)) for key in keys)
         self._bytes -= freed
         return freed
 
     def put(self, digest: bytes, block: int, data: bytes) -> None:
-        self._bytes += len(data) - len(self._blocks.pop((digest, block), b""))
-        self._blocks[digest, block] = data
-        while self._bytes > HEAP_BYTES and len(self._blocks) > 1:
-            _, old = self._blocks.popitem(last=False)
+        self._bytes += len(data) - len(self.blocks.pop((digest, block), b""))
+        self.blocks[digest, block] = data
+        while self._bytes > HEAP_BYTES and len(self.blocks) > 1:
+            _, old = self.blocks.popitem(last=False)
             self._bytes -= len(old)
 
 
@@ -355,7 +355,10 @@ class Space:
         if tier.number in obj.leaving:
             return None
         # If the index has blocks, the file must exist: in a new file these blocks would read as zeros.
-        known = tier.number in obj.fds or any(copy.bitmap for copy in self.catalog.copies(obj, tier.number))
+        known = tier.number in obj.fds
+        if not known:
+            for copy in self.catalog.copies(obj, tier.number):
+                known = known or copy.bitmap != 0
         is_its_file = partial(obj.is_its_file, tier.number)
         return partial(
             tier.open_for_writing, obj.id.digest, obj.id.size, known=known, is_its_file=is_its_file
@@ -523,11 +526,13 @@ class Moves:
         self._metrics = space.metrics
         self._now = clock
         self._wake = trio.Event()
+        self.too_full = False  # when blocks were added last
         self._promotions: OrderedDict[CopyKey, None] = OrderedDict()
 
     def filled(self) -> None:
         """Wake the task if RAM, which has new blocks, is too full."""
-        if self._over(SPILL_ABOVE):
+        self.too_full = self._over(SPILL_ABOVE)
+        if self.too_full:
             self._wake.set()
 
     def used(self, copy: Copy) -> None:
@@ -993,8 +998,11 @@ class CacheWrites:
         open_file = self._space.file_to_write(obj, tier)
         if open_file is None:
             return None
-        dataset = self._eviction.datasets(obj.id)
-        copy = self._catalog.create(obj, tier.number, start // BLOCKS_PER_EXTENT, obj.id.size, dataset)
+        datasets = self._eviction.datasets
+        dataset = datasets(obj.id)  # before its version is read, which the call may raise
+        copy = self._catalog.create(
+            obj, tier.number, start // BLOCKS_PER_EXTENT, obj.id.size, dataset, datasets.version
+        )
         bits = _bits(start, stop)
         if copy.in_progress & bits:
             return None  # a move is writing them, and blocks have one writer
@@ -1002,9 +1010,9 @@ class CacheWrites:
         cache_write.prefetched = prefetched
         if remote_owned:
             self._space.remote_owned(copy)
-        else:
+        elif self._eviction.remote_owned.tiers:
             self._space.own(copy)
-        self._space.pin(copy)
+        copy.pins += 1
         self._space.reserve(copy, bits)
         return cache_write
 
@@ -1036,7 +1044,7 @@ class CacheWrites:
         bits = 0
         for block, checksum in completed:
             cache_write.copy.checksums[block % BLOCKS_PER_EXTENT] = checksum
-            bits |= _bits(block, block + 1)
+            bits |= 1 << block % BLOCKS_PER_EXTENT
             self._metrics.admitted_bytes += block_length(block, obj.id.size, self._block_size)
         self._space.commit(cache_write.copy, bits, bits)
         if cache_write.wanted:
@@ -1065,19 +1073,22 @@ class CacheWrites:
             os.close(cache_write.fd)  # another cache write has opened it, too
         if cache_write.wanted and not cache_write.counted and copy.bitmap:
             self._count_miss(obj, cache_write)  # a reader read it during the transfer
-        missing = _bits(cache_write.start_block + cache_write.settled, cache_write.stop_block)
-        self._space.abandon(copy, missing)
-        unwritten = self._space.bytes(copy, missing)
+        unwritten = 0
+        if whole < cache_write.stop:
+            missing = _bits(cache_write.start_block + cache_write.settled, cache_write.stop_block)
+            self._space.abandon(copy, missing)
+            unwritten = self._space.bytes(copy, missing)
         if cache_write.error is None:
-            if not missing:
+            if whole == cache_write.stop and tier.errors_in_a_row:
                 tier.worked()
         elif cache_write.fd < 0:
             self._space.not_opened(obj, tier, cache_write.error, unwritten)
         else:
             self._space.failed(tier, cache_write.error, unwritten)
         self._space.unpin(obj, copy)
-        obj.rest()
-        if tier.number == RAM and self._moves is not None:
+        if not obj.refs:
+            obj.rest()
+        if tier.number == RAM and self._moves is not None and self._moves.too_full:
             self._moves.filled()  # the copy has lost its pin, so it can be moved
 
 

@@ -113,6 +113,7 @@ class Store:
         self.release_backing, self.restore_backing = self.backing_files.release, self.backing_files.restore
         self.take_out = self.backing_files.take_out
         self.settled = self.backing_files.settled
+        self.to_make_immutable = self.backing_files.to_make_immutable
         self.make_immutable, self.refuse = self.backing_files.make_immutable, self.backing_files.refuse
         self.prepare_later = self.backing_files.prepare_later
 
@@ -131,9 +132,7 @@ class Store:
     # -- objects -----------------------------------------------------------------------------------
 
     def has(self, obj: CachedObject, block: int) -> bool:
-        return (
-            self.catalog.find(obj, block) is not None or self.space.heap.get(obj.id.digest, block) is not None
-        )
+        return self.catalog.find(obj, block) is not None or (obj.id.digest, block) in self.space.heap.blocks
 
     def cached_bytes(self, object_id: ObjectId) -> int:
         """How many bytes of the version lie in any tier."""
@@ -387,11 +386,6 @@ class Store:
     def hangs(self) -> bool:
         """True if the disk of a tier is down."""
         return any(tier.disk.down for tier in self.tiers)
-
-    def must_make_immutable(self, obj: CachedObject) -> bool:
-        """True if `open_backing` would succeed but may wait for a disk, so that the caller should await `make_immutable`
-        first."""
-        return self.backing_files.to_make_immutable(obj) is not None
 
     # -- in the background -------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ class Reading:
     def over(self) -> None:
         """Nothing is under way, and every slot is free."""
         assert not self.fetcher.in_flight_fetches and not self.fetcher._taskless
-        assert not self.fetcher.transfers._versions
+        assert not self.fetcher.transfers.versions
         attempts = self.origin._attempts
         assert not attempts.gate.in_flight and not attempts.breaker._hanging
 

@@ -178,7 +178,7 @@ def check_remembered(store: Store, known: dict[Any, Copy]) -> None:
             here = None if copy is None else (copy.bitmap, copy.stored_clock, copy.pinned)
             assert here == (None if row is None else (row.bitmap, row.stored_clock, row.pinned)), obj.id.key
     heap = store.space.heap
-    assert heap._bytes == sum(map(len, heap._blocks.values())), "the heap is miscounted"
+    assert heap._bytes == sum(map(len, heap.blocks.values())), "the heap is miscounted"
 
 
 def check_places(store: Store, copies: dict[Any, Copy]) -> None:

@@ -185,12 +185,12 @@ async def test_a_disk_is_waited_for_once_before_a_file_is_given_to_the_kernel(
                 lab.store.space.drop(obj, copy, 0b10)
             case "not verified":
                 copy.verified = 0b01
-        assert lab.store.must_make_immutable(obj) is (why == "")
+        assert (lab.store.to_make_immutable(obj) is not None) is (why == "")
         await lab.store.make_immutable(obj)
         assert (os.stat(tier.file_path(object_id.digest)).st_mode & 0o222 == 0) is (
             why in ("", "open", "immutable")
         )
-        assert not lab.store.must_make_immutable(obj) and obj.refs == 0
+        assert lab.store.to_make_immutable(obj) is None and obj.refs == 0
         assert copy.pins == (1 if held is not None else 0)
         if why == "":
             assert SSD in obj.immutable
@@ -346,7 +346,7 @@ async def test_of_an_empty_version_there_is_nothing_for_the_kernel(
     async with running(cache_dir) as lab:
         obj, [tier] = lab.store.object(lab.origin.put("k", b"")), lab.store.tiers
         monkeypatch.setattr(tier, "make_immutable", None)
-        assert not lab.store.must_make_immutable(obj) and lab.store.open_backing(obj) is None
+        assert lab.store.to_make_immutable(obj) is None and lab.store.open_backing(obj) is None
         assert parts(lab)._whole(obj, tier, verified=True) is None and not parts(lab)._ready(obj)
         await lab.store.make_immutable(obj)
         assert not await parts(lab)._prepare(obj)
