@@ -69,8 +69,8 @@ class Directory:
     def _demand(self, now: float) -> None:
         self.last = now
         if self.files is not None:
-            left = max(self.files - self.demanded, self.unused, 1)
-            self._expected += self.unused / left
+            unused = self.fetched - self.used
+            self._expected += unused / max(self.files - self.demanded, unused, 1)
         self.demanded += 1
 
     def in_epoch(self, epoch: int) -> None:
@@ -102,13 +102,15 @@ class Directory:
 
     def more_files(self) -> int:
         """How many more files to prefetch now."""
-        if self.demanded < START or self.rarely_used:
+        demanded, files = self.demanded, self.files
+        if demanded < START or self.rarely_used:
             return 0
-        if self.files is None:
+        if files is None:
             # The count is not known, so the gentle slope holds: less than two thirds of the fetched files go unused.
-            return max(0, int(GENTLE * self.demanded) - self.unused)
-        allowed = int(share(self.demanded / max(self.files, 1)) * self.files)
-        return max(0, min(allowed, self.files - self.demanded) - self.unused)
+            allowed = int(GENTLE * demanded)
+        else:
+            allowed = min(int(share(demanded / max(files, 1)) * files), files - demanded)
+        return max(0, allowed - (self.fetched - self.used))
 
     def begin_pass(self) -> bool:
         """True if a pass through the listing should begin. One at every miss would take too long."""

@@ -106,7 +106,8 @@ class Awaited:
     def opened(self, digest: bytes) -> _Prefetched | None:
         file = self.files.pop(digest, None)
         if file is not None:
-            self.end(digest)
+            if digest in self.unread:
+                self.end(digest)
             self.unread[digest] = file
         return file
 
@@ -164,12 +165,17 @@ class Prefetcher:
         self._metrics = metrics
         self._slots = max(1, slots)
         self._group = max(1, min(AT_ONCE, self._slots // LEAST_GROUPS))
+        self._most_in_flight = self._slots - self._group  # for a group to begin
         self._capacity = capacity
         self._clock = clock
+        # As `trio.current_time`, which takes three more calls to find its clock.
+        self._now = trio.lowlevel.current_clock().current_time
         self._paths = Paths(volumes)
         self._plans = FromPlans(fs, self._wanted, self._still_wanted, clock, fetcher.look_soon)
         self._shards = FromShards(fs, self._paths, self._still_wanted)
-        self._directories = FromDirectories(fs, self._paths, self._still_wanted, fetcher.look_soon)
+        self._directories = FromDirectories(
+            fs, self._paths, self._still_wanted, fetcher.look_soon, fetcher.course
+        )
         plan_store = PlanStore(directory) if directory else None
         self.hints = Hints(self._plans.plans, plan_store, self._plans_changed, clock)
         self.awaited = Awaited()
@@ -191,7 +197,7 @@ class Prefetcher:
             log.exception("an open could not be followed")
 
     def _opened(self, ino: int, pid: int, origin: Origin, obj: ObjectId, passthrough: bool) -> None:
-        now = trio.current_time()
+        now = self._now()
         file = self.awaited.opened(obj.digest)
         if file is not None:
             self._metrics.prefetch_used_files += file.done
@@ -199,7 +205,7 @@ class Prefetcher:
             if file.candidate.stream is None or passthrough:
                 self._use(obj.digest)
             if file.candidate.walk is not None:
-                self._directories.hit(file.candidate.walk, self._fetcher.course.epoch(obj), now)
+                self._directories.hit(file.candidate.walk, obj, now)
             if self._pause_reason == "no room":
                 self._resume_at = now
             self._wake()
@@ -218,7 +224,7 @@ class Prefetcher:
             self._wake()
         elif obj.size and file is None and not passthrough and self._still_wanted(obj):
             self._fetcher.course.comes(obj)
-            walk = self._directories.missed(ino, origin, obj, self._fetcher.course.epoch(obj), now)
+            walk = self._directories.missed(ino, origin, obj, now)
             if walk is not None and self._nursery is not None:
                 contained(self._nursery, "prefetch", self._count, walk)
             self._wake()
@@ -275,21 +281,16 @@ class Prefetcher:
                 await self.hints.aclose()
 
     def _wake(self) -> None:
-        if self._has_slots:  # otherwise the end of a transfer wakes the task
+        if self._in_flight <= self._most_in_flight:  # otherwise the end of a transfer wakes the task
             self._wake_up.set()
 
-    @property
-    def _has_slots(self) -> bool:
-        """True if a group may begin."""
-        return self._in_flight + self._group <= self._slots
-
     def _paused(self) -> bool:
-        return trio.current_time() < self._resume_at
+        return self._now() < self._resume_at
 
     async def _start_some(self, nursery: trio.Nursery) -> bool:
         """Begin a group of transfers. True if others may follow, False if there is nothing to begin now."""
         budget = self._budget()
-        if not self._has_slots or self._enough(budget) or self._paused():
+        if self._in_flight > self._most_in_flight or self._enough(budget) or self._paused():
             return False
         group = (
             await self._plans.next(self._group)
@@ -316,7 +317,7 @@ class Prefetcher:
 
     def _start(self, nursery: trio.Nursery, group: list[Candidate], budget: int) -> None:
         """Begin the transfers of as many candidates as the bounds allow. The rest are put back."""
-        now = trio.current_time()
+        now = self._now()
         small: dict[Origin, list[_Prefetched]] = {}
         for number, candidate in enumerate(group):
             if self._in_flight >= self._slots or self._enough(budget):
@@ -405,7 +406,7 @@ class Prefetcher:
 
     def _pause_for(self, reason: str) -> None:
         self._pause_reason = reason
-        self._resume_at = trio.current_time() + PAUSE_S
+        self._resume_at = self._now() + PAUSE_S
 
     # -- housekeeping ------------------------------------------------------------------------------
 
@@ -430,7 +431,7 @@ class Prefetcher:
             if file.done and (self._given_up(file) or not self._fetcher.cached_bytes(file.object)):
                 self.awaited.drop(file)
         for digest, file in list(self.awaited.unread.items()):
-            if file.done and file.since < trio.current_time() - UNREAD_S:
+            if file.done and file.since < self._now() - UNREAD_S:
                 self.awaited.end(digest)
 
     def _given_up(self, file: _Prefetched) -> bool:
@@ -441,7 +442,7 @@ class Prefetcher:
                 return True
             if not item.plan.quiet(self._clock()):
                 return False
-        return file.since < trio.current_time() - PREFETCHED_S
+        return file.since < self._now() - PREFETCHED_S
 
     def status(self) -> dict[str, Any]:
         """For `cachefs status`: plain values. `paused` is why nothing is fetched, else ""."""

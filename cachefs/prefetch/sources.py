@@ -25,6 +25,7 @@ from cachefs.prefetch.shards import READ_SHARE, Shards, StreamKey
 if TYPE_CHECKING:
     from cachefs.base.names import ObjectId
     from cachefs.origin import Origin
+    from cachefs.store.eviction import Course
 
 SLICE = 64
 """Names examined between two checkpoints, about 10 µs each."""
@@ -254,6 +255,7 @@ class _Walk:
 
     def __init__(self, ino: int, mark: bytes, name: str, now: float) -> None:
         self.policy = Directory(now)
+        self.version = -1  # of the course, when `policy` was told its epoch
         self.ino = ino  # of any file in it
         self.name = name
         self.start = mark
@@ -276,8 +278,11 @@ class _Walk:
 class FromDirectories:
     """The other small files of a directory."""
 
-    def __init__(self, fs: FileSystem, paths: Paths, wanted: Wanted, look_soon: LookSoon) -> None:
+    def __init__(
+        self, fs: FileSystem, paths: Paths, wanted: Wanted, look_soon: LookSoon, course: Course
+    ) -> None:
         self._look_soon = look_soon
+        self._course = course
         self._fs = fs
         self._paths = paths
         self._wanted = wanted
@@ -285,7 +290,7 @@ class FromDirectories:
         self._walks: OrderedDict[str, _Walk] = OrderedDict()
         self._eager: OrderedDict[str, None] = OrderedDict()
 
-    def missed(self, ino: int, origin: Origin, obj: ObjectId, epoch: int, now: float) -> _Walk | None:
+    def missed(self, ino: int, origin: Origin, obj: ObjectId, now: float) -> _Walk | None:
         """Note that a small file that was not cached was opened, for the first time in an epoch. Returns the directory's
         walk if the caller should count its files now."""
         key, _, name = self._paths.of(origin, obj).rpartition("/")
@@ -297,7 +302,7 @@ class FromDirectories:
             self._walks.popitem(last=False)
         policy = walk.policy
         walk.ino = ino
-        policy.in_epoch(epoch)
+        policy.in_epoch(self._course.epoch(obj))
         policy.missed(now)
         if policy.demanded <= START:
             walk.start = min(walk.start, name.encode())
@@ -309,11 +314,15 @@ class FromDirectories:
             return walk
         return None
 
-    def hit(self, walk: _Walk, epoch: int, now: float) -> None:
+    def hit(self, walk: _Walk, obj: ObjectId, now: float) -> None:
         """Note that a prefetched file was opened."""
-        walk.policy.in_epoch(epoch)
-        walk.policy.hit(now)
-        if walk.policy.more_files() and self._walks.get(walk.name) is walk:
+        policy, version = walk.policy, self._course.version
+        # All files of a directory are of one dataset, so its epoch is asked for only if one has begun.
+        if walk.version != version or not policy.epoch:
+            walk.version = version
+            policy.in_epoch(self._course.epoch(obj))
+        policy.hit(now)
+        if policy.more_files() and self._walks.get(walk.name) is walk:
             self._eager[walk.name] = None
             self._eager.move_to_end(walk.name)
 

@@ -11,6 +11,7 @@ from cachefs.base.names import ObjectId
 from cachefs.fs import Sibling
 from cachefs.prefetch.directories import START
 from cachefs.prefetch.sources import FORGET_AFTER_S, REMEMBERED, FromDirectories, Paths
+from cachefs.store import eviction
 
 NAMES = [b"f%03d" % number for number in range(300)]
 INO = 7
@@ -30,6 +31,19 @@ class TreeQueries:
         return files, names[-1] if len(names) == limit else None
 
 
+class Course(eviction.Course):
+    """Of one data set, in epoch `number`."""
+
+    number, version, asked = 1, 0, 0
+
+    def __init__(self) -> None:
+        pass
+
+    def epoch(self, object_id: ObjectId) -> int:
+        self.asked += 1
+        return self.number
+
+
 def _version(name: bytes) -> ObjectId:
     return ObjectId("s3://b", f"d/{name.decode()}", '"1"', 100)
 
@@ -46,9 +60,9 @@ async def test_a_pass_shows_each_name_once_but_for_the_slice_where_it_began(firs
         offered.append(obj.key.encode()[2:])
         return False
 
-    source = FromDirectories(fs, Paths([volume]), wanted, look_soon=lambda versions: None)
+    source = FromDirectories(fs, Paths([volume]), wanted, lambda versions: None, Course())
     for _ in range(START):
-        source.missed(INO, origin, _version(NAMES[first]), 1, 0.0)
+        source.missed(INO, origin, _version(NAMES[first]), 0.0)
     assert not await source.next(8)
     assert set(offered) == set(NAMES)
     assert len(tree_queries.shown) < len(NAMES) + 64
@@ -61,13 +75,32 @@ def test_directories_are_forgotten_by_time_and_by_number() -> None:
     origin: Any = SimpleNamespace(prefix="", source="s3://b")
     volume: Any = SimpleNamespace(name="", origin=origin)
     fs: Any = None
-    source = FromDirectories(fs, Paths([volume]), lambda obj: True, look_soon=lambda versions: None)
+    source = FromDirectories(fs, Paths([volume]), lambda obj: True, lambda versions: None, Course())
 
     def demanded(directory: int, now: float) -> int:
-        source.missed(INO, origin, ObjectId("s3://b", f"{directory}/f", '"1"', 100), 1, now)
+        source.missed(INO, origin, ObjectId("s3://b", f"{directory}/f", '"1"', 100), now)
         return source._walks[str(directory)].policy.demanded
 
     assert [demanded(1, now) for now in (0.0, FORGET_AFTER_S, 2 * FORGET_AFTER_S + 1)] == [1, 2, 1]
     for directory in range(2, REMEMBERED + 2):
         demanded(directory, 2 * FORGET_AFTER_S + 1)
     assert list(source._walks) == [str(directory) for directory in range(2, REMEMBERED + 2)]
+
+
+def test_an_epoch_is_asked_for_at_a_hit_only_if_one_may_have_begun() -> None:
+    origin: Any = SimpleNamespace(prefix="", source="s3://b")
+    volume: Any = SimpleNamespace(name="", origin=origin)
+    fs: Any = None
+    course = Course()
+    source = FromDirectories(fs, Paths([volume]), lambda obj: True, lambda versions: None, course)
+    course.number = 0  # nothing is known of the data set
+    source.missed(INO, origin, _version(b"a"), 0.0)
+    walk = next(iter(source._walks.values()))
+    course.number = 1  # its first use does not change the version
+    for _ in range(3):
+        source.hit(walk, _version(b"b"), 0.0)
+    assert (walk.policy.epoch, course.asked, walk.policy.demanded) == (1, 2, 4)
+    course.number, course.version = 2, 1
+    for _ in range(3):
+        source.hit(walk, _version(b"b"), 0.0)
+    assert (walk.policy.epoch, course.asked, walk.policy.demanded) == (2, 3, 3)
