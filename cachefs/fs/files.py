@@ -125,6 +125,7 @@ class FileHandle:
     opened: Any
     pid: int
     backing: Backing | None
+    size: int
     description: bytes = b""
     record: int = 0
     node: Node | None = None
@@ -132,10 +133,6 @@ class FileHandle:
     flushed: bool = False
     lost: bool = False
     former: tuple[Any, ...] = ()  # reader handles for its former keys
-    size: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.size = self.object.size
 
 
 class Former(NamedTuple):
@@ -301,7 +298,7 @@ class OpenFiles:
             if backing is not None and not backing.id and not self.on_passthrough(backing):
                 self.reader.release_backing(backing)
                 backing = None
-        fh = self._add(FileHandle(ino, origin, obj, mtime_ns, opened, pid, backing), others)
+        fh = self._add(FileHandle(ino, origin, obj, mtime_ns, opened, pid, backing, obj.size), others)
         if self.on_open is not None and (backing is None or obj.size > LARGE or obj.digest in self.awaited):
             self.on_open(ino, pid, origin, obj, backing is not None)
         return fh, 0 if backing is None else backing.id
@@ -372,8 +369,9 @@ class OpenFiles:
         """Make a handle that the previous daemon had given out."""
         opened = self.reader.open(former.origin, former.object)
         backing = self.reader.restore_backing(opened, former.backing_id) if former.backing_id else None
-        handle = FileHandle(former.ino, former.origin, former.object, former.mtime_ns, opened, 0, backing)
-        self._by_ino.setdefault(former.ino, []).append(handle)
+        ino, obj = former.ino, former.object
+        handle = FileHandle(ino, former.origin, obj, former.mtime_ns, opened, 0, backing, obj.size)
+        self._by_ino.setdefault(ino, []).append(handle)
         self.handles[former.fh] = handle
 
     def renumber(self, number: int, fh: int) -> None:
@@ -390,7 +388,7 @@ class OpenFiles:
         if others is not None and others[0].object != version:
             raise ObjectChanged(f"{version.key} is open in an older version: look it up again")
         backing = None if others is None else self.backing_of(others)
-        fh = self._add(FileHandle(ino, origin, version, 0, None, pid, backing), others)
+        fh = self._add(FileHandle(ino, origin, version, 0, None, pid, backing, version.size), others)
         return fh, 0 if backing is None else backing.id
 
     @staticmethod

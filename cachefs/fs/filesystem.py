@@ -509,7 +509,7 @@ class FileSystem:
         if others and others[0].size == DIRTY_FILE and others[0].object == obj:
             assert self._writing is not None  # uploaded, and a process may still write it through a mapping
             return self._writing.dirty_files.open_again(others[0], pid)
-        if patient and self._waits_for(ino, obj):
+        if patient and not others and self._files.on_passthrough and self._files.reader.soon_cached(obj):
             return None
         opened = self._files.open(ino, directory.origin, obj, mtime_ns, pid)
         if not directory.ttls.revalidate:

@@ -1007,10 +1007,9 @@ class NativeBackend:
             # The reply is sent before the handle is closed, so that the calling process does not wait for that.
             self._write(_pack_header(_REPLY, 0, unique))
         finally:
-            if self._close_known(fh):
-                self._metrics.fuse_release += 1
-            else:
-                self.operations.release(fh)
+            self._metrics.fuse_release += 1
+            if not self._close_known(fh):
+                self.operations.drop(fh)
 
     # -- directories -------------------------------------------------------------------------------
 
