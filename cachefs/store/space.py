@@ -221,7 +221,8 @@ class Space:
         copy.forgotten &= ~bits
 
     def commit(self, copy: Copy, bits: int, verified: int) -> None:
-        """Make reserved blocks, which are written now, exist. The caller sets their age."""
+        """Make reserved blocks, which are written now, exist. The caller sets their age, which has the next flush write
+        them."""
         copy.in_progress &= ~bits
         copy.bitmap |= bits
         copy.verified |= verified & bits
@@ -229,7 +230,6 @@ class Space:
         tier.committed(self.bytes(copy, bits))
         tier.pinned_bytes += self.bytes(copy, bits) if copy.pinned else 0
         tier.blocks += bits.bit_count()
-        self.catalog.changed(copy)
 
     def abandon(self, copy: Copy, bits: int) -> None:
         """Turn reserved blocks that were not written into forgotten ones."""
