@@ -395,7 +395,7 @@ class Tree:
 
     def directory(self, ino: int) -> Directory:
         """The directory with this inode number. Raises `ObjectChanged` or `NotADirectory`."""
-        found = self._by_ino.get(ino)
+        found = self._remembered.get(ino) or self._by_ino.get(ino)
         chain: list[tuple[int, bytes]] = []
         while found is None:
             above, mark = self._place(ino)

@@ -388,18 +388,13 @@ class HandleTable:
 
     def _take_slot(self) -> int:
         """A free slot; 0 if there is none."""
-        if len(self._in_free_list) <= DISTINCT_SLOTS and (slot := self._new_slot()):
-            return slot
-        while self._free:
-            slot = self._free.popleft()
-            self._in_free_list[slot] = False
-            if not self._words[2 * slot + 1]:
-                return slot
-        return self._new_slot()
-
-    def _new_slot(self) -> int:
-        """A slot that was never used; 0 if there is none."""
-        slot = len(self._in_free_list)
+        slot = len(self._in_free_list)  # it was never used
+        if slot > DISTINCT_SLOTS or slot >= MOST_HANDLES:
+            while self._free:
+                free = self._free.popleft()
+                self._in_free_list[free] = False
+                if not self._words[2 * free + 1]:
+                    return free
         if slot >= MOST_HANDLES:
             return 0
         self._descriptions.append(None)

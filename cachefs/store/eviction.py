@@ -508,7 +508,7 @@ class Epochs:
         found = self._datasets.get(dataset)
         if found is None:
             return False
-        followed = found.followed
+        followed = found if found.shared is None else found.followed
         # The filter is that of units, or of pairs, where the pair with this node has the unit's hash.
         if unit in followed.access_filter:
             return True
