@@ -60,6 +60,9 @@ workers read files of 100 KB with a cache of 128 MiB, and 99 % of a cache may ho
 VICTIMS_AT_ONCE = 512
 """Copies evicted without a checkpoint. Measured: dropping a one-block file takes 0.15 ms, so this is under 0.1 s."""
 
+OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors of opening or reading a file that say nothing about the file: descriptors or memory have run out."""
+
 IN_FLIGHT_BYTES = 64 << 20
 """The most that may be in flight to the heap. Derived: 1 GB/s with a round trip of 60 ms has 60 MB in flight."""
 
@@ -388,9 +391,11 @@ class Space:
                 self.lost(obj, copy, OSError(errno.ENOENT, "its file vanished"))
 
     def lost(self, obj: CachedObject, copy: Copy, exc: OSError) -> None:
-        """Drop a copy that could not be read: its blocks are misses."""
+        """Drop a copy that could not be read: its blocks are misses. It stays if this process had no descriptor or memory
+        to read it with, which says nothing about its file."""
         self.failed(self._tiers[copy.tier], exc)
-        self.drop(obj, copy, copy.bitmap, "damaged")
+        if exc.errno not in OF_THE_PROCESS:
+            self.drop(obj, copy, copy.bitmap, "damaged")
 
     def corrupt(self, obj: CachedObject, copy: Copy, bits: int) -> None:
         """Drop blocks that failed their checksums: they are fetched again."""

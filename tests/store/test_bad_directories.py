@@ -529,6 +529,35 @@ async def test_an_index_that_cannot_be_written_is_said_and_served_around(
     assert origin.delivered == fetched
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+@pytest.mark.parametrize("ram", [0, 8 * MIB], ids=["on the disk", "in memory"])
+@in_trio
+async def test_descriptors_running_out_drop_nothing_that_is_cached(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, ram: int, number: int
+) -> None:
+    async with running(cache_dir, ram=ram) as lab:
+        [object_id], [data] = objects(lab.origin, count=1)
+        assert await lab.read(object_id) == data
+        await lab.quiet()
+        obj = lab.store.object(object_id)
+        obj.close_files()
+        real_open = os.open
+
+        def no_open(path: object, *args: int, **kwargs: int) -> int:
+            if "/objects/" in str(path):
+                raise OSError(number, os.strerror(number))
+            return real_open(path, *args, **kwargs)  # type: ignore[arg-type]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", no_open)
+            assert await lab.store.read(obj, 0, len(data)) is None
+            assert await lab.read(object_id) == data, "the origin's bytes"
+        assert lab.store.cached_bytes(object_id) == len(data)
+        fetched = lab.origin.delivered
+        assert await lab.read(object_id) == data
+        assert lab.origin.delivered == fetched
+
+
 @in_trio
 async def test_descriptors_running_out_cost_the_cache_not_the_reader(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
