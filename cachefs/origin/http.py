@@ -1063,6 +1063,9 @@ BROKEN = {
     "ConditionalRequestConflict",
     "PendingCopyOperation",
 }
+INSIDE_SUCCESS = {"AccessDenied": 403, "NoSuchKey": 404, "PreconditionFailed": 412, "ServiceUnavailable": 503}
+"""The status that goes with an error code. S3 sends 200 before it has finished a copy or a completion, and for a batch of
+deletions; an error is in the body then."""
 OF_CLOUDFLARE = range(520, 525)
 """Its proxies, which also stand before R2, got no reply of the origin, or none in time."""
 NO_UPLOAD = {"NoSuchUpload", "InvalidBlockList"}
@@ -1088,6 +1091,8 @@ def refusal(
     message = message or _tag("Message", body)
     answer = f"{status} {code}".strip() + (f" ({message})" if message else "")
     line = one_line(f"{name}: the origin answered {answer}")
+    if status == 200:
+        status = INSIDE_SUCCESS.get(code, status)
     if code in NO_STORE:
         return NotFound(
             one_line(f"{name}: no such bucket or container ({answer}); check its name and the endpoint")

@@ -79,8 +79,6 @@ UNREAD_BYTES = 32 << 10
 """Bytes of a listing page from which on it is parsed only after the next page was requested, by another call in a worker
 thread. Derived: that call takes 0.1 ms, and parsing so many bytes 0.6 ms."""
 
-FORBIDDEN = {"AccessDenied": 403}
-"""Status of an error code that stands inside a successful reply."""
 
 WHERE = {
     "env": "the environment (AWS_ACCESS_KEY_ID)",
@@ -438,7 +436,7 @@ class S3Client(HttpClient, Writer):
             key, code = node.findtext("Key", ""), node.findtext("Code", "")
             if code != "NoSuchKey":
                 left[key] = refusal(
-                    FORBIDDEN.get(code, reply.status),
+                    reply.status,
                     name=self.name(key),
                     code=code,
                     message=node.findtext("Message", ""),

@@ -8,7 +8,15 @@ from email.utils import formatdate
 
 import pytest
 
-from cachefs.base.errors import OriginFailed, PermissionDenied
+from cachefs.base.errors import (
+    CachefsError,
+    NotFound,
+    ObjectChanged,
+    OriginFailed,
+    PermissionDenied,
+    Throttled,
+    Transient,
+)
 from cachefs.origin.fsspec_client import in_our_words
 from cachefs.origin.http import Reply, refusal
 from cachefs.origin.protocol import ListPage, ObjectInfo, UnreadPage, of_endpoint
@@ -124,6 +132,31 @@ def test_a_page_that_names_two_tokens_is_no_listing() -> None:
     for _ in range(2):
         with pytest.raises(OriginFailed, match="two places"):
             assert page.objects
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("PreconditionFailed", ObjectChanged),
+        ("NoSuchKey", NotFound),
+        ("AccessDenied", PermissionDenied),
+        ("ServiceUnavailable", Throttled),
+        ("SlowDown", Throttled),
+        ("InternalError", Transient),
+        ("InvalidPart", OriginFailed),
+    ],
+)
+def test_an_error_in_a_successful_reply_is_the_one_that_its_status_would_be(
+    code: str, error: type[CachefsError]
+) -> None:
+    """S3 begins to answer a copy or a completion with 200 before it has done it."""
+    client = S3Client(
+        Bucket("b", None, None, AwsCredentials(None, anonymous=True)), "b", AMAZON, of_endpoint(None), 1.0
+    )
+    body = f'<?xml version="1.0"?>\n  <Error><Code>{code}</Code><Message>it failed</Message></Error>'
+    with pytest.raises(CachefsError, match=f"s3://b/k: .*({code}|changed)") as caught:
+        client.document(Reply(200, {}, body.encode(), ""), "k")
+    assert type(caught.value) is error
 
 
 @pytest.mark.parametrize(("off_s", "word"), [(900, "behind"), (-900, "ahead")])
