@@ -189,6 +189,11 @@ def test_what_is_no_third_users_is_left_alone(tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "objects").is_symlink()
 
 
+def test_the_last_line_of_a_log_is_not_read_from_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert background._last_line(tmp_path / "pipe", 0) == ""
+
+
 def test_the_log_is_for_its_owner(tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache/cachefs.log").touch()

@@ -128,7 +128,10 @@ def open_file(path: Path, *, ours: bool) -> int:
     if ours:
         return ownership.open_file(path, LOG_FLAGS)
     path.parent.mkdir(mode=ownership.DIRECTORY_MODE, parents=True, exist_ok=True)
-    return os.open(path, LOG_FLAGS, ownership.FILE_MODE)
+    # A pipe without a reader is refused (ENXIO). Without the flag, opening it would wait for a reader.
+    fd = os.open(path, LOG_FLAGS | os.O_NONBLOCK, ownership.FILE_MODE)
+    os.set_blocking(fd, True)
+    return fd
 
 
 class Repeats:

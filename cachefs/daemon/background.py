@@ -185,6 +185,9 @@ def _wait_for_mount(config: Config, before: int | None, until: float, log_path: 
 
 def _last_line(path: Path, offset: int) -> str:
     try:
+        # Opening a pipe would wait for its writer, and reading it takes the lines away from its reader.
+        if not path.is_file():
+            return ""
         with open(path, "rb") as file:
             file.seek(offset)
             lines = file.read().decode("utf-8", "replace").strip().splitlines()
