@@ -423,6 +423,12 @@ def test_print_config(tmp_path: Path) -> None:
     assert tomllib.loads(again.output) == table
 
 
+def test_print_config_prints_the_bytes_of_a_path() -> None:
+    result = run("mount", "--print-config", "s3://b/x", os.fsdecode(b"/mnt/\xff"))
+    assert result.exit_code == 0
+    assert b'mountpoint = "/mnt/\xff"' in result.stdout_bytes
+
+
 def test_cheap_verbs_stay_cheap() -> None:
     code = (
         "import sys; from cachefs.cli.main import cli; import cachefs.daemon.asking, cachefs.daemon.unmounting\n"
@@ -843,6 +849,26 @@ def test_a_log_that_cannot_be_written(place: Place, tmp_path: Path) -> None:
     log = str(place.status()["log_file"])
     assert one_line(done.stderr) == f"cachefs: cannot write the log {tmp_path}: logging to {log}\n"
     assert "mounted file://" in cachefs("logs", place.mountpoint).stdout
+
+
+@pytest.mark.mount
+@needs_fuse
+@pytest.mark.parametrize("has_reader", [True, False], ids=["read", "not read"])
+def test_a_log_that_is_a_pipe(place: Place, tmp_path: Path, has_reader: bool) -> None:
+    """Opening a pipe waits for the other end, so a mount would never be there. One that nobody reads cannot be written."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK) if has_reader else -1
+    done = place.mount("--log-file", pipe)
+    assert done.returncode == 0
+    if not has_reader:
+        assert one_line(done.stderr).startswith(f"cachefs: cannot write the log {pipe}: logging to ")
+        return
+    assert done.stderr == "" and b"mounted file://" in os.read(reader, 65536)
+    assert one_line(cachefs("logs", place.mountpoint).stderr) == (
+        f"cachefs: the log {pipe} is not a file: its lines are where it leads\n"
+    )
+    os.close(reader)
 
 
 @pytest.mark.long

@@ -23,7 +23,7 @@ from cachefs.cli.main import cli, mount
 from cachefs.config import layers
 from cachefs.config.config import Config
 from tests.conftest import ROOT
-from tests.mount.mounts import COMMAND, run
+from tests.mount.mounts import COMMAND, run, succeed
 
 UNIT = ROOT / "systemd" / "cachefs@.service"
 HELPER = ROOT / "systemd" / "mount.cachefs"
@@ -90,6 +90,22 @@ class TestTheEntrypoint:
         assert (done.returncode, done.stdout, done.stderr) == (0, " ".join(words) + "\n", "")
         assert mountpoint.is_dir()
         assert not log.exists()
+
+    @pytest.mark.parametrize(
+        "name", ['it\'s "quoted"', "two\nlines", "back\\slash", os.fsdecode(b"no \xff utf-8")]
+    )
+    def test_it_makes_a_mountpoint_of_any_name(self, tmp_path: Path, name: str) -> None:
+        mountpoint = tmp_path / name / "data"
+        command = tmp_path / "bin/cachefs"
+        command.parent.mkdir()
+        command.write_text(
+            f'#!/bin/sh\ncase "$*" in *--print-config) exec {shlex.join(COMMAND)} "$@" ;; esac\n'
+        )
+        command.chmod(0o755)
+        path = f"{command.parent}:{os.environ['PATH']}"
+        words = ["mount", "-f", "s3://bucket", str(mountpoint)]
+        succeed([str(ROOT / "docker" / "entrypoint"), *words], env={**os.environ, "PATH": path})
+        assert mountpoint.is_dir()
 
 
 class TestTheUnit:
