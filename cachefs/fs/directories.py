@@ -45,10 +45,9 @@ class DirectoryHandle:
     generation: int = 0
     version: int = 0
     renewals: int = 0
-    chunk: list[Entry] = field(default_factory=list)
-    # Cookie → index in the chunk of what comes behind it.
-    places: dict[int, int] = field(default_factory=dict)
-    last: bytes = b""  # the mark the chunk ends with
+    # Cookie → mark, of the last entries that it gave: their names may be gone when the reader goes on behind them. No entry
+    # is kept for the next read: the kernel would enter a name that was renamed or written since into its caches as it was.
+    places: dict[int, bytes] = field(default_factory=dict)
 
 
 class OpenDirectories(dict[int, DirectoryHandle]):
@@ -97,13 +96,8 @@ class DirectoryReader:
         about(handle.directory.prefix)
         if offset and handle.renewals != self._tree.renewals:
             raise OriginFailed("the names that were known are lost: the directory is to be read again")
-        rest: list[Entry] = []
-        if offset and (place := handle.places.get(offset)) is not None:
-            if len(rest := handle.chunk[place:]) >= limit:
-                return rest[:limit]
-            after = handle.last
-        elif offset:
-            mark = self._tree.mark_at(handle.directory, offset)
+        if offset:
+            mark = handle.places.get(offset) or self._tree.mark_at(handle.directory, offset)
             if mark is None and handle.generation:
                 raise OriginFailed("the directory changed while it was read: the place to go on from is gone")
             # A reader that began with an earlier daemon may have removed the last name that it was given, as `rm -r` does.
@@ -123,10 +117,8 @@ class DirectoryReader:
                 elif kernel.generation != handle.generation:
                     directory.kernel = None
         try:
-            more = await self._fill(handle, after, rest)
+            return await self._next(handle, after, limit)
         except Unreachable:
-            if rest:
-                return rest
             if (
                 after
                 or not directory.listed.complete
@@ -135,8 +127,7 @@ class DirectoryReader:
             ):
                 raise
             handle.generation = directory.listed.complete  # no entry of the new listing was returned yet
-            more = await self._fill(handle, after, rest)
-        return handle.chunk[:limit] if more else rest
+            return await self._next(handle, after, limit)
 
     def kept(self, number: int) -> bool:
         """True if the kernel may keep its cached listing for the reader of this handle; otherwise it drops the listing now.
@@ -182,12 +173,11 @@ class DirectoryReader:
         directory.listed.early = False  # this reader reads the listing as it comes, so it is not early for it
         return listing.generation
 
-    async def _fill(self, handle: DirectoryHandle, after: bytes, rest: list[Entry]) -> bool:
-        """Read the next chunk behind the mark `after`, and append it to the `rest` of the last one. Waits for a page only if
-        there is no rest. False at the end, and if it would have to wait."""
+    async def _next(self, handle: DirectoryHandle, after: bytes, limit: int) -> list[Entry]:
+        """At most `limit` entries behind the mark `after`, waiting for a page if need be; none at the end."""
         directory = handle.directory
         while True:
-            rows = self._tree.scan(directory, after, CHUNK)
+            rows = self._tree.scan(directory, after, min(limit, CHUNK))
             waiting = handle.generation > directory.listed.complete
             listing = None
             if waiting:
@@ -196,13 +186,12 @@ class DirectoryReader:
                 rows = listing.passed(rows)
             entries = self._entries(handle, rows, listing)
             if entries:
-                handle.chunk, handle.last = rest + entries, rows[-1][0]
-                handle.places = {entry.next_offset: index for index, entry in enumerate(handle.chunk, 1)}
-                return True
+                handle.places = {row.ino: mark for mark, row in rows}
+                return entries
             if rows:
                 after = rows[-1][0]
-            elif listing is None or rest:
-                return False
+            elif listing is None:
+                return []
             else:
                 await listing.next_page.wait()
 

@@ -244,6 +244,31 @@ async def test_a_directory_that_is_renamed_while_it_is_read(limit: int) -> None:
         mount.fs.releasedir(dh)
 
 
+@pytest.mark.parametrize("limit", [3, 100, 250])
+async def test_a_reader_is_given_each_name_as_it_is_then(limit: int) -> None:
+    """The kernel enters the names, inodes and attributes that it reads into its caches. With an entry from before a rename, a
+    program that writes a new file of the old name would write into the renamed one."""
+    bucket = WritableBucket([f"d/{number:03}" for number in range(300)])
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
+        dh = mount.fs.opendir(await mount.ino("d"))
+        page = await mount.fs.readdir(dh, 0, limit)
+        renamed = {await mount.ino(f"d/{number}") for number in (251, 253)}
+        await mount.rename("d/251", "d/000x")
+        await mount.rename("d/253", "d/252")
+        await mount.unlink("d/254")
+        await mount.write("d/255", b"longer than it was")
+        await mount.unlink(f"d/{page[-1].name.decode()}")
+        entries = list(page)
+        while page := await mount.fs.readdir(dh, page[-1].next_offset, limit):
+            entries += page
+        mount.fs.releasedir(dh)
+    found = {entry.name: entry for entry in entries}
+    assert len(entries) == len(found) and not {b"251", b"253", b"254"} & found.keys()
+    assert {name for name, entry in found.items() if entry.attributes.ino in renamed} <= {b"000x", b"252"}
+    assert found[b"255"].attributes.size == len(b"longer than it was")
+    assert {b"%03d" % number for number in range(300) if number not in (251, 252, 253, 254)} <= found.keys()
+
+
 async def test_a_directory_that_is_removed() -> None:
     bucket = WritableBucket(["d/e/f"])
     async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:

@@ -244,6 +244,27 @@ class TestConflicts:
         assert mount.umount("--flush").returncode == 0
 
 
+def test_a_new_file_of_an_old_name_is_not_the_renamed_one(mounted: Mounted, bucket: Bucket) -> None:
+    """Another process reads the directory meanwhile, which brings names and inodes into the kernel's caches."""
+    names = [f"{number:03}" for number in range(400)]
+    moved = names[150:300]
+    for name in names:
+        bucket.put(name, name.encode())
+    mount = mounted(bucket, read_only=False)
+    with os.scandir(mount.path) as reader:
+        read = [next(reader).name]
+        for name in moved:
+            os.rename(mount.path / name, mount.path / f"old-{name}")
+        read += [entry.name for entry in reader]
+    assert set(names[:150]) <= set(read) <= {*names, *(f"old-{name}" for name in names)}
+    for name in moved[::10]:
+        (mount.path / name).write_bytes(b"new")
+    for name in moved:
+        assert (mount.path / f"old-{name}").read_bytes() == name.encode()
+    assert {name for name in keys(bucket) if stored(bucket, name) == b"new"} == set(moved[::10])
+    assert set(os.listdir(mount.path)) == set(keys(bucket))
+
+
 def shown(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
