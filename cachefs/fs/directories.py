@@ -45,8 +45,9 @@ class DirectoryHandle:
     generation: int = 0
     version: int = 0
     renewals: int = 0
-    # Cookie → mark, of the last entries that it gave: their names may be gone when the reader goes on behind them. No entry
-    # is kept for the next read: the kernel would enter a name that was renamed or written since into its caches as it was.
+    # Cookie → mark, of the last entries that it gave and of the one before them: their names may be gone when the reader
+    # goes on behind them. No entry is kept for the next read: the kernel would enter a name that was renamed or written
+    # since into its caches as it was.
     places: dict[int, bytes] = field(default_factory=dict)
 
 
@@ -103,8 +104,10 @@ class DirectoryReader:
             # A reader that began with an earlier daemon may have removed the last name that it was given, as `rm -r` does.
             # Nothing tells where that name was. Names that come twice are better than names that are left out.
             after = mark or b""
+            handle.places = {offset: after}
         else:
             handle.generation = 0
+            handle.places = {}
             after = b""
         directory = handle.directory
         if not handle.generation:
@@ -186,7 +189,7 @@ class DirectoryReader:
                 rows = listing.passed(rows)
             entries = self._entries(handle, rows, listing)
             if entries:
-                handle.places = {row.ino: mark for mark, row in rows}
+                handle.places |= {row.ino: mark for mark, row in rows}
                 return entries
             if rows:
                 after = rows[-1][0]

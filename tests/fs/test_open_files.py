@@ -246,8 +246,8 @@ async def test_a_directory_that_is_renamed_while_it_is_read(limit: int) -> None:
 
 @pytest.mark.parametrize("limit", [3, 100, 250])
 async def test_a_reader_is_given_each_name_as_it_is_then(limit: int) -> None:
-    """The kernel enters the names, inodes and attributes that it reads into its caches. With an entry from before a rename, a
-    program that writes a new file of the old name would write into the renamed one."""
+    """The kernel enters the names, inodes and attributes that it reads into its caches. With an entry from before a rename,
+    a program that writes a new file of the old name would write into the renamed one."""
     bucket = WritableBucket([f"d/{number:03}" for number in range(300)])
     async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
         dh = mount.fs.opendir(await mount.ino("d"))
@@ -267,6 +267,19 @@ async def test_a_reader_is_given_each_name_as_it_is_then(limit: int) -> None:
     assert {name for name, entry in found.items() if entry.attributes.ino in renamed} <= {b"000x", b"252"}
     assert found[b"255"].attributes.size == len(b"longer than it was")
     assert {b"%03d" % number for number in range(300) if number not in (251, 252, 253, 254)} <= found.keys()
+
+
+async def test_a_read_that_a_signal_interrupts_is_repeated_behind_a_name_that_is_gone() -> None:
+    """The kernel drops the reply, and asks again for what comes behind the same place."""
+    bucket = WritableBucket([f"d/{number}" for number in range(9)])
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
+        dh = mount.fs.opendir(await mount.ino("d"))
+        offset = (await mount.fs.readdir(dh, 0, 3))[-1].next_offset
+        first = await mount.fs.readdir(dh, offset, 3)
+        await mount.unlink("d/2")
+        again = await mount.fs.readdir(dh, offset, 3)
+        mount.fs.releasedir(dh)
+    assert [entry.name for entry in first] == [entry.name for entry in again] == [b"3", b"4", b"5"]
 
 
 async def test_a_directory_that_is_removed() -> None:
