@@ -53,7 +53,12 @@ parallel_option = click.option(
 @click.option(
     "--check", is_flag=True, help="Fetch nothing: print how much is cached; exit 1 if not all of it."
 )
-@click.option("--background", is_flag=True, help="Return at once; cachefs status shows the progress.")
+@click.option(
+    "--background",
+    is_flag=True,
+    help="Return at once; cachefs status shows the progress. The job ends with its daemon, also if another one goes on: "
+    "give the command again then.",
+)
 @click.option("--stop", is_flag=True, help="End the jobs of PATH's mount.")
 @click.option(
     "--profile",
