@@ -27,7 +27,7 @@ from cachefs.base.names import ObjectId
 from cachefs.store.catalog import Backing, CachedObject, Catalog, Copy
 from cachefs.store.eviction import LOWEST
 from cachefs.store.space import Moves, Space
-from cachefs.store.tier import Tier, allocated
+from cachefs.store.tier import NoTier, Tier, allocated
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +125,8 @@ class Passthrough:
         backing = obj.backing
         if backing is None:
             # With `--verify full`, which the earlier daemon may not have had, no tier has passthrough.
-            tier, copies = self._space.tiers[-1], []
+            tiers = self._space.tiers
+            tier, copies = tiers[-1] if tiers else NoTier(), []
             for candidate in self._tiers:
                 found = self._whole(obj, candidate, verified=False) if obj.is_immutable(candidate) else None
                 if found is not None:
@@ -249,7 +250,7 @@ class Passthrough:
         the caller go on reading it, and the kernel keeps it as `backing.id`. Returns a read-only descriptor; None, with
         nothing changed, if there are other users, if a copy is in use, or if there is no file."""
         obj, tier = backing.object, backing.tier
-        if self._closed or tier.disk.down or tier.number in obj.leaving:
+        if self._closed or not self._space.tiers or tier.disk.down or tier.number in obj.leaving:
             return None
         copies = self._catalog.copies(obj, tier.number)
         if backing.users != users or any(copy.pins != 1 or copy.in_progress for copy in copies):

@@ -817,6 +817,15 @@ class Tier:
             os.close(fd)
 
 
+class NoTier(Tier):
+    """Stands for the tier of a file that the kernel has from an earlier daemon, in a store without tiers. It has none."""
+
+    def __init__(self) -> None:
+        self.number, self.name = SSD, NAMES[SSD]
+        self.blocking, self.passthrough, self.registered = True, False, 0
+        self.disk = Disk(self.name, Path(os.devnull))
+
+
 def _set_noatime(fd: int) -> None:
     """Turn off access times of a cache file. Measured: the kernel then answers 6 % more small reads a second."""
     flags = bytearray(8)

@@ -282,6 +282,27 @@ async def test_what_an_earlier_daemon_registered_is_kept_until_its_last_close_by
 
 
 @in_trio
+async def test_what_an_earlier_daemon_registered_is_kept_until_its_last_close_without_a_tier(
+    cache_dir: Path,
+) -> None:
+    """The cache disk was lost between the two daemons, and there is no RAM tier. A file that is open in passthrough can be
+    opened by others only in the same way."""
+    async with running(cache_dir, ssd=0) as lab:
+        assert not lab.store.tiers
+        obj, retired = lab.store.object(lab.origin.put("k", content(1, 2 * BLOCK))), list[Any]()
+        lab.store.backing_files.on_retired = retired.append
+        backing = lab.store.restore_backing(obj, 7)
+        assert (backing.fd, backing.id, backing.copies, backing.users) == (-1, 7, [], 1)
+        assert lab.store.open_backing(obj) is backing
+        assert lab.store.take_out(backing, 2, cache_dir / "out") is None
+        lab.store.release_backing(backing)
+        assert not retired
+        lab.store.release_backing(backing)
+        assert retired == [backing] and obj.backing is None
+        assert await lab.read(obj.id) == content(1, 2 * BLOCK)
+
+
+@in_trio
 async def test_what_an_earlier_daemon_registered_is_not_forgotten_while_it_is_open(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
