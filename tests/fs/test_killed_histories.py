@@ -127,7 +127,9 @@ def test_a_kill_amid_a_removal_that_has_waited_for_an_upload_leaves_the_mode(pla
     check(place, [*saves, ("die in", "leaves"), ("unlink", "c")], seed=seed, quick=False)
 
 
-def test_a_removed_file_that_two_handles_have_open_does_not_take_the_place_of_the_next_one(place: Path) -> None:
+def test_a_removed_file_that_two_handles_have_open_does_not_take_the_place_of_the_next_one(
+    place: Path,
+) -> None:
     opens: Script = [("open", "a", 1, True, False), ("open", "a", 2, True, False)]
     check(
         place,
