@@ -85,13 +85,14 @@ that makes the file, which a task looks after (CREATE), and once for the journal
 wait is a pass of the loop, and takes 40 µs."""
 
 
-SCOPES = {"CREATE": 2, "FLUSH": 2, "UNLINK": 3}
+SCOPES = {"CREATE": 1, "FLUSH": 2, "UNLINK": 2}
 """Cancel scopes that these tasks enter. Each takes 10 µs."""
 
 
-OF_MANY = {**WRITEBACK, "CREATE": 1}
-OF_MANY_SCOPES = {**SCOPES, "CREATE": 1}
-"""The same for a file that is made after many small ones: it lies in memory, and waits for the journal alone."""
+OF_MANY = {**WRITEBACK, "CREATE": 0}
+OF_MANY_SCOPES = {**SCOPES, "CREATE": 0}
+"""The same for a file that is made after many small ones: it lies in memory, is made without a task, and waits for the
+journal alone."""
 
 
 class Passed:

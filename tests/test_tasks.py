@@ -17,7 +17,7 @@ import trio.testing
 import cachefs
 from cachefs.base.errors import CacheUnusable
 from cachefs.base.linux import LOOK_EVERY_S
-from cachefs.base.tasks import Outcome, contained, containing, in_thread, in_thread_at_last, taken
+from cachefs.base.tasks import Lock, Outcome, contained, containing, in_thread, in_thread_at_last
 from cachefs.upload.staging import StagingDisk, StagingFile
 
 PACKAGE = Path(cachefs.__file__).parent
@@ -186,26 +186,35 @@ def test_a_call_in_a_thread_costs_its_task_one_wait() -> None:
 
 def test_a_lock_that_is_free_costs_no_turn_of_the_loop() -> None:
     async def main() -> None:
-        lock, steps, order = trio.Lock(), Steps(), list[str]()
+        lock, steps, order = Lock(), Steps(), list[str]()
         trio.lowlevel.add_instrument(steps)
-        async with taken(lock):
+        async with lock:
             assert lock.locked() and not steps.taken
         trio.lowlevel.remove_instrument(steps)
         assert not lock.locked()
 
         async def second() -> None:
-            async with taken(lock):
+            async with lock:
                 order.append("second")
 
-        async with trio.open_nursery() as nursery, taken(lock):
+        async def third() -> None:
+            with trio.move_on_after(0):
+                async with lock:
+                    order.append("third")
+
+        async with trio.open_nursery() as nursery, lock:
             nursery.start_soon(second)
+            nursery.start_soon(third)
             await trio.testing.wait_all_tasks_blocked()
+            assert lock.waited_for
+            with pytest.raises(trio.WouldBlock):
+                lock.acquire_nowait()
             order.append("first")
-        assert order == ["first", "second"] and not lock.locked()
+        assert order == ["first", "second"] and not lock.locked() and not lock.waited_for
 
         with trio.CancelScope() as scope:
             scope.cancel()
-            async with taken(lock):
+            async with lock:
                 order.append("cancelled")
         assert scope.cancelled_caught and len(order) == 2 and not lock.locked()
 

@@ -92,7 +92,9 @@ class WriteBehind:
         self._prefix = {name: bytes([number]) for number, name in enumerate(self._tables)}
         # (new rows, rows that are being committed); replaced as a whole, because readers take no lock.
         self._waiting = _Rows({}), _Rows({})
-        self._changed = threading.Condition()
+        # Taken for each write, so not as `_changed`, whose methods are not in C.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._closing = self._hurry = False
         self._running = True
         self._error: CachefsError | None = None
@@ -211,7 +213,7 @@ class WriteBehind:
         for table, start, stop in ranges:
             rows |= {self._prefix[table] + key: None for key, _ in self.scan(table, start, stop)}
         rows.update({self._prefix[table] + key: value for table, key, value in puts})
-        with self._changed:
+        with self._lock:
             new = self._waiting[0].values
             wake = not new or (soon and not self._hurry)
             new.update(rows)
@@ -227,7 +229,7 @@ class WriteBehind:
     def together(self) -> Iterator[None]:
         """Commit all rows that the block writes in one transaction: a kill leaves all of them or none. The block must not
         await, because no other thread can write meanwhile, and must not contain another one."""
-        with self._changed:
+        with self._lock:
             self._group = {}
             try:
                 yield

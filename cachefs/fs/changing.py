@@ -34,7 +34,6 @@ from cachefs.base.errors import (
     NotPermitted,
     ObjectChanged,
 )
-from cachefs.base.tasks import taken
 from cachefs.fs.dirty_files import check_key, check_name, writable
 from cachefs.fs.files import Node
 from cachefs.fs.freshness import EVERY_NAME
@@ -148,7 +147,7 @@ class Changing:
             if node is None:
                 await origin.delete(key)
             else:
-                async with taken(node.lock):
+                async with node.lock:
                     delete = partial(self._delete_stored, origin, key, node) if node.stored else None
                     await self._local_changes.remove(node, replaced=False, instead=delete)
         await self._local_changes.write(directory, name, False)

@@ -30,7 +30,6 @@ from cachefs.base.errors import (
     Unsupported,
 )
 from cachefs.base.ledger import about
-from cachefs.base.tasks import taken
 from cachefs.fs.files import Node
 from cachefs.fs.keys import MAX_NAME, nameable, text_of
 from cachefs.fs.local_changes import DIRTY_FILE_ETAG, LocalChanges
@@ -85,15 +84,34 @@ class DirtyFiles:
         self, directory: Directory, name: bytes, attrs: dict[str, Any], pid: int
     ) -> tuple[Node, Opened]:
         """Create an empty file under a free name, and open it for writing. It is uploaded when it is closed."""
-        node = Node(directory, name, 0, stored=False)
-        node.attrs = attrs
-        async with taken(node.lock):
+        node = Node(directory, name, 0, stored=False, attrs=attrs)
+        async with node.lock:
             await self._hold(node, None)
         try:
             return node, await self._to_write(self.open_reader(node, pid), node)
         except BaseException:
             await self._local_changes.take_back(node)
             raise
+
+    def create_now(
+        self, directory: Directory, name: bytes, attrs: dict[str, Any], pid: int
+    ) -> tuple[Node, Opened] | None:
+        """`create` in a directory that is in use, if that needs no wait; None if it does, and nothing has happened."""
+        if not self._tree.writing.free or self._tree.find(directory, name) != (None, None):
+            return None
+        node = Node(directory, name, 0, stored=False, attrs=attrs)
+        dirty_file = self._writer.begin_now(node.origin, node.key, self._local_changes.now_ns(), attrs)
+        if dirty_file is None:
+            return None
+        self._local_changes.give(node, dirty_file)
+        try:
+            self._local_changes.hold_new(node)
+            opened = self.open_reader(node, pid)
+        except BaseException:
+            self._writer.start(f"taking {node.key} back", self._local_changes.take_back, node)
+            raise
+        self._writes(opened[0], node)
+        return node, opened
 
     async def open(self, directory: Directory, name: bytes, found: Found, flags: int, pid: int) -> Opened:
         """Open the file that was found for writing. The caller has claimed the name. Raises `ObjectChanged` if the kernel

@@ -20,9 +20,8 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import trio
-
 from cachefs.base.errors import CacheUnusable, NotFound, ObjectChanged
+from cachefs.base.tasks import Lock
 from cachefs.fs.rows import NO_ROW
 from cachefs.fs.tree import KEPT_DIRECTORIES, Found
 
@@ -96,7 +95,7 @@ class Node:
     clears: bool = False
     writers: int = 0
     attrs: dict[str, Any] = field(default_factory=dict)
-    lock: trio.Lock = field(default_factory=trio.Lock)
+    lock: Lock = field(default_factory=Lock)
 
     @property
     def origin(self) -> Origin:

@@ -572,6 +572,8 @@ class FileSystem:
         self, parent: int, name: bytes, flags: int, mode: int, pid: int, uid: int, gid: int
     ) -> Created:
         """Create a file and open it; without O_EXCL, open the one that exists. Raises `AlreadyExists`."""
+        if (made := self.create_now(parent, name, flags, mode, pid, uid, gid)) is not None:
+            return made
         create = partial(self._write.create, flags=flags, mode=mode, pid=pid, uid=uid, gid=gid)
         ino, opened = await self._claimed((parent, name), create)
         try:
@@ -580,6 +582,16 @@ class FileSystem:
             self._write.dirty_files.release(opened[0])
             raise
         return attributes, ttl, opened
+
+    def create_now(
+        self, parent: int, name: bytes, flags: int, mode: int, pid: int, uid: int, gid: int
+    ) -> Created | None:
+        """`create` of a file that is missing, if that needs no wait; otherwise None, and nothing has happened."""
+        directory = self._tree.known(parent)
+        if directory is None:
+            return None
+        made = self._write.create_now(directory, name, flags, mode, pid, uid, gid)
+        return made and (made[0], 0.0, made[1])
 
     async def mknod(
         self, parent: int, name: bytes, mode: int, pid: int, uid: int, gid: int, *, again: bool = False

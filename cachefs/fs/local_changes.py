@@ -162,22 +162,35 @@ class LocalChanges:
     async def hold(self, node: Node) -> None:
         """Make a node pending: its name shows its dirty file, and all its handles read it. Raises `ObjectChanged` if another
         client has removed its directory."""
-        assert node.dirty_file is not None
         async with self.applying():
             if self._tree.known(node.directory.ino) is not node.directory:
                 raise ObjectChanged(f"{node.directory.prefix} was removed")
             for handle in self._files.under(node.ino):  # first, because it may fail
                 self.attach(handle, node)
-            etag, mtime_ns = DIRTY_FILE_ETAG + node.dirty_file.id, node.dirty_file.mtime_ns
-            node.ino = node.ino or self._tree.numbers.next()
-            # Before the row: if a kill came in between, the file would get another inode, and lose its attributes.
-            self._writer.outlive(node.dirty_file, node.ino, named=True)
-            node.row, lost = pin(self._tree, node.directory, node.name, mtime_ns, etag, node.ino)
-            self._lose(lost)
+            self._hold(node)
             self._files.nameless.pop(node.ino, None)  # a listing may have just shown another client's version
-            self._make_pending(node)
-            self._files.forget_warm()
+            assert node.dirty_file is not None
             self._files.switch(node.ino, self.version(node), node.dirty_file.mtime_ns)
+
+    def hold_new(self, node: Node) -> None:
+        """`hold` for a new node, which has no handles, in a directory that is in use, while no other task holds the lock of
+        the tree. Its name must have no row."""
+        with self._tree.database.together():
+            self._hold(node, is_new=True)
+
+    def _hold(self, node: Node, *, is_new: bool = False) -> None:
+        dirty_file = node.dirty_file
+        assert dirty_file is not None
+        node.ino = node.ino or self._tree.numbers.next()
+        # Before the row: if a kill came in between, the file would get another inode, and lose its attributes.
+        self._writer.outlive(dirty_file, node.ino, named=True)
+        etag = DIRTY_FILE_ETAG + dirty_file.id
+        node.row, lost = pin(
+            self._tree, node.directory, node.name, dirty_file.mtime_ns, etag, node.ino, is_new=is_new
+        )
+        self._lose(lost)
+        self._make_pending(node)
+        self._files.forget_warm()
 
     def _make_pending(self, node: Node) -> None:
         node.pending = True
@@ -458,12 +471,22 @@ class LocalChanges:
         """Hold the lock of the tree for changes of several rows, which are one step for readers of names, and for the next
         daemon after a kill. The block must not await, nor write in a thread. At the end, directories that have lost their
         names are erased."""
-        with trio.CancelScope(shield=True):
-            async with self._tree.writing:
-                with self._tree.database.together():
-                    yield
-            while self._to_erase:
-                await self._lister.erase(self._to_erase.pop())
+        writing = self._tree.writing
+        # Shielded, because the change is made. Without a scope if there is no wait, because it costs as much as the change.
+        if writing.free:
+            writing.acquire_nowait()
+        else:
+            with trio.CancelScope(shield=True):
+                await writing.acquire()
+        try:
+            with self._tree.database.together():
+                yield
+        finally:
+            writing.release()
+        if self._to_erase:
+            with trio.CancelScope(shield=True):
+                while self._to_erase:
+                    await self._lister.erase(self._to_erase.pop())
 
     def written(self, directory: Directory, name: bytes, answer: ObjectInfo | bool) -> int:
         """`write` for a caller that is `applying`."""

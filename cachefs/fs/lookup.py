@@ -128,7 +128,7 @@ class Looker:
         text, origin = text_of(name), directory.origin
         if isinstance(found, Found) or text is None or origin is None:
             return found
-        if self._freshness.absent_since(directory, name) >= self._tree.clock() - BURST_S:
+        if self.just_absent(directory, name):
             return found
         try:
             if not below and await _head(origin, directory.prefix + text) is None:
@@ -139,6 +139,10 @@ class Looker:
         if isinstance(found, Found):
             self._lister.tell(directory, name)  # the kernel has cached that it is missing
         return found
+
+    def just_absent(self, directory: Directory, name: bytes) -> bool:
+        """True if the origin was asked a moment ago for a name that is known to be missing."""
+        return self._freshness.absent_since(directory, name) >= self._tree.clock() - BURST_S
 
     def _ask_itself(self, directory: Directory, name: bytes, now: float) -> bool:
         """True if the name was known, and one or two requests for it are cheaper than a listing of the directory."""

@@ -55,14 +55,21 @@ class NameLocks:
         """Claims that are held or waited for."""
         return len(self._held) + len(self._waiting)
 
+    def free(self, *names: Place) -> bool:
+        """True if a claim of the names would not wait."""
+        return not len(self) or self._is_free(_Claim(names, False))
+
+    def _is_free(self, claim: _Claim) -> bool:
+        return not any(claim.conflicts(other) for other in (*self._held, *self._waiting))
+
     @asynccontextmanager
     async def claimed(self, *names: Place, trees: bool = False) -> AsyncIterator[None]:
         """Hold a claim of the names. Look them up inside the block, because they may have changed during the wait for it."""
         claim = _Claim(names, trees)
-        if any(claim.conflicts(other) for other in (*self._held, *self._waiting)):
-            await self._wait(claim)
-        else:
+        if self._is_free(claim):
             self._held.append(claim)
+        else:
+            await self._wait(claim)
         try:
             yield
         finally:

@@ -175,12 +175,13 @@ def move(
 
 
 def pin(
-    tree: Tree, directory: Directory, name: bytes, mtime_ns: int, etag: str, ino: int
+    tree: Tree, directory: Directory, name: bytes, mtime_ns: int, etag: str, ino: int, *, is_new: bool = False
 ) -> tuple[Row, list[Lost]]:
     """Write the row of a name under which a file is being written, with inode `ino`. No listing changes or sweeps it until
-    it is written again. Returns the row, and what lost its name."""
-    row = Row(PINNED, mtime_ns, 0, etag, ino, False)
-    lost, is_new = _displace(tree, directory, name, ino)
+    it is written again. `is_new`: the name has no row. Returns the row, and what lost its name."""
+    row, lost = Row(PINNED, mtime_ns, 0, etag, ino, False), list[Lost]()
+    if not is_new:
+        lost, is_new = _displace(tree, directory, name, ino)
     write_pinned(tree.database, directory, name, row)
     if is_new:
         directory.names.add(name)

@@ -27,13 +27,11 @@ from dataclasses import dataclass, field
 from itertools import count, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
-import trio
-
 from cachefs.base.behind import WriteBehind
 from cachefs.base.clock import Machine, SteadyClock
 from cachefs.base.database import Put
 from cachefs.base.errors import CachefsError, ConfigError, NotADirectory, ObjectChanged
-from cachefs.base.tasks import Outcome, take
+from cachefs.base.tasks import Lock, Outcome
 from cachefs.fs.attributes import Ttls
 from cachefs.fs.inodes import NUMBER_BYTES, ROOT, Numbers, inode_key
 from cachefs.fs.keys import mark_of_directory, name_in, nameable
@@ -274,20 +272,22 @@ def clock_of(database: WriteBehind, machine: Machine | None = None) -> SteadyClo
     return clock
 
 
-class _WriteLock:
+class _WriteLock(Lock):
     """The lock of all writers of names. A writer first waits while too many rows in memory wait for the disk."""
 
     def __init__(self, database: WriteBehind) -> None:
+        super().__init__()
         self._database = database
-        self._lock = trio.Lock()
 
-    async def __aenter__(self) -> None:
+    @property
+    def free(self) -> bool:
+        """True if a writer would not wait."""
+        return not (self._held or self._database.crowded)
+
+    async def acquire(self) -> None:
         if self._database.crowded:
             await self._database.uncrowded()
-        await take(self._lock)
-
-    async def __aexit__(self, *_: object) -> None:
-        self._lock.release()
+        await super().acquire()
 
 
 class Tree:

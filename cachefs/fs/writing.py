@@ -197,9 +197,7 @@ class Writing:
     ) -> tuple[int, Opened]:
         """Create and open a file, or open the one that exists. Returns its inode and the handle."""
         check_name(directory, name)
-        # An open with O_TRUNC replaces whatever is there. Any other create must first make sure that the name is free.
-        replaces = flags & os.O_TRUNC and not flags & os.O_EXCL
-        found = await (self._looker.look if replaces else self._looker.sure)(directory, name)
+        found = await (self._looker.look if _replaces(flags) else self._looker.sure)(directory, name)
         if isinstance(found, Found):
             if flags & os.O_EXCL:
                 raise AlreadyExists(f"{directory.prefix}{name.decode()} is there")
@@ -207,6 +205,23 @@ class Writing:
         attrs = self._attrs(directory, False, mode, uid, gid)
         node, opened = await self.dirty_files.create(directory, name, attrs, pid)
         return node.ino, opened
+
+    def create_now(
+        self, directory: Directory, name: bytes, flags: int, mode: int, pid: int, uid: int, gid: int
+    ) -> tuple[Attributes, Opened] | None:
+        """`create` of a file that is missing, if that needs no wait. Returns its attributes and the handle; None if it needs
+        one, or if the file is there, and then nothing has happened."""
+        check_name(directory, name)
+        if not self.locks.free((directory, name)):
+            return None
+        found = self._looker.now(directory, name)
+        if found is None or isinstance(found, Found):
+            return None
+        if not _replaces(flags) and not self._looker.just_absent(directory, name):
+            return None
+        attrs = self._attrs(directory, False, mode, uid, gid)
+        made = self.dirty_files.create_now(directory, name, attrs, pid)
+        return made and (self._of_node(made[0]), made[1])
 
     async def _made(self, directory: Directory, name: bytes, is_dir: bool, again: bool) -> Found:
         """What a MKDIR or MKNOD finds in its place, if the kernel sends it `again`: the previous daemon may have made
@@ -304,6 +319,11 @@ class Writing:
                     directory = await self._local_changes.directory(directory, name)
                 return directory, last
         raise NotFound(f"{key} is not below what is mounted")
+
+
+def _replaces(flags: int) -> bool:
+    """True for a create that replaces whatever is there. Any other must first make sure that the name is free."""
+    return bool(flags & os.O_TRUNC and not flags & os.O_EXCL)
 
 
 def _changed(shown: Attributes, changes: dict[str, int]) -> Attributes:

@@ -22,6 +22,7 @@ from cachefs.base.ledger import NAMES, WRITES, Wait, current_call
 from cachefs.base.linux import HANGS_AFTER_S, memory_limit
 from cachefs.base.logs import Repeats
 from cachefs.base.metrics import Metrics
+from cachefs.base.tasks import Lock
 from cachefs.fs import Attributes, Entry, FileSystem, Space
 from cachefs.fs.dirty_files import Opened
 from cachefs.fs.filesystem import Created
@@ -211,7 +212,7 @@ class Operations:
         self._fs = fs
         self._writable = writable
         self._repeats = Repeats()
-        self._directory_locks: dict[int, trio.Lock] = {}  # by directory
+        self._directory_locks: dict[int, Lock] = {}  # by directory
 
     def took_over(self) -> None:
         """Go on with the mount of a daemon that has died. If it has answered ESTALE to a program, the second walk is still
@@ -370,7 +371,13 @@ class Operations:
 
     def create(
         self, thread: int, parent: int, name: bytes, flags: int, mode: int, uid: int, gid: int
-    ) -> Pending[Created]:
+    ) -> Created | Pending[Created]:
+        self._require_writable()
+        if parent not in self._directory_locks:
+            made = self._fs.create_now(parent, name, flags, mode, thread, uid, gid)
+            if made is not None:
+                self.metrics.fuse_create += 1
+                return self._created(thread, made)
         work = partial(self._create, thread, parent, name, flags, mode, uid, gid)
         return self._serialized(CREATE, thread, work, parent)
 
@@ -378,9 +385,13 @@ class Operations:
         self, thread: int, parent: int, name: bytes, flags: int, mode: int, uid: int, gid: int
     ) -> Created:
         work = partial(self._fs.create, parent, name, flags, mode, thread, uid, gid)
-        made = await self._end_walk_after(thread, work)
+        return self._created(thread, await self._begin_walk_on_change(thread, work))
+
+    def _created(self, thread: int, made: Created) -> Created:
         attributes, _, opened = made
         self.writers.opened(opened[0], attributes.ino, thread)
+        if self.walks.threads:
+            self.walks.end(thread)
         return made
 
     def mknod(
@@ -516,17 +527,12 @@ class Operations:
         return Pending(request, thread, partial(self._with_locks, work, sorted(set(directories))))
 
     async def _with_locks(self, work: Callable[[], Awaitable[T]], directories: Sequence[int]) -> T:
-        if not directories:
-            return await work()
         directory, *others = directories
-        lock = self._directory_locks.setdefault(directory, trio.Lock())
-        if lock.locked():
-            await lock.acquire()
-        else:
-            lock.acquire_nowait()
+        lock = self._directory_locks.setdefault(directory, Lock())
+        await lock.acquire()
         try:
-            return await self._with_locks(work, others)
+            return await (self._with_locks(work, others) if others else work())
         finally:
-            if not lock.statistics().tasks_waiting:
+            if not lock.waited_for:
                 del self._directory_locks[directory]
             lock.release()

@@ -171,8 +171,9 @@ class Adopting:
             for file in reserved:
                 file.checksums = await file.hashed()
                 if file.checksums is not None and not self._in_the_way(file.obj, tier):
-                    ready += [file] if await self._cleared(file.obj, tier) else []
-            # Checked again, after the awaits above.
+                    await self._clear(file.obj, tier)
+                    ready.append(file)
+            # Checked only now, after the awaits above.
             ready = [file for file in ready if self._is_free(file.obj, tier)]
             placed = await self._placed([file.obj for file in ready], tier, [file.place for file in ready])
         finally:
@@ -193,17 +194,18 @@ class Adopting:
     def _in_the_way(self, obj: CachedObject, tier: Tier) -> bool:
         """True if the tier has all of the version, verified, if copies there are in use, or if any tier's are being
         written."""
-        copies = self._catalog.copies(obj, tier.number)
-        if tier.number in obj.leaving or any(copy.pins for copy in copies):
-            return True
-        if any(copy is not None and copy.in_progress for copy in obj.copies.values()):
-            return True
-        verified = sum(copy.verified.bit_count() for copy in copies)
-        return 0 < verified == block_count(obj.id.size, self._block_size)
+        number, verified = tier.number, 0
+        for copy in self._catalog.copies(obj, number):
+            if copy.pins:
+                return True
+            verified += copy.verified.bit_count()
+        for one in obj.copies.values():
+            if one is not None and one.in_progress:
+                return True
+        return number in obj.leaving or 0 < verified == block_count(obj.id.size, self._block_size)
 
-    async def _cleared(self, obj: CachedObject, tier: Tier) -> bool:
-        """Drop the blocks that the tier has, and wait until their file is removed, because the new one gets its path. True
-        if the path is free then."""
+    async def _clear(self, obj: CachedObject, tier: Tier) -> None:
+        """Drop the blocks that the tier has, and wait until their file is removed, because the new one gets its path."""
         digest = obj.id.digest
         for copy in self._catalog.copies(obj, tier.number):
             # A copy that is gone was dropped with another one.
@@ -211,7 +213,6 @@ class Adopting:
                 self._space.drop(obj, copy, copy.bitmap)
         while tier.disposal.pending(digest):
             await trio.to_thread.run_sync(tier.disposal.settle, digest, abandon_on_cancel=True)
-        return self._is_free(obj, tier)
 
     def _is_free(self, obj: CachedObject, tier: Tier) -> bool:
         return not (self._in_the_way(obj, tier) or self._catalog.copies(obj, tier.number))

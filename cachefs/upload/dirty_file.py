@@ -13,9 +13,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-import trio
-
 from cachefs.base.errors import CachefsError, Conflict, NoRoom, TooLarge
+from cachefs.base.tasks import Lock
 from cachefs.origin import InMemory, ObjectInfo, Origin, Source, Upload, new_token
 from cachefs.store import BackingFile
 from cachefs.upload.content import Attempt, Content, Row
@@ -35,7 +34,7 @@ class Trying:
     attempt is unknown. Only the holder of the `turn` begins an attempt, or renames or removes the file."""
 
     def __init__(self) -> None:
-        self.turn = trio.Lock()
+        self.turn = Lock()
         self.due, self.overdue = math.inf, False
         self.failure: CachefsError | None = None
         self.failures = 0
@@ -65,7 +64,7 @@ class Record:
     later than `Content.removed`."""
 
     def __init__(self) -> None:
-        self.turn = trio.Lock()
+        self.turn = Lock()
         self.tokens: list[str] = []
         self.copied: int | None = None
         self.upload: dict[str, Any] | None = None
@@ -170,7 +169,7 @@ class DirtyFile:
         self.file = file
         self.content, self.trying, self.record, self.kernel = Content(), Trying(), Record(), Kernel()
         self.sender = Sender(self, Parts(origin.limits, size))
-        self.lock = trio.Lock()
+        self.lock = Lock()
         self._owner = owner
 
     @property

@@ -53,7 +53,7 @@ from cachefs.base.behind import GATHER_S
 from cachefs.base.database import Database, Put, is_full, read_mark
 from cachefs.base.errors import CachefsError, CacheInUse, CacheUnusable, NoRoom
 from cachefs.base.linux import HANGS_AFTER_S
-from cachefs.base.tasks import in_thread, take
+from cachefs.base.tasks import in_thread
 from cachefs.origin import ObjectInfo, Origin
 from cachefs.upload import orphans
 from cachefs.upload.content import Row
@@ -501,7 +501,7 @@ class Records:
         another holder, a close, may wait for the disk without a limit."""
         turn = dirty_file.record.turn
         if not turn.locked():
-            await take(turn)
+            await turn.acquire()
         else:
             with trio.move_on_after(within_s) as waiting:
                 await turn.acquire()

@@ -25,7 +25,6 @@ from pathlib import Path
 import trio
 
 from cachefs.base.errors import CachefsError
-from cachefs.base.tasks import taken
 from cachefs.store import BackingFile
 from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.sending import Parts
@@ -60,9 +59,12 @@ class NewFiles:
         """True if a file that is empty and in memory will be small, by the last ones that were begun."""
         if dirty_file.size or dirty_file.acknowledged or not dirty_file.file.in_memory:
             return False
+        return self.next_is_likely_small()
+
+    def next_is_likely_small(self) -> bool:
         if len(self._last) < IN_A_ROW or self._last[0][0] < trio.current_time() - WITHIN_S:
             return False
-        return all(parts.size <= HELD for _, parts in self._last)
+        return max([parts.size for _, parts in self._last]) <= HELD
 
 
 class Passthrough:
@@ -91,6 +93,11 @@ class Passthrough:
             self.possible = False  # what a mapping writes into a clean file would not be uploaded
             log.info("%s is on a tmpfs, which does not tell what a mapping writes", self._staging)
 
+    @property
+    def offered(self) -> bool:
+        """True if writers can get a backing file that they do not share with readers."""
+        return self.possible and not self._direct
+
     async def open_backing(self, dirty_file: DirtyFile) -> BackingFile | None:
         """See `Uploads.open_backing`."""
         if self._direct:
@@ -98,7 +105,7 @@ class Passthrough:
             return dirty_file.kernel.backing
         if not self.possible:
             return None
-        async with taken(dirty_file.lock):
+        async with dirty_file.lock:
             await dirty_file.unsent(-1)
             if not dirty_file.content.is_ours:
                 return None  # the cache has the file

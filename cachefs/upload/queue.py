@@ -27,7 +27,7 @@ from cachefs.base.errors import (
 )
 from cachefs.base.logs import Repeats
 from cachefs.base.metrics import Metrics
-from cachefs.base.tasks import Ts, contained, run_contained, taken
+from cachefs.base.tasks import Ts, contained, run_contained
 from cachefs.origin import ObjectInfo
 from cachefs.upload.content import Attempt, Row, Stored
 from cachefs.upload.dirty_file import DirtyFile
@@ -131,8 +131,9 @@ class Queue:
         except CachefsError:
             pass  # it was logged, and the next attempt is planned
         finally:
+            if self._busy == IN_BACKGROUND:
+                self._changed.set()  # `run` waits for a place
             self._busy -= 1
-            self._changed.set()
 
     async def begin(self, dirty_file: DirtyFile) -> None:
         """Wait until an upload of the file's present content has begun: later writes do not change what it sends."""
@@ -182,7 +183,7 @@ class Queue:
         not now."""
         if dirty_file.attempt is not None:
             return None
-        async with taken(dirty_file.trying.turn):  # a rename or a removal may hold it
+        async with dirty_file.trying.turn:  # a rename or a removal may hold it
             if dirty_file.attempt is not None or dirty_file.discarded or not self._is_quiet(dirty_file):
                 return None
             if dirty_file.dirty and (info := dirty_file.clear_suspicion()) is not None:
@@ -219,7 +220,7 @@ class Queue:
         sender.background = not attempt.waiters
         try:
             with attempt.scope, dirty_file.file.used():
-                async with taken(dirty_file.lock):
+                async with dirty_file.lock:
                     if dirty_file.kernel.in_passthrough:  # opened so after `_new_attempt` had checked it
                         attempt.scope.cancel()
                         await trio.lowlevel.checkpoint()

@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol
 import trio
 
 from cachefs.base.errors import CachefsError, NoSuchUpload, OriginFailed
-from cachefs.base.tasks import contained
+from cachefs.base.tasks import Lock, contained
 from cachefs.origin import FileRange, Limits, ObjectInfo, Origin, Part, Source, Ticket, Upload, each
 from cachefs.upload.staging import StagingFile
 
@@ -220,7 +220,7 @@ class Sender:
         self._what = what
         self._quiet = False  # True: no part is sent early
         self._found: dict[int, Part] | None = {}  # parts sent by an earlier run; None: not listed yet
-        self._beginning = trio.Lock()
+        self._beginning = Lock()
         self._early: dict[int, trio.CancelScope] = {}
         self._tickets: set[Ticket] = set()
         self._part_ended = trio.lowlevel.ParkingLot()

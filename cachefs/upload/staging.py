@@ -34,7 +34,7 @@ from cachefs.base.durable import sync_directory
 from cachefs.base.errors import CachefsError, CacheUnusable, NoRoom, TooLarge
 from cachefs.base.linux import HANGS_AFTER_S
 from cachefs.base.shared_memory import TAIL_BYTES, SharedMemory, Tail
-from cachefs.base.tasks import Outcome, in_thread, in_thread_at_last, taken
+from cachefs.base.tasks import Lock, Outcome, in_thread, in_thread_at_last
 from cachefs.origin import FileRange, InMemory, Source
 
 log = logging.getLogger(__name__)
@@ -208,7 +208,7 @@ class StagingFile:
         # no `_mark`. If they are `bytes`, the journal has them, too.
         self._held: bytearray | Tail | bytes | None = disk.tail(name, 0) if new else None
         self._mark: Mark | None = None
-        self._spilling = trio.Lock()
+        self._spilling = Lock()
         self.removed = False  # True if its name is removed, or will be removed with its last user
         self.spoiled = False
         # Identifies the last change on the disk; None once a sync has covered it.
@@ -216,14 +216,15 @@ class StagingFile:
         # Where the file ends, if the disk has bytes of a failed write behind its end.
         self._cut_at: int | None = None
 
-    @contextmanager
-    def used(self) -> Iterator[None]:
+    def used(self) -> StagingFile:
         """Add a user while the block runs."""
+        return self
+
+    def __enter__(self) -> None:
         self.take()
-        try:
-            yield
-        finally:
-            self.give_back()
+
+    def __exit__(self, *_: object) -> None:
+        self.give_back()
 
     def take(self) -> None:
         """Add a user. The first one opens the file, if it is on the disk."""
@@ -292,7 +293,7 @@ class StagingFile:
     async def spill(self, *, for_passthrough: bool = False) -> None:
         """Write the bytes in memory to the disk, so that the whole file is there. The caller is a user. `for_passthrough`:
         if this makes the file, it is opened as `_make_read_only` leaves it. After an error the bytes are still in memory."""
-        async with taken(self._spilling):
+        async with self._spilling:
             if self._held is None and self._made:
                 return
             data = bytes(self._held or b"")

@@ -33,7 +33,7 @@ from cachefs.base.linux import HANGS_AFTER_S
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.base.shared_memory import SharedMemory, Tail
-from cachefs.base.tasks import run_contained, take, taken
+from cachefs.base.tasks import Ts, run_contained
 from cachefs.origin import ObjectInfo, Origin, Upload, each
 from cachefs.store import BackingFile
 from cachefs.upload import orphans
@@ -223,19 +223,10 @@ class Uploads:
         If conflicts are failures, `base` is also the version that the upload may replace (None: it may replace none).
 
         Raises `NoRoom`, `CacheUnusable`, and the errors of reading `base`; then no staging file is left."""
-        name = uuid4().hex
         count = 0 if base is None else base.size if upto is None else min(upto, base.size)
-        dirty_file = DirtyFile(
-            self,
-            name,
-            origin,
-            key,
-            StagingFile(self._disk, name, new=True),
-            count,
-            base=None if base is None else base.etag,
-            mtime_ns=self._now_ns() if mtime_ns is None else mtime_ns,
-            attrs=attrs or {},
-        )
+        etag = None if base is None else base.etag
+        mtime_ns = self._now_ns() if mtime_ns is None else mtime_ns
+        dirty_file = self._new(origin, key, count, etag, mtime_ns, attrs or {})
         try:
             if not dirty_file.file.ends_in_memory:  # shared memory has no place for one more file
                 with dirty_file.file.used():
@@ -246,10 +237,36 @@ class Uploads:
         except BaseException:
             dirty_file.file.remove()
             raise
-        self._dirty_files[name] = dirty_file
+        return self._begun(dirty_file)
+
+    def begin_now(
+        self, origin: Origin, key: str, mtime_ns: int, attrs: Mapping[str, Any]
+    ) -> DirtyFile | None:
+        """`begin` an empty file whose writer need not be offered a backing file; None if that would have to wait."""
+        if self.passthrough.offered and not self.passthrough.new_files.next_is_likely_small():
+            return None
+        dirty_file = self._new(origin, key, 0, None, mtime_ns, attrs)
+        if not dirty_file.file.ends_in_memory:
+            dirty_file.file.remove()
+            return None
+        return self._begun(dirty_file)
+
+    def _new(
+        self, origin: Origin, key: str, size: int, base: str | None, mtime_ns: int, attrs: Mapping[str, Any]
+    ) -> DirtyFile:
+        name = uuid4().hex
+        file = StagingFile(self._disk, name, new=True)
+        return DirtyFile(self, name, origin, key, file, size, base=base, mtime_ns=mtime_ns, attrs=attrs)
+
+    def _begun(self, dirty_file: DirtyFile) -> DirtyFile:
+        self._dirty_files[dirty_file.id] = dirty_file
         if self._writeback:
             self.passthrough.new_files.begun(dirty_file)
         return dirty_file
+
+    def start(self, what: str, work: Callable[[*Ts], Awaitable[object]], *args: *Ts) -> None:
+        """See `Queue.start`."""
+        self._queue.start(what, work, *args)
 
     async def disk_answers(self) -> None:
         """Wait until the staging directory's disk has carried out a change, before `take` makes one on the trio thread."""
@@ -323,7 +340,7 @@ class Uploads:
 
     async def _after_removal(self, dirty_file: DirtyFile) -> None:
         """Wait for the end of a removal during which the last user has closed the file."""
-        async with taken(dirty_file.trying.turn):
+        async with dirty_file.trying.turn:
             if dirty_file.discarded and not dirty_file.handles:
                 self._forget_removed(dirty_file)
 
@@ -356,10 +373,13 @@ class Uploads:
         """The backing file for one more passthrough writer, until `returned`; None if there is no passthrough. All users of
         a dirty file get the same one. Nothing is uploaded until `returned`; this waits for an upload that a caller waits
         for."""
-        if dirty_file.backing is None and (self.room.free_bytes() < UNASKED or self.journal.removed):
+        if dirty_file.backing is None and (
+            not self.passthrough.offered
+            or self.passthrough.new_files.is_likely_small(dirty_file)
+            or self.room.free_bytes() < UNASKED
             # Without a journal a commit is an upload, which does not wait for passthrough writers.
-            return None
-        if dirty_file.backing is None and self.passthrough.new_files.is_likely_small(dirty_file):
+            or self.journal.removed
+        ):
             return None
         return await self.passthrough.open_backing(dirty_file)
 
@@ -839,7 +859,7 @@ class Uploads:
         stored = dirty_file.stored
         dirty_file.content.removed = True
         try:
-            await take(dirty_file.trying.turn)
+            await dirty_file.trying.turn.acquire()
         except BaseException:
             await self._comes_back(dirty_file)
             raise
@@ -985,7 +1005,7 @@ class Uploads:
     async def _settle(self, dirty_file: DirtyFile, *, adopt: bool = True) -> None:
         """Settle a clean file that is not in use: give its file to the cache (with `adopt`), or remove it. Retried later
         while that is not possible."""
-        async with taken(dirty_file.lock):
+        async with dirty_file.lock:
             if self._dirty_files.get(dirty_file.id) is not dirty_file:
                 return  # it was removed, and its staging file, too
             try:

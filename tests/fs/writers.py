@@ -132,6 +132,9 @@ class MemoryWriter:
         self.dirty_files.append(dirty_file)
         return dirty_file
 
+    def begin_now(self, *what: Any) -> None:
+        return None
+
     def take(
         self, origin: Any, base: ObjectInfo, backing: Any, users: int, attrs: Any
     ) -> MemoryDirtyFile | None:

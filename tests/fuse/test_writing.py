@@ -55,6 +55,9 @@ class Noted:
         await self._note("open", ino, flags, pid)
         return 9, 0
 
+    def create_now(self, *arguments: Any) -> None:
+        """It has to wait."""
+
     async def create(self, *arguments: Any) -> tuple[Attributes, float, tuple[int, int]]:
         await self._note("create", *arguments)
         return NEW, 1.5, (9, 0)

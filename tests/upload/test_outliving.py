@@ -865,7 +865,7 @@ async def test_a_file_that_is_removed_while_it_is_acknowledged_is_there_for_its_
             nursery.start_soon(d.uploads.commit, first)
             await disk.reached()
             nursery.start_soon(d.uploads.discard, first)
-            while not first.record.turn.statistics().tasks_waiting:
+            while not first.record.turn.waited_for:
                 await trio.lowlevel.checkpoint()
             disk.goes_on.set()
         after = daemon.killed(tmp_path / "second")
