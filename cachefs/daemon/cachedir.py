@@ -17,7 +17,7 @@ from cachefs.base.shared_memory import RowLog
 from cachefs.base.units import about_bytes
 from cachefs.config.config import Config
 from cachefs.fs import FORMAT, TABLES
-from cachefs.store import SHM, Opened, Store, open_store, remove_orphans
+from cachefs.store import SHM, OpenStore, Store, open_store, remove_orphans
 from cachefs.upload import refuse_foreign
 
 
@@ -33,7 +33,7 @@ def _disk_of(config: Config) -> tuple[int, int]:
         return 0, 0
 
 
-def open_cache(config: Config, metrics: Metrics, *, killed: bool = False) -> Opened:
+def open_cache(config: Config, metrics: Metrics, *, killed: bool = False) -> OpenStore:
     """Open the store in the cache directory. Raises `CacheInUse`; `CacheUnusable`, with nothing changed, if the directory is
     another user's, or has a journal of uploads in the format of another version of cachefs."""
     with suppress(OSError):  # a directory that cannot be made or written costs the SSD tier, not the mount
@@ -79,7 +79,7 @@ def _bytes_at_last_stop(cache_dir: Path) -> int:
         return 0
 
 
-def open_names(opened: Opened, row_log: RowLog | None = None) -> WriteBehind:
+def open_names(opened: OpenStore, row_log: RowLog | None = None) -> WriteBehind:
     """Open the names database beside the cache, or in shared memory if that is impossible: names can always be listed again.
     For `row_log` see `WriteBehind`."""
     # A random name, because every user can create directories there and could occupy a fixed one.

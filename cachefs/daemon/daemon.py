@@ -58,7 +58,7 @@ from cachefs.observe.explaining import Explainer
 from cachefs.origin import Origin, load_origin, open_origin
 from cachefs.peers.node import PeerNode
 from cachefs.prefetch import Paths, Prefetcher
-from cachefs.store import Backing, Opened, scrub
+from cachefs.store import Backing, OpenStore, scrub
 from cachefs.upload import orphans
 
 log = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class Daemon:
     def __init__(
         self,
         config: Config,
-        opened: Opened,
+        opened: OpenStore,
         names: WriteBehind,
         metrics: Metrics,
         on_ready: Callable[[], None],

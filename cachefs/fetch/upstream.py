@@ -29,7 +29,7 @@ from cachefs.base.tasks import contained, in_thread
 from cachefs.origin import Origin
 from cachefs.origin.attempts import Concurrency, Gate, Ticket
 from cachefs.peers.client import CONNECTIONS_PER_PEER
-from cachefs.peers.cluster import Asked, Cluster
+from cachefs.peers.cluster import Candidate, Cluster
 from cachefs.peers.wire import PeerFailed
 from cachefs.store import CachedObject, CacheWrite, Store
 
@@ -81,14 +81,16 @@ class Upstream:
         write raises."""
         assert self.cluster is not None
         asked_any = False
-        for asked in self.cluster.candidates(object_id.digest, cache_write.start_block // BLOCKS_PER_EXTENT):
+        for candidate in self.cluster.candidates(
+            object_id.digest, cache_write.start_block // BLOCKS_PER_EXTENT
+        ):
             asked_any = True
             more = True
             while more:
                 before = cache_write.written
-                more = await self._read_once(asked, object_id, cache_write, ticket, origin.transfer_rate)
+                more = await self._read_once(candidate, object_id, cache_write, ticket, origin.transfer_rate)
                 if self.comparing is not None:
-                    await self.comparing.received(asked, origin, object_id, cache_write, before)
+                    await self.comparing.received(candidate, origin, object_id, cache_write, before)
                 if cache_write.written == cache_write.stop:
                     # The request may have failed all the same: its deadline may pass while the last block is written.
                     return
@@ -99,20 +101,25 @@ class Upstream:
             )
 
     async def _read_once(
-        self, asked: Asked, object_id: ObjectId, cache_write: CacheWrite, ticket: Ticket, origin_rate: float
+        self,
+        candidate: Candidate,
+        object_id: ObjectId,
+        cache_write: CacheWrite,
+        ticket: Ticket,
+        origin_rate: float,
     ) -> bool:
         """Send one request to a peer. True if it should be asked again, or has delivered all: it did not fail, or its reply
         broke off after some blocks."""
         assert self.cluster is not None
-        name, before = asked.member.name, cache_write.written
+        name, before = candidate.member.name, cache_write.written
         since = trio.current_time()
         patience_s = math.inf if ticket.background else self.cluster.patience_s
         async with self._admitted(name, ticket, patience_s) as admitted:
-            if not admitted or self.cluster.failed_since(asked, since):
+            if not admitted or self.cluster.failed_since(candidate, since):
                 return False  # no place in time, or the peer failed for another fetch during the wait
             try:
                 await self.cluster.read(
-                    asked,
+                    candidate,
                     object_id,
                     before,
                     cache_write.stop,
@@ -122,11 +129,11 @@ class Upstream:
                     others=sum(gate.in_flight for other, gate in self._gates.items() if other != name),
                 )
             except PeerFailed as exc:
-                self._note_asked(object_id, cache_write, f"{asked.member}: {exc.kind}")
+                self._note_asked(object_id, cache_write, f"{candidate.member}: {exc.kind}")
                 log.debug("a peer did not deliver %s from %d on: %s", object_id.key, before, exc)
                 return exc.kind == "reset" and exc.delivered > 0
             else:
-                self._note_asked(object_id, cache_write, str(asked.member))
+                self._note_asked(object_id, cache_write, str(candidate.member))
                 return True
             finally:
                 self._metrics.peer_hits += -(-(cache_write.written - before) // cache_write.block_size)
@@ -183,14 +190,14 @@ class Upstream:
     ) -> bool:
         """Have one extent fetched on its nodes. True if this node has fetched it, too."""
         copies, fetched_here = 0, False
-        for asked in cluster.keepers(object_id.digest, start // self._extent_bytes):
-            if asked.member.name in cluster.membership.own:
+        for candidate in cluster.keepers(object_id.digest, start // self._extent_bytes):
+            if candidate.member.name in cluster.membership.own:
                 await fetch_here(start, stop)
                 fetched_here = True
             else:
                 try:
-                    async with self._admitted(asked.member.name, Ticket(background=True)):
-                        await cluster.prefetch(asked, object_id, start, stop)
+                    async with self._admitted(candidate.member.name, Ticket(background=True)):
+                        await cluster.prefetch(candidate, object_id, start, stop)
                 except PeerFailed as exc:
                     log.debug("a peer does not fetch %s from %d on: %s", object_id.key, start, exc)
                     continue
@@ -299,7 +306,7 @@ class Comparing:
         self._not_md5_sources: set[str] = set()  # sources whose etags look like an MD5 but are none
 
     async def received(
-        self, asked: Asked, origin: Origin, object_id: ObjectId, cache_write: CacheWrite, start: int
+        self, candidate: Candidate, origin: Origin, object_id: ObjectId, cache_write: CacheWrite, start: int
     ) -> None:
         """Decide on a sample after a peer has delivered bytes [start, cache_write.written) of an open cache write, and
         compare it in a task of its own."""
@@ -327,7 +334,7 @@ class Comparing:
             self._nursery,
             "comparing a peer's bytes with the origin",
             self._compare,
-            asked,
+            candidate,
             origin,
             object_id,
             wanted[0],
@@ -336,7 +343,7 @@ class Comparing:
         )
 
     async def _compare(
-        self, asked: Asked, origin: Origin, object_id: ObjectId, offset: int, data: bytes, md5: str
+        self, candidate: Candidate, origin: Origin, object_id: ObjectId, offset: int, data: bytes, md5: str
     ) -> None:
         try:
             self._metrics.peer_compared += 1
@@ -348,9 +355,9 @@ class Comparing:
                     self._not_md5_sources.add(origin.source)
                     log.info("%s: its etags are no MD5, and say nothing of the bytes", origin.source)
             elif real == await self._read(origin, object_id, offset, len(data)):
-                await self._drop_wrong(asked, origin, object_id, offset)
+                await self._drop_wrong(candidate, origin, object_id, offset)
         except (CachefsError, OSError) as exc:  # OSError: no thread can be started
-            log.debug("what %s sent of %s is not compared: %s", asked.member, object_id.key, exc)
+            log.debug("what %s sent of %s is not compared: %s", candidate.member, object_id.key, exc)
         finally:
             self._busy = False
 
@@ -366,13 +373,15 @@ class Comparing:
             self._metrics.discarded_bytes += len(sink.data)
         return bytes(sink.data)
 
-    async def _drop_wrong(self, asked: Asked, origin: Origin, object_id: ObjectId, offset: int) -> None:
+    async def _drop_wrong(
+        self, candidate: Candidate, origin: Origin, object_id: ObjectId, offset: int
+    ) -> None:
         self._metrics.peer_lies += 1
-        self._cluster.lied(asked.member)
+        self._cluster.lied(candidate.member)
         log.warning(
             "peer %s sent other bytes of %s (at %d) than the origin has: it is not asked any more, and the cached object is "
             "dropped; cachefs evict drops what else may have come from it",
-            asked.member,
+            candidate.member,
             origin.name(object_id.key),
             offset,
         )

@@ -95,7 +95,7 @@ class Freshness:
         """(generation, time of its request) of the newest listing that decides `name`; None if none does."""
         listing = directory.listing
         if listing is not None and listing.covers(name) and self.in_force(directory, listing.epoch):
-            return listing.generation, listing.asked_at
+            return listing.generation, listing.requested_at
         return self.whole(directory)
 
     def whole(self, directory: Directory) -> tuple[int, float] | None:
@@ -199,15 +199,15 @@ class Freshness:
         """True if an answer about this inode's name is remembered, however old."""
         return ino in self._checked
 
-    def note_answer(self, directory: Directory, name: bytes, ino: int | None, asked_at: float) -> None:
+    def note_answer(self, directory: Directory, name: bytes, ino: int | None, requested_at: float) -> None:
         """Note an answer about one name; `ino` is None if the name is missing."""
         if ino is None:
-            _put(self._absent, (directory.ino, name), asked_at + directory.ttls.negative_ttl)
+            _put(self._absent, (directory.ino, name), requested_at + directory.ttls.negative_ttl)
             return
         self._absent.pop((directory.ino, name), None)
-        if self._stale.get(ino, 0.0) <= asked_at:
+        if self._stale.get(ino, 0.0) <= requested_at:
             self._stale.pop(ino, None)
-        _put(self._checked, ino, asked_at)
+        _put(self._checked, ino, requested_at)
         if directory.ttls.strict:
             _put(self._arrived, ino, self._tree.clock())
             self.note_below(directory)
@@ -221,11 +221,11 @@ class Freshness:
             _put(self._arrived, above.ino, now)
             above = above.parent
 
-    def note_page(self, inos: list[int], asked_at: float) -> None:
+    def note_page(self, inos: list[int], requested_at: float) -> None:
         """Note that a listing showed these inodes, which ends older doubts about them."""
         if self._stale:
             for ino in inos:
-                if self._stale.get(ino, float("inf")) <= asked_at:
+                if self._stale.get(ino, float("inf")) <= requested_at:
                     del self._stale[ino]
 
     def doubt(self, ino: int) -> None:

@@ -27,7 +27,7 @@ from cachefs.fs.freshness import Freshness
 from cachefs.fs.keys import mark_of_directory, name_in, read_page
 from cachefs.fs.pages import erase, sweep, write_names
 from cachefs.fs.rows import encode
-from cachefs.fs.tree import Asked, Directory, Listing, Tree
+from cachefs.fs.tree import Directory, Listing, PageRequest, Tree
 from cachefs.origin.protocol import ListPage, ObjectInfo
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Lister:
         next."""
         listing = directory.listing
         if listing is not None:
-            rests = listing.asked_at >= horizon and not directory.listed.early
+            rests = listing.requested_at >= horizon and not directory.listed.early
             if self._freshness.in_force(directory, listing.epoch) and (
                 listing in self._running or not listing.pages or rests
             ):
@@ -149,7 +149,7 @@ class Lister:
                     log.exception("listing %s failed unexpectedly", directory.prefix)
                     failure = OriginFailed(f"listing {directory.prefix!r}: {exc}")
                 nursery.cancel_scope.cancel()
-        listing.asked = None
+        listing.requested = None
         del self._running[listing]
         if self._closed and not self._running:
             self._all_done.set()
@@ -162,27 +162,27 @@ class Lister:
                 directory.listing = None  # the token may be the reason, so the next demand begins again
         listing.wake(failure)
 
-    async def _ask(self, asked: Asked, origin: Origin, prefix: str) -> None:
-        """Request a page, and end `asked.page` with it. Never raises."""
+    async def _ask(self, request: PageRequest, origin: Origin, prefix: str) -> None:
+        """Request a page, and end `request.page` with it. Never raises."""
         try:
-            asked.page.value = await origin.list_page(prefix, token=asked.token, limit=PAGE)
+            request.page.value = await origin.list_page(prefix, token=request.token, limit=PAGE)
         except Exception as exc:
-            asked.page.failure = exc
+            request.page.failure = exc
         finally:
-            asked.page.end()
+            request.page.end()
 
     async def _next_page(self, directory: Directory, listing: Listing, nursery: trio.Nursery) -> bool:
         """Fetch and write one page. If the next one is wanted, its request is sent meanwhile. Returns True if the listing
         has ended, and rows of earlier ones must be swept."""
         origin = directory.origin
         assert origin is not None
-        asked, listing.asked = listing.asked, None
-        if asked is None:
-            asked = Asked(listing.token, self._tree.clock(), self._tree.changes)
-            await self._ask(asked, origin, directory.prefix)
-        asked_at, changes = asked.at, asked.changes
+        request, listing.requested = listing.requested, None
+        if request is None:
+            request = PageRequest(listing.token, self._tree.clock(), self._tree.changes)
+            await self._ask(request, origin, directory.prefix)
+        requested_at, changes = request.at, request.changes
         try:
-            listed = await asked.page.wait()
+            listed = await request.page.wait()
             assert listed is not None
         except NotFound as exc:
             if directory.is_top:
@@ -192,8 +192,8 @@ class Lister:
         if not done and listed.next_token == listing.token:
             raise OriginFailed(f"listing {directory.prefix!r}: the origin repeats the same page for ever")
         if not done and directory.listing is listing and listing.pages + 1 < listing.allowed:
-            listing.asked = Asked(listed.next_token, self._tree.clock(), self._tree.changes)
-            nursery.start_soon(self._ask, listing.asked, origin, directory.prefix)
+            listing.requested = PageRequest(listed.next_token, self._tree.clock(), self._tree.changes)
+            nursery.start_soon(self._ask, listing.requested, origin, directory.prefix)
         if listed.unread:
             page = await trio.to_thread.run_sync(read_page, listed, directory.prefix)
         else:
@@ -211,17 +211,17 @@ class Lister:
             )
             written = write() if len(entries) <= FEW else await trio.to_thread.run_sync(write)
             self._count_hidden(directory, listing, page, written.conflicts)
-            self._freshness.note_page(written.inos, asked_at)
+            self._freshness.note_page(written.inos, requested_at)
             if page.entries:
                 self._freshness.note_below(directory)
-            listing.token, listing.asked_at = listed.next_token, asked_at
+            listing.token, listing.requested_at = listed.next_token, requested_at
             directory.listed.came = self._tree.clock()
             listing.pages += 1
             if page.last is not None:
                 listing.position = max(listing.position or b"", page.last)
             current = directory.listing is listing
             if done and current:
-                directory.listed.ended(listing.generation, listing.epoch, asked_at, listing.hidden)
+                directory.listed.ended(listing.generation, listing.epoch, requested_at, listing.hidden)
                 directory.listing = None
                 if listing.position is None and not directory.is_top:
                     self._freshness.doubt(directory.ino)  # it is empty, so it may not exist any more

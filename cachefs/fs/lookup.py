@@ -192,11 +192,11 @@ class Looker:
         if text is None or origin is None:
             return directory.ttls.negative_ttl
         while True:
-            asked_at, epoch, changes = self._tree.clock(), self._tree.epoch, self._tree.changes
+            requested_at, epoch, changes = self._tree.clock(), self._tree.epoch, self._tree.changes
             if self._freshness.is_hidden(directory, name):
                 return 0.0
             if (pending := self._freshness.pending.get((directory.ino, name))) is not None:
-                return pending.found(asked_at)
+                return pending.found(requested_at)
             before = self._tree.find(directory, name)
             cover = self._freshness.coverage(directory, name)
             as_dir, as_file = before
@@ -215,10 +215,10 @@ class Looker:
         row = None if answer is False else self._tree.row(directory, name + b"/" if answer is True else name)
         ino = None if row is None else row.ino
         if epoch == self._tree.epoch:
-            self._freshness.note_answer(directory, name, ino, asked_at)
+            self._freshness.note_answer(directory, name, ino, requested_at)
         if row is None or ino is None:
             return directory.ttls.negative_ttl
-        return Found(ino, answer is True, row, asked_at + directory.ttls.ttl)
+        return Found(ino, answer is True, row, requested_at + directory.ttls.ttl)
 
     async def _write(
         self,

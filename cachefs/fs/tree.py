@@ -132,7 +132,7 @@ class Listed:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Asked:
+class PageRequest:
     """A request for a page, sent `at` that time, after `changes` changes of this node (`Tree.changes`)."""
 
     token: str | None
@@ -151,13 +151,13 @@ class Listing:
     token: str | None = None
     position: bytes | None = None  # the last key seen, relative to the directory
     ordered: bool = True
-    asked_at: float = 0.0  # when the last page was requested
+    requested_at: float = 0.0  # when the last page was requested
     pages: int = 0
     allowed: int = 0
     misses: int = 0
     hidden: int = 0
     failures: int = 0
-    asked: Asked | None = None  # the request for the next page, sent ahead
+    requested: PageRequest | None = None  # the request for the next page, sent ahead
     next_page: Outcome[None] = field(default_factory=Outcome)  # ends when that page is written
 
     def covers(self, name: bytes) -> bool:

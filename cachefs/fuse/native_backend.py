@@ -56,6 +56,7 @@ from cachefs.fuse.protocol import (
     Init,
     Malformed,
     Op,
+    OpenFlags,
     Setattr,
     dirent,
     direntplus,
@@ -63,7 +64,6 @@ from cachefs.fuse.protocol import (
     entry,
     name_of,
 )
-from cachefs.fuse.protocol import Opened as Flags
 from cachefs.fuse.records import Records
 
 log = logging.getLogger(__name__)
@@ -446,10 +446,17 @@ _HEADER = protocol.IN_HEADER.size
 _unpack_header, _pack_header = protocol.IN_HEADER_USED.unpack_from, protocol.OUT_HEADER.pack
 _unpack_open, _unpack_handle = protocol.OPEN_IN.unpack_from, protocol.RELEASE_IN_USED.unpack_from
 _REPLY = protocol.OUT_HEADER.size
-_KEEP_CACHE, _PASSTHROUGH, _CACHE_DIR = int(Flags.KEEP_CACHE), int(Flags.PASSTHROUGH), int(Flags.CACHE_DIR)
+_KEEP_CACHE, _PASSTHROUGH, _CACHE_DIR = (
+    int(OpenFlags.KEEP_CACHE),
+    int(OpenFlags.PASSTHROUGH),
+    int(OpenFlags.CACHE_DIR),
+)
 _OPEN = protocol.OPEN_REPLY
 _pack_open, _OPEN_BYTES = _OPEN.pack, _OPEN.size
-_BACKING_FLAGS, _PAGES_FLAGS = int(Flags.PASSTHROUGH | Flags.NOFLUSH), int(Flags.KEEP_CACHE | Flags.NOFLUSH)
+_BACKING_FLAGS, _PAGES_FLAGS = (
+    int(OpenFlags.PASSTHROUGH | OpenFlags.NOFLUSH),
+    int(OpenFlags.KEEP_CACHE | OpenFlags.NOFLUSH),
+)
 _NO_REPLY = (Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT)
 
 
@@ -489,7 +496,7 @@ class NativeBackend:
         self._zero_open = zero_open
         self._records = records
         self._keep_listings = keep_listings
-        self._writer_flags = int(Flags.DIRECT_IO) if direct_writers else 0
+        self._writer_flags = int(OpenFlags.DIRECT_IO) if direct_writers else 0
         self._uid = self._gid = 0  # the caller of the request that is being handled
         self._reading = trio.CancelScope()
         self._waiting: dict[int, Waiting[Any]] = {}  # by unique
@@ -749,7 +756,7 @@ class NativeBackend:
         attributes, ttl = found
         self._send(protocol.ATTR_REPLY, unique, *duration(ttl), 0, *protocol.attr(attributes))
 
-    def _open_reply(self, unique: int, opened: Opened, flags: int = int(Flags.NOFLUSH)) -> None:
+    def _open_reply(self, unique: int, opened: Opened, flags: int = int(OpenFlags.NOFLUSH)) -> None:
         self._reply_with_handle(protocol.OPEN_REPLY, unique, (), opened, flags)
 
     def _open_to_write_reply(self, unique: int, opened: Opened) -> None:

@@ -54,7 +54,7 @@ TELLING: Collection[Kind] = ("refused", "corrupt")
 """Failures that the user must mend (another key or clock, broken memory): they are logged as warnings."""
 
 
-class Asked(NamedTuple):
+class Candidate(NamedTuple):
     """A member to ask, and its place among those of the extent."""
 
     member: Member
@@ -95,11 +95,11 @@ class Cluster:
 
     # -- ownership -------------------------------------------------------------------------------
 
-    def candidates(self, digest: bytes, extent: int) -> Iterator[Asked]:
+    def candidates(self, digest: bytes, extent: int) -> Iterator[Candidate]:
         """The members to ask, one after the other; after them the origin. The caller must ask each member that it takes:
         `Health.may_try` permits one trial of a member that failed, and this uses it."""
         own = self.membership.own
-        others = takewhile(lambda asked: asked.member.name not in own, self.keepers(digest, extent))
+        others = takewhile(lambda candidate: candidate.member.name not in own, self.keepers(digest, extent))
         return islice(others, ASKED)
 
     def owner(self, digest: bytes, extent: int) -> Member | None:
@@ -129,14 +129,14 @@ class Cluster:
                 return False
         return False
 
-    def keepers(self, digest: bytes, extent: int) -> Iterator[Asked]:
+    def keepers(self, digest: bytes, extent: int) -> Iterator[Candidate]:
         """The replicas of the extent in the ring's order, then its successors: this node, and those of the others that may
         be tried. As with `candidates`, the caller must ask each that it takes."""
         # Read once, together: both may be replaced while the caller asks.
         members, own = self.membership.members, self.membership.own
         for rank, name in enumerate(self._owners(digest, extent)):
             if name in own or self._health_of(name).may_try(self._now()):
-                yield Asked(members[name], rank)
+                yield Candidate(members[name], rank)
 
     def _owners(self, digest: bytes, extent: int) -> tuple[str, ...]:
         return self.membership.ring.owners(digest, extent, self.replicas + SUCCESSORS)
@@ -145,7 +145,7 @@ class Cluster:
 
     async def read(
         self,
-        asked: Asked,
+        candidate: Candidate,
         version: ObjectId,
         start: int,
         stop: int,
@@ -157,10 +157,10 @@ class Cluster:
     ) -> None:
         """Read bytes [start, stop) of a version, whole blocks of one extent, into `sink`. `origin_rate` and `others` are as
         in `Pace`. Raises `PeerFailed`, and what the sink raises."""
-        request = self._request(version, start, stop, asked.rank)
-        deadline_s = self._health_of(asked.member.name).read_deadline()
+        request = self._request(version, start, stop, candidate.rank)
+        deadline_s = self._health_of(candidate.member.name).read_deadline()
         await self._judged(
-            asked.member,
+            candidate.member,
             lambda address: self._client.read(
                 address,
                 request,
@@ -176,15 +176,16 @@ class Cluster:
         """Send this member no more requests until it or this node restarts. Its successors stand in."""
         self._health_of(member.name).lying = True
 
-    def failed_since(self, asked: Asked, moment: float) -> bool:
+    def failed_since(self, candidate: Candidate, moment: float) -> bool:
         """True if a request to this member has failed at or after `moment` (of trio's clock)."""
-        return self._health_of(asked.member.name).failed_since(moment)
+        return self._health_of(candidate.member.name).failed_since(moment)
 
-    async def prefetch(self, asked: Asked, version: ObjectId, start: int, stop: int) -> None:
+    async def prefetch(self, candidate: Candidate, version: ObjectId, start: int, stop: int) -> None:
         """Have the member fetch and cache bytes [start, stop) of one extent. Raises `PeerFailed`."""
-        request = self._request(version, start, stop, asked.rank)
+        request = self._request(version, start, stop, candidate.rank)
         await self._judged(
-            asked.member, lambda address: self._client.prefetch(address, request, working_s=self._deadline_s)
+            candidate.member,
+            lambda address: self._client.prefetch(address, request, working_s=self._deadline_s),
         )
 
     async def have(self, member: Member, version: ObjectId, start: int, stop: int) -> list[bool]:

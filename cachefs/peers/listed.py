@@ -130,7 +130,7 @@ class _Listed:
     handshake: Handshake | None = None
     refusal: str = ""
     since: float = -math.inf
-    asked_at: float = -math.inf
+    requested_at: float = -math.inf
 
 
 class Listed:
@@ -167,8 +167,8 @@ class Listed:
         that is listed by its name."""
         at_host = [found for address, found in self._listed.items() if address.host == host]
         for found in at_host:
-            if trio.current_time() - found.asked_at >= 2 * POLL_S:
-                found.asked_at = -math.inf
+            if trio.current_time() - found.requested_at >= 2 * POLL_S:
+                found.requested_at = -math.inf
         return any(found.handshake is None for found in at_host or self._listed.values())
 
     async def leave(self) -> None:
@@ -183,7 +183,7 @@ class Listed:
             address
             for address, found in self._listed.items()
             if found.handshake is None
-            or now - found.asked_at >= HANDSHAKE_TTL_S
+            or now - found.requested_at >= HANDSHAKE_TTL_S
             # Two daemons have one id: one of them has ended, or will take another id.
             or len(lives[found.handshake.node]) > 1
         ]
@@ -195,14 +195,14 @@ class Listed:
                     handshake = await self._ask(address)
         except (OSError, CachefsError, trio.TooSlowError) as exc:
             log.debug("peer %s did not answer a handshake: %s", address, exc)
-            listed.asked_at = -math.inf
+            listed.requested_at = -math.inf
             if isinstance(exc, PeerFailed) and exc.kind == "refused":
                 listed.refusal = str(exc)
             return
         listed.refusal = ""
-        listed.asked_at = trio.current_time()
+        listed.requested_at = trio.current_time()
         if listed.handshake != handshake:
-            listed.handshake, listed.since = handshake, listed.asked_at
+            listed.handshake, listed.since = handshake, listed.requested_at
 
     async def _ask(self, address: Address) -> Handshake:
         if self._listen is not None and await is_own(address, self._listen, self._resolve):

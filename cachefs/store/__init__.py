@@ -15,7 +15,7 @@ status).
 
 from cachefs.store.backing import Settled
 from cachefs.store.catalog import Backing, BackingFile, CachedObject
-from cachefs.store.opening import Opened, open_store
+from cachefs.store.opening import OpenStore, open_store
 from cachefs.store.ram import SHM, remove_orphans
 from cachefs.store.scrub import scrub
 from cachefs.store.space import CacheWrite, Run, TierWrite, WriteClosed
@@ -28,7 +28,7 @@ __all__ = [
     "BackingFile",
     "CacheWrite",
     "CachedObject",
-    "Opened",
+    "OpenStore",
     "Run",
     "Settled",
     "Shared",

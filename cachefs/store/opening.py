@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Opened:
+class OpenStore:
     """The open store. `state_dir` is for small databases: the cache directory, or its replacement. `temporary` directories
     are removed by `close`. `claims` are descriptors that keep RAM tiers locked. `killed`: the daemon before ended by SIGKILL
     (see `Database`)."""
@@ -63,7 +63,7 @@ def open_store(
     eviction: Policy = "auto",
     *,
     killed: bool = False,
-) -> Opened:
+) -> OpenStore:
     """Open the store. Raises `CacheInUse` if another daemon has the directory, `CacheUnusable` if no directory for the index
     can be written."""
     with ExitStack() as undo:  # removes what was made if a later step fails
@@ -109,7 +109,7 @@ def open_store(
             warnings.append("no tier at all: nothing is cached but what the kernel keeps")
         store = Store(index, tiers, block_size, verify, metrics, time.monotonic, eviction)
         undo.pop_all()
-    return Opened(store, state_dir, warnings, temporary, claims, killed)
+    return OpenStore(store, state_dir, warnings, temporary, claims, killed)
 
 
 def _on_disk(path: Path, keep_free_bytes: int) -> ram.Place:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cachefs.fs.attributes import Attributes, Entry
 from cachefs.fuse import protocol
-from cachefs.fuse.protocol import Init, Op, Opened, Setattr
+from cachefs.fuse.protocol import Init, Op, OpenFlags, Setattr
 
 UAPI = Path("/usr/include/linux/fuse.h")
 
@@ -83,7 +83,7 @@ def test_numbers_of_ioctls() -> None:
 
 def test_newer_flags_than_most_headers_have() -> None:
     assert Init.PASSTHROUGH == 1 << 37
-    assert Opened.PASSTHROUGH == 1 << 7
+    assert OpenFlags.PASSTHROUGH == 1 << 7
     assert Op.TMPFILE == 51
 
 
@@ -113,10 +113,10 @@ def test_operations_are_the_kernels(header: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ours", "prefix", "least"), [(Init, "FUSE_", 8), (Opened, "FOPEN_", 3), (Setattr, "FATTR_", 9)]
+    ("ours", "prefix", "least"), [(Init, "FUSE_", 8), (OpenFlags, "FOPEN_", 3), (Setattr, "FATTR_", 9)]
 )
 def test_flags_are_the_kernels(
-    header: str, ours: type[Init] | type[Opened] | type[Setattr], prefix: str, least: int
+    header: str, ours: type[Init] | type[OpenFlags] | type[Setattr], prefix: str, least: int
 ) -> None:
     theirs = _numbers(header, prefix)
     compared = {flag.name: (int(flag), theirs[flag.name]) for flag in ours if flag.name in theirs}

@@ -15,7 +15,7 @@ import trio.testing
 
 from cachefs.fs import Attributes, Entry
 from cachefs.fuse import protocol
-from cachefs.fuse.protocol import Op, Opened
+from cachefs.fuse.protocol import Op, OpenFlags
 from tests.fs.bucket import MTIME, Bucket, Bytes, WritableBucket
 from tests.fs.writers import MemoryWriter
 from tests.fuse.kernel import OPEN_READ, ROOT, Kernel, Reply, kernel, opened, read_in, release_in
@@ -316,7 +316,7 @@ async def opendir_flags(asking: Kernel) -> tuple[int, int]:
     return dh, flags
 
 
-MAY_KEEP, KEPT = Opened.CACHE_DIR, Opened.CACHE_DIR | Opened.KEEP_CACHE
+MAY_KEEP, KEPT = OpenFlags.CACHE_DIR, OpenFlags.CACHE_DIR | OpenFlags.KEEP_CACHE
 
 
 async def test_no_listing_is_kept_where_the_kernel_cannot() -> None:

@@ -17,7 +17,7 @@ from cachefs.base.linux import HANGS_AFTER_S
 from cachefs.fuse import protocol, pyfuse3_backend
 from cachefs.fuse.native_backend import NativeBackend
 from cachefs.fuse.operations import REQUEST_BYTES, Admission
-from cachefs.fuse.protocol import RESENT, Op, Opened
+from cachefs.fuse.protocol import RESENT, Op, OpenFlags
 from cachefs.origin.protocol import ObjectInfo
 from tests.fs.bucket import Bucket
 from tests.fuse.kernel import DEADLINE_S, OPEN_READ, ROOT, Kernel, kernel, opened, read_in, release_in
@@ -164,7 +164,7 @@ async def test_a_passthrough_file_is_told_of_and_shared() -> None:
         handles = []
         for _ in range(2):
             fh, flags, backing = opened(await asking.ask(Op.OPEN, ino, OPEN_READ))
-            assert (flags, backing) == (Opened.PASSTHROUGH | Opened.NOFLUSH, 1)
+            assert (flags, backing) == (OpenFlags.PASSTHROUGH | OpenFlags.NOFLUSH, 1)
             handles.append(fh)
         assert asking.line.passthrough == {1: 99}
         assert asking.metrics.passthrough_opens == 2
@@ -184,12 +184,16 @@ async def test_pages_may_be_kept_and_another_version_is_another_inode() -> None:
     bucket = Bucket(["f"])
     async with kernel(bucket) as asking:
         ino = await asking.ino("f")
-        assert opened(await asking.ask(Op.OPEN, ino, OPEN_READ))[1] == Opened.KEEP_CACHE | Opened.NOFLUSH
+        assert (
+            opened(await asking.ask(Op.OPEN, ino, OPEN_READ))[1] == OpenFlags.KEEP_CACHE | OpenFlags.NOFLUSH
+        )
         await asking.ask(Op.RELEASE, ino, release_in(1))
         bucket.put("f", version=1)
         await trio.sleep(61)
         assert (again := await asking.ino("f")) != ino
-        assert opened(await asking.ask(Op.OPEN, again, OPEN_READ))[1] == Opened.KEEP_CACHE | Opened.NOFLUSH
+        assert (
+            opened(await asking.ask(Op.OPEN, again, OPEN_READ))[1] == OpenFlags.KEEP_CACHE | OpenFlags.NOFLUSH
+        )
 
 
 async def test_a_deadline_ends_a_wait() -> None:

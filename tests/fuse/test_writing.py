@@ -19,7 +19,7 @@ from cachefs.fs.attributes import Space
 from cachefs.fs.freshness import BURST_S
 from cachefs.fuse import protocol
 from cachefs.fuse.native_backend import COPIED, MAX_WRITE, MOST_DETACHED
-from cachefs.fuse.protocol import Op, Opened, Setattr
+from cachefs.fuse.protocol import Op, OpenFlags, Setattr
 from tests.fs.bucket import Bucket
 from tests.fuse.kernel import DEADLINE_S, PID, Kernel, kernel, opened, release_in
 from tests.fuse.test_waiting import interrupt
@@ -267,7 +267,7 @@ async def test_requests(case: tuple[int, bytes, tuple[Any, ...]]) -> None:
             assert len(reply.body) == ENTRY_BYTES + 16
             assert reply.body[ENTRY_BYTES] == 9
         elif opcode == Op.OPEN:
-            assert opened(reply) == (9, Opened.KEEP_CACHE, 0)
+            assert opened(reply) == (9, OpenFlags.KEEP_CACHE, 0)
         elif opcode == Op.WRITE:
             assert reply.body == (5).to_bytes(8, "little")
         elif opcode == Op.SETATTR:
@@ -342,11 +342,11 @@ async def test_now_is_the_daemons() -> None:
 
 async def test_writers_are_told_of_closes_and_readers_are_not() -> None:
     async with writing(Noted()) as asking:
-        kept = int(Opened.KEEP_CACHE)
+        kept = int(OpenFlags.KEEP_CACHE)
         assert opened(await asking.ask(Op.OPEN, 7, open_in(os.O_WRONLY)))[1] == kept
         assert (
             opened(await asking.ask(Op.OPEN, 7, open_in(os.O_RDONLY)))[1]
-            == Opened.NOFLUSH | Opened.KEEP_CACHE
+            == OpenFlags.NOFLUSH | OpenFlags.KEEP_CACHE
         )
         made = await asking.ask(Op.CREATE, DIRECTORY, create_in(b"f"))
         assert int.from_bytes(made.body[ENTRY_BYTES + 8 : ENTRY_BYTES + 12], "little") == kept

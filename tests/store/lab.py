@@ -21,7 +21,7 @@ import trio
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.fetch import Fetcher
-from cachefs.store import Opened, Store, open_store, ram
+from cachefs.store import OpenStore, Store, open_store, ram
 from cachefs.store.tier import Disposal
 from tests.fetch.scripted import ScriptedOrigin
 from tests.store import counters
@@ -42,7 +42,7 @@ Disposal._begin = lambda self: self._work(0.0)  # type: ignore[method-assign]
 class Lab:
     """What a test holds in its hand while the cache runs."""
 
-    def __init__(self, opened: Opened, fetcher: Fetcher, origin: ScriptedOrigin, metrics: Metrics) -> None:
+    def __init__(self, opened: OpenStore, fetcher: Fetcher, origin: ScriptedOrigin, metrics: Metrics) -> None:
         self.opened = opened
         self.store: Store = opened.store
         self.fetcher = fetcher
