@@ -98,7 +98,9 @@ class DirectoryReader:
         if offset and handle.renewals != self._tree.renewals:
             raise OriginFailed("the names that were known are lost: the directory is to be read again")
         if offset:
-            mark = handle.places.get(offset) or self._tree.mark_at(handle.directory, offset)
+            mark = handle.places.get(offset)
+            if mark is None:
+                mark = self._tree.mark_at(handle.directory, offset)
             if mark is None and handle.generation:
                 raise OriginFailed("the directory changed while it was read: the place to go on from is gone")
             # A reader that began with an earlier daemon may have removed the last name that it was given, as `rm -r` does.

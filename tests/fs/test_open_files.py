@@ -282,6 +282,20 @@ async def test_a_read_that_a_signal_interrupts_is_repeated_behind_a_name_that_is
     assert [entry.name for entry in first] == [entry.name for entry in again] == [b"3", b"4", b"5"]
 
 
+async def test_a_read_behind_a_place_of_an_earlier_daemon_is_repeated_from_the_beginning() -> None:
+    """Its name is gone, so the reader is given all names once more, also if a signal interrupts it."""
+    bucket = WritableBucket([f"d/{number}" for number in range(9)])
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
+        ino, offset = await mount.ino("d"), await mount.ino("d/2")
+        await mount.unlink("d/2")
+        mount.fs.follow(8)
+        mount.fs.reopen_directory(7, ino)
+        for _ in range(2):
+            page = await mount.fs.readdir(7, offset, 3)
+            assert [entry.name for entry in page] == [b"0", b"1", b"3"]
+        mount.fs.releasedir(7)
+
+
 async def test_a_directory_that_is_removed() -> None:
     bucket = WritableBucket(["d/e/f"])
     async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
