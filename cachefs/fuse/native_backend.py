@@ -929,15 +929,15 @@ class NativeBackend:
     def _create(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
         flags, mode, *_ = protocol.CREATE_IN.unpack_from(body)
         name = name_of(body[protocol.CREATE_IN.size :])
-        if unique & RESENT:
-            flags &= ~os.O_EXCL  # the previous daemon may have created the file for this request
-        made = self.operations.create(thread, inode, name, flags, mode, self._uid, self._gid)
-        if unique & RESENT and self._records is not None:
-            if isinstance(made, Pending):
-                made = self._releasing_unanswered(unique, made)
-            else:
-                self._release_unanswered(unique)
-        self._answer(unique, made, self._create_reply)
+        if not unique & RESENT:
+            made = self.operations.create(thread, inode, name, flags, mode, self._uid, self._gid)
+            self._answer(unique, made, self._create_reply)
+            return
+        flags &= ~os.O_EXCL  # the previous daemon may have created the file for this request
+        pending = self.operations.create_in_task(thread, inode, name, flags, mode, self._uid, self._gid)
+        if self._records is not None:
+            pending = self._releasing_unanswered(unique, pending)
+        self._begin(unique, pending, self._create_reply)
 
     def _release_unanswered(self, unique: int) -> None:
         assert self._records is not None

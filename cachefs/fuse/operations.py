@@ -378,6 +378,11 @@ class Operations:
             if made is not None:
                 self.metrics.fuse_create += 1
                 return self._created(thread, made)
+        return self.create_in_task(thread, parent, name, flags, mode, uid, gid)
+
+    def create_in_task(
+        self, thread: int, parent: int, name: bytes, flags: int, mode: int, uid: int, gid: int
+    ) -> Pending[Created]:
         work = partial(self._create, thread, parent, name, flags, mode, uid, gid)
         return self._serialized(CREATE, thread, work, parent)
 
