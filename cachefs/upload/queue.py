@@ -305,7 +305,7 @@ class Queue:
         self._committed(dirty_file, info)
         if dirty_file.record.over is not None:
             await self._records.forget_replaced(dirty_file)
-        # While the name is being removed, the row stays: if a kill comes before the end of that, the name shows this file.
+        # While the name is being removed, the row stays: if a kill ends the removal early, the name shows this file.
         if not (dirty_file.dirty or dirty_file.discarded or dirty_file.content.row is Row.NONE):
             await self._records.forget(dirty_file, patient=patient)
 

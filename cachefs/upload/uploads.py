@@ -242,7 +242,8 @@ class Uploads:
     def begin_now(
         self, origin: Origin, key: str, mtime_ns: int, attrs: Mapping[str, Any]
     ) -> DirtyFile | None:
-        """`begin` an empty file whose writer need not be offered a backing file; None if that would have to wait."""
+        """`begin` an empty file in memory. None if there is no memory for it, or if its writer may get a backing file, for
+        which `open_backing` waits."""
         if self.passthrough.offered and not self.passthrough.new_files.next_is_likely_small():
             return None
         dirty_file = self._new(origin, key, 0, None, mtime_ns, attrs)
@@ -854,8 +855,8 @@ class Uploads:
     ) -> None:
         """Give up a dirty file, because its name is removed. It is not uploaded any more; its users can still read and write
         it. `instead` removes the name; it is called when no upload is running. Without it, an object that a last upload may
-        have made is deleted at the origin, unless another file has `replaced` the name. Until then, the dirty file survives
-        a crash; if that raises, the dirty file is as before."""
+        have made is deleted at the origin, unless another file has `replaced` the name. Until the origin has made this
+        change, the dirty file survives a crash. If the change fails, the dirty file is as before."""
         stored = dirty_file.stored
         dirty_file.content.removed = True
         try:
