@@ -724,6 +724,10 @@ class NativeBackend:
     def _give_up(self, unique: int) -> bool:
         """Interrupt the request if a signal ends its process. True if it is interrupted."""
         waiting = self._waiting[unique]
+        if waiting.request.rule is Rule.RUN_TO_END and not waiting.begun:
+            # After the reply the kernel sends the next change of the same directory, and only a change that has begun goes
+            # before that one.
+            return False
         if not waiting.interrupted and callers.is_ending(waiting.thread) and waiting.interrupt():
             self._done(unique, errno.EINTR)
         return waiting.interrupted

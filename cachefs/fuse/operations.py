@@ -136,15 +136,25 @@ class Admission:
 
 
 class Waiting(Generic[T]):
-    """A waiting request: its memory is counted, and it is in the ledger. `answer` has to be awaited once. Raises `Refused`
-    if there is no memory for it."""
+    """A waiting request: its memory is counted, and it is in the ledger. `answer` has to be awaited once; `begun` is True
+    from then on. Raises `Refused` if there is no memory for it."""
 
-    __slots__ = ("_admission", "_call", "_held_bytes", "_scope", "_work", "interrupted", "request", "thread")
+    __slots__ = (
+        "_admission",
+        "_call",
+        "_held_bytes",
+        "_scope",
+        "_work",
+        "begun",
+        "interrupted",
+        "request",
+        "thread",
+    )
 
     def __init__(self, pending: Pending[T], operations: Operations) -> None:
         self.request = request = pending.request
         self.thread = pending.thread
-        self.interrupted = False
+        self.begun = self.interrupted = False
         self._work = pending.work
         self._held_bytes = REQUEST_BYTES + pending.data_bytes
         self._admission = operations.admission
@@ -163,6 +173,7 @@ class Waiting(Generic[T]):
         """Do the work. Raises what it raises, `TooSlowError`, or `Errno` (EINTR). There is no checkpoint after the work, so
         a handle that was opened is always returned."""
         token = current_call.set(self._call)
+        self.begun = True
         try:
             if self._scope is None:
                 return await self._work()

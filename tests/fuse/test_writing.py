@@ -529,6 +529,29 @@ async def test_changes_of_one_directory_have_their_turns() -> None:
         assert not asking.backend.operations._directory_locks
 
 
+async def test_a_change_that_a_signal_overtakes_keeps_its_turn() -> None:
+    """The signal is read before the task of the change has run. The kernel sends the next change once that is answered."""
+
+    class Creating(Noted):
+        def create_now(self, *arguments: Any) -> tuple[Attributes, float, tuple[int, int]]:  # type: ignore[override]
+            self.calls.append(("create", *arguments))
+            return NEW, 0.0, (9, 0)
+
+    fs = Creating()
+    async with writing(fs) as asking:
+        await asking.idle()
+        rename = asking.send(Op.RENAME, DIRECTORY, protocol.RENAME_IN.pack(DIRECTORY) + b"old\0name\0")
+        interrupt(asking, rename)
+        asking.backend._serve_burst()
+        asking.drain()
+        if rename not in asking.replies:
+            await asking.reply(rename)
+        create = asking.send(Op.CREATE, DIRECTORY, create_in(b"name"))
+        asking.backend._serve_burst()
+        assert not (await asking.reply(create)).error
+        assert [call[0] for call in fs.calls] == ["rename", "create"]
+
+
 async def test_a_change_that_fails_after_its_process_ended_is_no_failure() -> None:
     fs = Noted()
     fs.fails["unlink"] = errors.OriginFailed("down")
