@@ -857,7 +857,7 @@ class Uploads:
         it. `instead` removes the name; it is called when no upload is running. Without it, an object that a last upload may
         have made is deleted at the origin, unless another file has `replaced` the name. Until the origin has made this
         change, the dirty file survives a crash. If the change fails, the dirty file is as before."""
-        stored = dirty_file.stored
+        stored, deletes = dirty_file.stored, False
         dirty_file.content.removed = True
         try:
             await dirty_file.trying.turn.acquire()
@@ -869,12 +869,16 @@ class Uploads:
                 await self._queue.halt(dirty_file, gives_up=True)
                 made = dirty_file.trying.unsure or dirty_file.stored is not stored
                 if instead is not None:
+                    deletes = not replaced
                     await instead()
                 # Before the row is removed: after a kill in between, the object would have the name, and not its attributes.
                 elif made and not replaced and (not dirty_file.conflicts or await self._own(dirty_file)):
+                    deletes = True
                     await dirty_file.origin.delete(dirty_file.key)
             except BaseException:
                 await self._undo_copy(dirty_file)
+                if deletes:
+                    await self._undo_delete(dirty_file)
                 await self._comes_back(dirty_file)
                 raise
             # Before the staging file is unlinked, which the next daemon would miss.
@@ -903,6 +907,21 @@ class Uploads:
             there = await self._own(dirty_file)
             if there is not None and there.etag != dirty_file.base:
                 await dirty_file.send_again()
+
+    async def _undo_delete(self, dirty_file: DirtyFile) -> None:
+        """Have a clean file sent once more, if the request to delete its object has failed, and the origin may have deleted
+        it all the same. A dirty file is sent anyway."""
+        if dirty_file.dirty or self._dirty_files.get(dirty_file.id) is not dirty_file:
+            return
+        with trio.CancelScope(shield=True), suppress(CachefsError):
+            with trio.move_on_after(GIVING_UP_S), suppress(CachefsError):
+                try:
+                    await dirty_file.origin.look(dirty_file.key)
+                except NotFound:
+                    dirty_file.base = None
+                else:
+                    return
+            await dirty_file.send_again()
 
     async def _comes_back(self, dirty_file: DirtyFile) -> None:
         """Handle a removal that has failed: the name shows the dirty file as before."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from cachefs.fs import Volume
 from cachefs.fuse.errno_table import errno_of
 from tests.fs.bucket import Bucket, WritableBucket
 from tests.fs.mount import ROOT, Mount, mounted
+from tests.fs.test_writing_model import WRITERS, World
 from tests.fs.writers import MemoryWriter
 
 RW: dict[str, Any] = {"file_mode": 0o644, "dir_mode": 0o755}
@@ -344,3 +347,49 @@ async def test_a_first_change_of_what_was_removed_and_is_not_cached_is_estale(he
         assert errno_of(raised.value)[0] == errno.ESTALE
         mount.fs.release(fh)
         assert not writer.pending() and "f" not in bucket.objects
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("uploaded", [False, True])
+@pytest.mark.parametrize("mode", WRITERS)
+async def test_a_file_whose_removal_fails_after_the_origin_has_deleted_it_is_sent_once_more(
+    tmp_path: Path, mode: str, uploaded: bool, is_open: bool
+) -> None:
+    """Otherwise its name would show a file that the origin does not have, and a close would promise that it does."""
+    async with trio.open_nursery() as nursery:
+        world = World(tmp_path, nursery, writeback=mode == "writeback")
+        await world.start()
+        mount, fs, bucket = world.mount, world.mount.fs, world.bucket
+        bucket.delay, delete = 1.0, bucket.delete
+
+        async def delete_without_reply(key: str) -> None:
+            await delete(key)
+            raise OriginFailed("no reply")
+
+        parent = await mount.ino("dir")
+        _, _, (fh, _) = await fs.create(parent, b"new", os.O_RDWR, 0o644, 1, 1000, 1000)
+        await fs.write(fh, 0, b"data")
+
+        async def close() -> None:
+            with suppress(CachefsError):
+                await fs.flush(fh)
+            if not is_open:
+                fs.release(fh)
+
+        nursery.start_soon(close)
+        while not bucket.puts:  # noqa: ASYNC110
+            await trio.sleep(0.05)
+        if uploaded:
+            await trio.sleep(4)
+        bucket.delete = delete_without_reply  # type: ignore[method-assign]
+        with pytest.raises(OriginFailed):
+            await mount.unlink("dir/new")
+        bucket.delete = delete  # type: ignore[method-assign]
+        if is_open:
+            await fs.flush(fh)
+            fs.release(fh)
+        assert not await world.uploads.flush()
+        shown = await mount.stat("dir/new")
+        assert (shown is not None) == ("dir/new" in bucket.objects) == (is_open or not uploaded)
+        await world.stop()
+        nursery.cancel_scope.cancel()
