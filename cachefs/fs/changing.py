@@ -143,14 +143,17 @@ class Changing:
         await self._mark_last(origin, directory, name)
         node = self._node_of((directory, name), found)
         key = directory.prefix + name.decode()
-        with self._in_doubt(found, directory, name):
-            if node is None:
-                await origin.delete(key)
-            else:
-                async with node.lock:
-                    delete = partial(self._delete_stored, origin, key, node) if node.stored else None
-                    await self._local_changes.remove(node, replaced=False, instead=delete)
-        await self._local_changes.write(directory, name, False)
+        # A program has the file open for writing, and goes on with it also if this daemon dies behind the deletion.
+        is_open = node is not None and node.dirty_file is None
+        with self._noted((directory, name), {"removes": key}) if is_open else nullcontext():
+            with self._in_doubt(found, directory, name):
+                if node is None:
+                    await origin.delete(key)
+                else:
+                    async with node.lock:
+                        delete = partial(self._delete_stored, origin, key, node) if node.stored else None
+                        await self._local_changes.remove(node, replaced=False, instead=delete)
+            await self._local_changes.write(directory, name, False)
         if node is not None and node.dirty_file is not None and node.dirty_file.conflicts:
             with suppress(NotFound):
                 await self._local_changes.write(directory, name, await origin.head(key))
@@ -226,14 +229,16 @@ class Changing:
         if found.is_dir:
             await self._move_directory(place, found, new_place, target)
             return
-        with self._noted(place, new_place) if flags & NOREPLACE else nullcontext():
+        copy = {"copy_of": _key(place)[1]}
+        with self._noted(new_place, copy) if flags & NOREPLACE else nullcontext():
             await self._move_file(place, found, new_place, target)
 
     @contextmanager
-    def _noted(self, place: Place, to: Place) -> Iterator[None]:
-        """Tell the next daemon that the block renames a file to `to` (`Tree.left`), which was free before, or the name of a
-        file that is open and unchanged."""
-        key, row = to[0].key + to[1], json.dumps({"copy_of": _key(place)[1]}).encode()
+    def _noted(self, place: Place, change: dict[str, str]) -> Iterator[None]:
+        """Tell the next daemon of a change of the name `place` that the block makes (`Tree.left`): of `removes` its key, of
+        `copy_of` the key of the file that gets this name. The name was free before, or that of a file that is open and
+        unchanged."""
+        key, row = place[0].key + place[1], json.dumps(change).encode()
         self._tree.database.write([("local", key, row)])
         try:
             yield
@@ -280,7 +285,7 @@ class Changing:
 
         # A program has the replaced file open for writing, and goes on with it also if this daemon dies behind the copy.
         is_open = replaced is not None and replaced.dirty_file is None
-        with self._noted(place, to) if is_open else nullcontext():
+        with self._noted(to, {"copy_of": key}) if is_open else nullcontext():
             await self._replace(to, replaced, copy)
             assert info is not None
             with trio.CancelScope(shield=True):  # because the copy is made, and no row says so yet
@@ -589,9 +594,11 @@ class Changing:
             row = json.loads(left)
             try:
                 directory = self._tree.directory(ino)
-                if "copy_of" in row:  # this daemon is asked again, or no program waits for it
+                if "removes" in row:
+                    await self._look_for_change(directory, old_name, removes=True)
+                elif "copy_of" in row:  # this daemon is asked again, or no program waits for it
                     self._begun[ino, old_name] = row["copy_of"]
-                    await self._look_for_copy(directory, old_name)
+                    await self._look_for_change(directory, old_name)
                 else:
                     origin, key = _key((directory, old_name))
                     await self._remove_older(origin, {**row, "from": key}, find)
@@ -599,17 +606,20 @@ class Changing:
             except CachefsError as exc:
                 log.warning("a file that was renamed may still have its old name, too: %s", exc)
 
-    async def _look_for_copy(self, directory: Directory, name: bytes) -> None:
-        """If the origin has another object under a name than the tree, take the name away from the tree's inode. So handles
-        that are restored then have lost it here, and not to another client."""
+    async def _look_for_change(self, directory: Directory, name: bytes, *, removes: bool = False) -> None:
+        """If the origin has another object under a name than the tree (`removes`: none), take the name away from the tree's
+        inode. So handles that are restored then have lost it here, and not to another client."""
         origin, key = _key((directory, name))
         row = self._tree.row(directory, name)
         if row is None or self._local_changes.at(directory, name) is not None:
             return
+        info: ObjectInfo | None = None
         with suppress(NotFound):
             info = await origin.head(key)
-            if info.etag != row.etag:
-                await self._local_changes.write(directory, name, info)
+        if info is None and removes:
+            await self._local_changes.write(directory, name, False)
+        elif info is not None and not removes and info.etag != row.etag:
+            await self._local_changes.write(directory, name, info)
 
     async def _remove_older(self, origin: Origin, row: dict[str, Any], find: Find) -> None:
         """Delete the older version of a renamed file under its old name, if the new name has the file here or at the origin.

@@ -310,7 +310,8 @@ class Tree:
         self.numbers = Numbers(database)
         # (inode of the directory, name, JSON) of files that the last daemon renamed: the objects under their old names,
         # which it has not deleted. The JSON has the new key (`to`) and the etags of what may be deleted (`versions`). Or of
-        # names to which it was renaming a file (`Changing._noted`): the JSON has the key of that file (`copy_of`).
+        # names that it was changing (`Changing._noted`): the JSON has the key that it was removing (`removes`), or that of
+        # the file which it was renaming to this name (`copy_of`).
         self.left: list[tuple[int, bytes, bytes]] = []
         self._forget_dirty_files()
         self.epoch = int.from_bytes(database.get("state", _EPOCH) or b"", "big")

@@ -25,7 +25,7 @@ import pytest
 from tests.fs.killed import Script, run_lives
 
 HISTORIES = int(os.environ.get("CACHEFS_KILLED_HISTORIES", "0"))
-"""None by default: about one history in some hundreds still fails, and not each time."""
+"""None by default, because 100 take half a minute, and one in some hundreds may still fail, and not each time."""
 IN_A_TEST = 10
 
 
@@ -125,6 +125,17 @@ def test_a_file_that_a_rename_was_to_replace_keeps_its_name_alone(
 def test_a_kill_amid_a_removal_that_has_waited_for_an_upload_leaves_the_mode(place: Path, seed: int) -> None:
     saves: Script = [("save", "c", b"data"), ("chmod", "c", 0o600), ("pause", 0.001)]
     check(place, [*saves, ("die in", "leaves"), ("unlink", "c")], seed=seed, quick=False)
+
+
+@pytest.mark.parametrize("function", ["written", "write_answer", "lose_name"])
+@pytest.mark.parametrize("again", ["", "found", "_look_for_change"])
+def test_a_file_that_a_removal_has_deleted_can_be_written_after_a_kill(
+    place: Path, function: str, again: str
+) -> None:
+    lives: list[Script] = [[("open", "a", 1, True, False), ("die in", function), ("unlink", "a")]]
+    if again:
+        lives.append([("die at the start in", again)])
+    check(place, *lives, [("write", 1, 0, b"more"), ("read", 1)], outlives=True)
 
 
 def test_a_removed_file_that_two_handles_have_open_does_not_take_the_place_of_the_next_one(
