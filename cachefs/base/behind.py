@@ -92,7 +92,7 @@ class WriteBehind:
         self._prefix = {name: bytes([number]) for number, name in enumerate(self._tables)}
         # (new rows, rows that are being committed); replaced as a whole, because readers take no lock.
         self._waiting = _Rows({}), _Rows({})
-        # Taken for each write, so not as `_changed`, whose methods are not in C.
+        # The lock of `_changed`. Each write takes it itself, because the methods of a condition are written in Python.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._closing = self._hurry = False

@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from cachefs.base.linux import UNSEEN, Identity, identify
@@ -270,7 +271,7 @@ class Waits:
                 on = max(READ_FROM, key=lambda what: wait.shares.get(what, 0.0))
                 read = SlowRead(seconds, now, wait.key, wait.offset, on, wait.process.identity)
                 reads = [read, *self._fresh(now)]
-                self._slow = sorted(reads, reverse=True)[:SLOWEST]
+                self._slow = sorted(reads, key=attrgetter("seconds"), reverse=True)[:SLOWEST]
 
     def _fresh(self, now: float) -> list[SlowRead]:
         return [read for read in self._slow if now - read.at <= SLOW_FOR_S]

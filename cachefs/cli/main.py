@@ -241,7 +241,7 @@ def mount(ctx: click.Context, /, places: tuple[str, ...], o: tuple[str, ...], **
         if config.print_config:
             from cachefs.config import layers
 
-            click.echo(os.fsencode(layers.dump(config)), nl=False)  # a path may be no UTF-8
+            click.echo(os.fsencode(layers.dump(config)), nl=False)  # a path may have other bytes than UTF-8
             return 0
         mounting.check_log(config)
         if config.foreground or ready.in_background:

@@ -449,7 +449,7 @@ def logs(place: Path | None, follow: bool, last: int | None, as_json: bool) -> N
 
     if os.path.exists(path) and not os.path.isfile(path):
         # Opening a pipe may wait, and reading it takes the lines away from its reader.
-        raise MountError(f"the log {path} is not a file: its lines are where it leads")
+        raise MountError(f"the log {path} is a pipe or a device: what was written to it cannot be read again")
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             for line in deque(file, maxlen=last):

@@ -553,7 +553,7 @@ class Fetcher:
         return block_count(object_id.size, self._block_size)
 
     def open_backing(self, opened: OpenedObject) -> Backing | None:
-        if opened.id.size > WHOLE_BYTES and opened.id.digest in self._withheld:
+        if not self._passthrough_ready(opened.id):
             return None
         on_disk = self.written and opened.origin.can_write
         return self._store.open_backing(self._store.object(opened.id), on_disk=on_disk)
@@ -562,8 +562,11 @@ class Fetcher:
         on_disk = self.written and opened.origin.can_write
         return self._store.settled(opened.id, passthrough=self.passthrough, on_disk=on_disk)
 
+    def _passthrough_ready(self, object_id: ObjectId) -> bool:
+        return object_id.size <= WHOLE_BYTES or object_id.digest not in self._withheld
+
     def soon_cached(self, object_id: ObjectId) -> bool:
-        if not self.passthrough or (object_id.size > WHOLE_BYTES and object_id.digest in self._withheld):
+        if not self.passthrough or not self._passthrough_ready(object_id):
             return False
         obj = self._store.look(object_id)
         if obj.backing is not None:

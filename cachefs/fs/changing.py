@@ -235,9 +235,9 @@ class Changing:
 
     @contextmanager
     def _noted(self, place: Place, change: dict[str, str]) -> Iterator[None]:
-        """Tell the next daemon of a change of the name `place` that the block makes (`Tree.left`): of `removes` its key, of
-        `copy_of` the key of the file that gets this name. The name was free before, or that of a file that is open and
-        unchanged."""
+        """Tell the next daemon what the block does to the name `place` (`Tree.left`). `change` has one entry: `removes` with
+        the key of the name, or `copy_of` with the key of the file that is renamed to it. The name was free before, or that
+        of a file that is open and unchanged."""
         key, row = place[0].key + place[1], json.dumps(change).encode()
         self._tree.database.write([("local", key, row)])
         try:
@@ -604,7 +604,7 @@ class Changing:
                     await self._remove_older(origin, {**row, "from": key}, find)
                 self._tree.database.write([("local", directory.key + old_name, None)])
             except CachefsError as exc:
-                log.warning("a file that was renamed may still have its old name, too: %s", exc)
+                log.warning("a file that was renamed or removed may still have its old name: %s", exc)
 
     async def _look_for_change(self, directory: Directory, name: bytes, *, removes: bool = False) -> None:
         """If the origin has another object under a name than the tree (`removes`: none), take the name away from the tree's

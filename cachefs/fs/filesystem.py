@@ -591,7 +591,7 @@ class FileSystem:
         if directory is None:
             return None
         made = self._write.create_now(directory, name, flags, mode, pid, uid, gid)
-        return made and (made[0], 0.0, made[1])
+        return made and (made[0], 0.0, made[1])  # 0 seconds, as `getattr` says while a file is written
 
     async def mknod(
         self, parent: int, name: bytes, mode: int, pid: int, uid: int, gid: int, *, again: bool = False

@@ -101,7 +101,7 @@ class Freshness:
     def whole(self, directory: Directory) -> tuple[int, float] | None:
         """(generation, time of its request) of the last complete listing; None if a refresh was requested since."""
         listed = directory.listed
-        if listed.complete and listed.epoch >= self._tree.epoch_needed(directory):
+        if listed.complete and self.in_force(directory, listed.epoch):
             return listed.complete, listed.at
         return None
 

@@ -1223,8 +1223,7 @@ class Breaker:
         """An attempt got no reply, or a 5xx."""
         self._last_error = str(exc)
         self._outage.failed()
-        if self._watching is None:
-            self._watch()
+        self._watch()
 
     @contextmanager
     def asking(self) -> Iterator[None]:
@@ -1238,8 +1237,7 @@ class Breaker:
     def asked(self, end: Callable[[], None] | None, now: float) -> None:
         """An attempt begins whose silence is suspicious. `end` is called if the origin is found to be out."""
         self._outage.asked(now)
-        if self._watching is None:
-            self._watch()
+        self._watch()
         if end is not None:
             self._hanging.add(end)
 
@@ -1290,8 +1288,9 @@ class Breaker:
             self._watching.cancel()
 
     def _watch(self) -> None:
-        self._watching = trio.CancelScope()
-        trio.lowlevel.spawn_system_task(self._run, self._watching, name="cachefs outage")
+        if self._watching is None:
+            self._watching = trio.CancelScope()
+            trio.lowlevel.spawn_system_task(self._run, self._watching, name="cachefs outage")
 
     async def _run(self, scope: trio.CancelScope) -> None:
         """Check for a suspicion and probe, until no request waits or has failed and the origin is not out."""

@@ -165,7 +165,6 @@ class Prefetcher:
         self._metrics = metrics
         self._slots = max(1, slots)
         self._group = max(1, min(AT_ONCE, self._slots // LEAST_GROUPS))
-        self._most_in_flight = self._slots - self._group  # for a group to begin
         self._capacity = capacity
         self._clock = clock
         # As `trio.current_time`, which takes three more calls to find its clock.
@@ -281,8 +280,13 @@ class Prefetcher:
                 await self.hints.aclose()
 
     def _wake(self) -> None:
-        if self._in_flight <= self._most_in_flight:  # otherwise the end of a transfer wakes the task
+        if self._has_slots:  # otherwise the end of a transfer wakes the task
             self._wake_up.set()
+
+    @property
+    def _has_slots(self) -> bool:
+        """True if a group may begin."""
+        return self._in_flight + self._group <= self._slots
 
     def _paused(self) -> bool:
         return self._now() < self._resume_at
@@ -290,7 +294,7 @@ class Prefetcher:
     async def _start_some(self, nursery: trio.Nursery) -> bool:
         """Begin a group of transfers. True if others may follow, False if there is nothing to begin now."""
         budget = self._budget()
-        if self._in_flight > self._most_in_flight or self._enough(budget) or self._paused():
+        if not self._has_slots or self._enough(budget) or self._paused():
             return False
         group = (
             await self._plans.next(self._group)

@@ -293,10 +293,7 @@ class Passthrough:
             return None  # a shortcut: most cold files lie on no tier, or on one
         copies = []
         for extent, bits in self._catalog.extents(obj):
-            try:  # as `Catalog.copy`, because each cold file comes here several times
-                copy = obj.copies[tier.number, extent]
-            except KeyError:
-                copy = self._catalog.copy(obj, tier.number, extent)
+            copy = self._catalog.copy(obj, tier.number, extent)
             if (
                 copy is None
                 or copy.bitmap != bits

@@ -531,13 +531,11 @@ class Moves:
         self._metrics = space.metrics
         self._now = clock
         self._wake = trio.Event()
-        self.too_full = False  # when blocks were added last
         self._promotions: OrderedDict[CopyKey, None] = OrderedDict()
 
     def filled(self) -> None:
         """Wake the task if RAM, which has new blocks, is too full."""
-        self.too_full = self._over(SPILL_ABOVE)
-        if self.too_full:
+        if self._over(SPILL_ABOVE):
             self._wake.set()
 
     def used(self, copy: Copy) -> None:
@@ -1093,7 +1091,7 @@ class CacheWrites:
         self._space.unpin(obj, copy)
         if not obj.refs:
             obj.rest()
-        if tier.number == RAM and self._moves is not None and self._moves.too_full:
+        if tier.number == RAM and self._moves is not None:
             self._moves.filled()  # the copy has lost its pin, so it can be moved
 
 
