@@ -256,6 +256,9 @@ class Changing:
                 if locked is not None:
                     await locks.enter_async_context(locked.lock)
             found, target = self._current(place, found), target and self._current(to, target)
+            # A program has the replaced file open for writing, and goes on with it also if this daemon dies behind the copy.
+            if replaced is not None and replaced.dirty_file is None:
+                locks.enter_context(self._noted(to, {"copy_of": _key(place)[1]}))
             if node is None or node.dirty_file is None:
                 await self._rename_stored(place, found, to, replaced)
             else:
@@ -283,15 +286,12 @@ class Changing:
                 await self._writer.copy_comes(replaced.dirty_file, found.row.size)
             info = await origin.copy(key, _key(to)[1], size=found.row.size, etag=found.row.etag)
 
-        # A program has the replaced file open for writing, and goes on with it also if this daemon dies behind the copy.
-        is_open = replaced is not None and replaced.dirty_file is None
-        with self._noted(to, {"copy_of": key}) if is_open else nullcontext():
-            await self._replace(to, replaced, copy)
-            assert info is not None
-            with trio.CancelScope(shield=True):  # because the copy is made, and no row says so yet
-                await self._writer.moved(object_of(*place, found.row), info.version(origin.source))
-            async with self._local_changes.applying():
-                self._moved(place, found.row, to, info)
+        await self._replace(to, replaced, copy)
+        assert info is not None
+        with trio.CancelScope(shield=True):  # because the copy is made, and no row says so yet
+            await self._writer.moved(object_of(*place, found.row), info.version(origin.source))
+        async with self._local_changes.applying():
+            self._moved(place, found.row, to, info)
         await self._delete(origin, key, place, to)
 
     async def _replace(self, to: Place, replaced: Node | None, work: Callable[[], Awaitable[None]]) -> None:

@@ -200,6 +200,20 @@ def test_a_file_that_a_rename_has_replaced_can_be_written_after_a_kill_behind_th
     )
 
 
+@pytest.mark.parametrize("function", ["moves", "_moved", "note_change", "lose_name", "switch"])
+def test_a_file_that_an_uploaded_one_has_replaced_can_be_written_after_a_kill(
+    place: Path, function: str
+) -> None:
+    """It was open for writing, and not changed yet. The cache has not adopted the other one."""
+    replacing: Script = [("save", "c", b"content"), ("die in", function), ("rename", "c", "b")]
+    check(
+        place,
+        [("save", "b", b"old"), ("pause", 1.0), ("open", "b", 1, True, False), *replacing],
+        [("write", 1, 0, b"more"), ("read", 1)],
+        writeback=False,
+    )
+
+
 @pytest.mark.parametrize("first", range(0, HISTORIES, IN_A_TEST))
 def test_the_next_daemon_shows_what_a_local_disk_would(first: int) -> None:
     for seed in range(first, min(first + IN_A_TEST, HISTORIES)):
