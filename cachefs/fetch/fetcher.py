@@ -1,8 +1,5 @@
 """The ladder: a block is read from the cache store, from a fetch in flight, from the node that owns its extent, or from the
-origin, in this order.
-
-`Fetcher` is the ladder. An `InFlightFetch` is one transfer under way; readers of its blocks join it.
-"""
+origin, in this order. Readers of a block join the `InFlightFetch` that brings it."""
 
 from __future__ import annotations
 
@@ -36,9 +33,6 @@ _NONE: Mapping[int, InFlightFetch] = {}
 
 # -- transfers under way ---------------------------------------------------------------------------
 
-AskPeers = Callable[[CacheWrite, Ticket], Awaitable[None]]
-"""Has peers deliver as much of a cache write as they can. The caller reads the rest from the origin."""
-
 OnEnd = Callable[[int, CachefsError | None], None]
 """(bytes fetched, error or None): called when the background fetch of a file is over. Never raises."""
 
@@ -55,13 +49,11 @@ class Transfers:
 
     def add(self, fetch: InFlightFetch) -> None:
         blocks = self.versions.setdefault(fetch.object.id.digest, {})
-        blocks.update(
-            dict.fromkeys(range(fetch.cache_write.start_block, fetch.cache_write.stop_block), fetch)
-        )
+        blocks.update(dict.fromkeys(fetch.blocks, fetch))
 
     def discard(self, fetch: InFlightFetch) -> None:
         blocks = self.versions.get(fetch.object.id.digest, {})
-        for block in range(fetch.cache_write.start_block, fetch.cache_write.stop_block):
+        for block in fetch.blocks:
             if blocks.get(block) is fetch:
                 del blocks[block]
         if not blocks:
@@ -111,6 +103,7 @@ class InFlightFetch:
         self.origin = origin
         self.object = obj
         self.cache_write = cache_write
+        self.blocks = range(cache_write.start_block, cache_write.stop_block)
         self.prefetched = prefetched
         self.asking_peers = asking_peers
         self.policy = policy
@@ -139,22 +132,15 @@ class InFlightFetch:
         self._ticket.promote()
         if not self.prefetched:
             return 0
-        own = range(self.cache_write.start_block, self.cache_write.stop_block)
-        late = {block for block in blocks if block in own} - self._joined
+        late = {block for block in blocks if block in self.blocks} - self._joined
         self._joined |= late
         return len(late)
 
     def left_s(self) -> float:
         """Estimate the seconds until it is over, from its rate so far. Before its first byte: as long as it has lasted."""
-        elapsed_s, received = (
-            time.monotonic() - self._began,
-            self.cache_write.written - self.cache_write.start,
-        )
-        return (
-            elapsed_s * (self.cache_write.stop - self.cache_write.written) / received
-            if received
-            else elapsed_s
-        )
+        elapsed_s, cache_write = time.monotonic() - self._began, self.cache_write
+        received = cache_write.written - cache_write.start
+        return elapsed_s * (cache_write.stop - cache_write.written) / received if received else elapsed_s
 
     def add_wait(self, wait: Wait, thread: int) -> None:
         """Note that a read of `thread` waits for it. Its requests to the origin count for the first such thread."""
@@ -224,11 +210,8 @@ class InFlightFetch:
     def read(self, offset: int, size: int) -> bytes | None:
         """Bytes that this fetch has written; None if they are not written yet, outside its blocks, or it is over."""
         cache_write = self.cache_write
-        if (
-            (self.done and not cache_write.kept)
-            or offset < cache_write.start
-            or offset + size > cache_write.written
-        ):
+        gone = self.done and not cache_write.kept
+        if gone or offset < cache_write.start or offset + size > cache_write.written:
             return None
         try:
             data = cache_write.read(offset, size)
@@ -286,9 +269,13 @@ class InFlightFetch:
         )
         return self._end_early is not None
 
-    async def run(self, ask_peers: AskPeers | None, slots: trio.CapacityLimiter | None) -> None:
-        """Transfer the blocks: first from peers, if `ask_peers` is given, while holding one of the `slots`, if given. Raises
-        nothing but cancellation; a failure is in `error`."""
+    async def run(
+        self,
+        ask_peers: Callable[[CacheWrite, Ticket], Awaitable[None]] | None,
+        slots: trio.CapacityLimiter | None,
+    ) -> None:
+        """Transfer the blocks, while holding one of the `slots`, if given. `ask_peers`, if given, has peers deliver what
+        they can, and the origin delivers the rest. Raises nothing but cancellation; a failure is in `error`."""
         cache_write, object_id = self.cache_write, self.object.id
         try:
             with trio.CancelScope() as scope:
@@ -344,48 +331,16 @@ Measured: of 64 files of 16 MiB from another node, opened by four readers as fas
 passthrough when opens waited for 0.05 or 0.1 s, and 42 to 53 with 0.2."""
 
 
-@dataclass(eq=False, repr=False)
-class OpenWaits:
-    """Lets an open wait for a file that should be wholly cached within `OPEN_WAITS_S`."""
-
-    _store: Store
-    _transfers: Transfers
-    _metrics: Metrics
-
-    def soon(self, obj: CachedObject) -> bool:
-        """True if every block is cached or in flight, at least one is in flight, and all should be in a tier within
-        `OPEN_WAITS_S`."""
-        in_flight = self._transfers.of(obj)
-        return (
-            bool(in_flight)
-            and all(f.left_s() <= OPEN_WAITS_S and not f.cache_write.kept for f in set(in_flight.values()))
-            and all(block in in_flight or self._store.has(obj, block) for block in self._blocks(obj))
+def soon_whole(store: Store, in_flight: Mapping[int, InFlightFetch], obj: CachedObject) -> bool:
+    """True if every block is cached or in flight, at least one is in flight, and all should be in a tier within
+    `OPEN_WAITS_S`."""
+    return (
+        bool(in_flight)
+        and all(f.left_s() <= OPEN_WAITS_S and not f.cache_write.kept for f in set(in_flight.values()))
+        and all(
+            b in in_flight or store.has(obj, b) for b in range(block_count(obj.id.size, store.block_size))
         )
-
-    async def wait(self, obj: CachedObject, pid: int) -> None:
-        """Return when the fetches of `obj` have ended, or after `OPEN_WAITS_S`. The ledger counts this as a read that
-        waits."""
-        in_flight: list[InFlightFetch] = list(dict.fromkeys(self._transfers.of(obj).values()))
-        absent = [block for block in self._blocks(obj) if not self._store.has(obj, block)]
-        reasons = self._transfers.miss_reasons(self._metrics, obj, absent)
-        if (call := current_call.get()) is not None:
-            call.end()
-        wait, cached = self._metrics.ledger.waits.begin(pid, obj.id, 0), 0
-        try:
-            with obj.held(), trio.move_on_after(OPEN_WAITS_S):
-                for fetch in in_flight:
-                    self._metrics.prefetched_late += fetch.join(absent)
-                    fetch.add_wait(wait, pid)
-                for fetch in in_flight:
-                    await fetch.ended()
-                if all(self._store.has(obj, block) for block in absent):
-                    cached = obj.id.size
-                    count_misses(self._metrics, reasons)  # otherwise its reads count them
-        finally:
-            wait.end(cached)
-
-    def _blocks(self, obj: CachedObject) -> range:
-        return range(block_count(obj.id.size, self._store.block_size))
+    )
 
 
 # -- the ladder ------------------------------------------------------------------------------------
@@ -488,7 +443,6 @@ class Fetcher:
         self._max_readahead = max_readahead
         self._part_blocks = max(1, min(part_bytes // store.block_size, BLOCKS_PER_EXTENT))
         self._token = trio.lowlevel.current_trio_token()
-        self._open_waits = OpenWaits(store, self.transfers, metrics)
         self._budget = Budget(0)
         self._prefetch_bytes = 0
         self._prefetching = trio.CapacityLimiter(PARTS_AT_ONCE)
@@ -571,16 +525,39 @@ class Fetcher:
         obj = self._store.look(object_id)
         if obj.backing is not None:
             return False
-        in_flight = object_id.digest in self.transfers.versions
-        if in_flight and self._store.passthrough and self._open_waits.soon(obj):
+        in_flight = self.transfers.versions.get(object_id.digest)
+        if in_flight and self._store.passthrough and soon_whole(self._store, in_flight, obj):
             return True
         return self._store.to_make_immutable(obj) is not None
 
     async def wait_until_cached(self, object_id: ObjectId, pid: int) -> None:
         obj = self._store.object(object_id)
         if self.transfers.of(obj):
-            await self._open_waits.wait(obj, pid)
+            await self._wait_for_transfers(obj, pid)
         await self._store.make_immutable(obj)
+
+    async def _wait_for_transfers(self, obj: CachedObject, pid: int) -> None:
+        """Return when the fetches of `obj` have ended, or after `OPEN_WAITS_S`. The ledger counts this as a read that
+        waits."""
+        in_flight = list(dict.fromkeys(self.transfers.of(obj).values()))
+        blocks = range(block_count(obj.id.size, self._block_size))
+        absent = [block for block in blocks if not self._store.has(obj, block)]
+        reasons = self.transfers.miss_reasons(self._metrics, obj, absent)
+        if (call := current_call.get()) is not None:
+            call.end()
+        wait, cached = self._metrics.ledger.waits.begin(pid, obj.id, 0), 0
+        try:
+            with obj.held(), trio.move_on_after(OPEN_WAITS_S):
+                for fetch in in_flight:
+                    self._metrics.prefetched_late += fetch.join(absent)
+                    fetch.add_wait(wait, pid)
+                for fetch in in_flight:
+                    await fetch.ended()
+                if all(self._store.has(obj, block) for block in absent):
+                    cached = obj.id.size
+                    count_misses(self._metrics, reasons)  # otherwise its reads count them
+        finally:
+            wait.end(cached)
 
     def restore_backing(self, opened: OpenedObject, backing_id: int) -> Backing:
         return self._store.restore_backing(self._store.object(opened.id), backing_id)
@@ -627,11 +604,10 @@ class Fetcher:
                 self._store.hit(obj, (block for block in blocks if block not in absent))
                 count_misses(self._metrics, self.transfers.miss_reasons(self._metrics, obj, missing))
                 counted = True
-            in_flight = (
-                self._fetch_alone(opened, obj, missing)
-                if alone
-                else self._join_or_fetch(opened, obj, missing, bypass=attempt >= ATTEMPTS // 2)
-            )
+            if alone:
+                in_flight = self._fetch_alone(opened, obj, missing)
+            else:
+                in_flight = self._join_or_fetch(opened, obj, missing, bypass=attempt >= ATTEMPTS // 2)
             if not observed and opened.id.size > WHOLE_BYTES:
                 self._read_ahead(opened, obj, offset, size, pid)
                 observed = True
@@ -708,11 +684,8 @@ class Fetcher:
         for object_id, done in files:
             obj = self._store.object(object_id)
             blocks = block_count(object_id.size, self._block_size)
-            if (
-                0 < blocks <= self._part_blocks
-                and object_id.size <= WHOLE_BYTES
-                and self._absent(obj, blocks)
-            ):
+            small = 0 < blocks <= self._part_blocks and object_id.size <= WHOLE_BYTES
+            if small and self._absent(obj, blocks):
                 group.append(((obj, 0, blocks), done))
             else:
                 others.append(object_id)
@@ -820,12 +793,8 @@ class Fetcher:
         self, opened: OpenedObject, obj: CachedObject, blocks: Iterable[int]
     ) -> list[InFlightFetch]:
         """Begin fetches of these blocks that bypass the tiers, and that no other reader joins."""
-        begun = (
-            self._start_fetch(
-                opened.origin, obj, self._store.begin_bypass(obj, block), prefetched=False, alone=True
-            )
-            for block in blocks
-        )
+        cache_writes = [self._store.begin_bypass(obj, block) for block in blocks]
+        begun = [self._start_fetch(opened.origin, obj, w, prefetched=False, alone=True) for w in cache_writes]
         return [fetch for fetch in begun if fetch is not None]
 
     def _read_ahead(self, opened: OpenedObject, obj: CachedObject, offset: int, size: int, pid: int) -> None:
@@ -861,9 +830,8 @@ class Fetcher:
         half = len(wanted) // 2 if len(wanted) % self._part_blocks else self._part_blocks
 
         def part(block: int) -> int:
-            if self._is_remote_owned(obj.id, block):
-                return self._peer_part_blocks
-            return max(1, min(self._part_blocks, half))
+            remote_owned = self._upstream.is_remote_owned(obj.id, block)
+            return self._peer_part_blocks if remote_owned else max(1, min(self._part_blocks, half))
 
         for start, stop in runs(blocks, part):
             cache_write = None
@@ -908,13 +876,10 @@ class Fetcher:
                 wanted = range(fetch.cache_write.stop_block, stop)  # it began with the first missing block
         raise OriginFailed(f"{obj.id.key}: its blocks vanish as fast as they come")
 
-    def _is_remote_owned(self, object_id: ObjectId, block: int) -> bool:
-        """True if another node owns the block's extent."""
-        return self._shared and self._upstream.is_remote_owned(object_id, block)
-
     def _part(self, object_id: ObjectId, block: int) -> int:
         """How many blocks, from this one on, to fetch in one part."""
-        return self._peer_part_blocks if self._is_remote_owned(object_id, block) else self._part_blocks
+        remote_owned = self._upstream.is_remote_owned(object_id, block)
+        return self._peer_part_blocks if remote_owned else self._part_blocks
 
     def _start_fetch(
         self,
@@ -932,6 +897,8 @@ class Fetcher:
         arguments see `InFlightFetch`."""
         if cache_write is None:
             return None
+        first = cache_write.start_block
+        asking_peers = self._shared and not origin_only and self._upstream.is_remote_owned(obj.id, first)
         fetch = InFlightFetch(
             self._store,
             self.transfers,
@@ -940,24 +907,20 @@ class Fetcher:
             cache_write,
             self._token,
             prefetched=prefetched,
-            asking_peers=(
-                self._shared
-                and not origin_only
-                and self._upstream.is_remote_owned(obj.id, cache_write.start_block)
-            ),
+            asking_peers=asking_peers,
             policy=policy,
             alone=alone,
             on_end=on_end,
         )
         misses = self._metrics.ledger.misses
         misses.fetched(obj.id)
-        if not fetch.asking_peers:
-            misses.asked(obj.id.digest, cache_write.start_block // BLOCKS_PER_EXTENT, "origin")
+        if not asking_peers:
+            misses.asked(obj.id.digest, first // BLOCKS_PER_EXTENT, "origin")
         if prefetched:
-            self._metrics.prefetched += cache_write.stop_block - cache_write.start_block
+            self._metrics.prefetched += len(fetch.blocks)
             self._prefetch_bytes += cache_write.stop - cache_write.start
         if policy is not None:
-            policy.under_way += cache_write.stop_block - cache_write.start_block
+            policy.under_way += len(fetch.blocks)
         self._in_flight.add(fetch)
         # Without a task, a reader's request is sent before those of its readahead, which begin later.
         if fetch.begin(partial(self._taskless_ended, fetch)):
@@ -1019,7 +982,7 @@ class Fetcher:
         if fetch.prefetched:
             self._prefetch_bytes -= cache_write.stop - cache_write.start
         if fetch.policy is not None:
-            fetch.policy.under_way -= cache_write.stop_block - cache_write.start_block
+            fetch.policy.under_way -= len(fetch.blocks)
 
     def _finish(self, fetch: InFlightFetch) -> None:
         """Finish a fetch that is over, with an error or not."""

@@ -27,14 +27,13 @@ class Serving:
     """`cachefs.peers.wire.Shares` over the store and the fetcher of this node."""
 
     def __init__(self, store: Store, fetcher: Fetcher, cluster: Cluster, origins: Sequence[Origin]) -> None:
-        self._store = store
-        self._fetcher = fetcher
-        self.transfers = fetcher.transfers
-        self._cluster = cluster
+        self.store = store
+        self.fetcher = fetcher
+        self.cluster = cluster
         self._origins = [(origin, _directory(origin.prefix)) for origin in origins]
 
     async def open(self, request: BlockRequest, peer: str, *, background: bool = False) -> Reply:
-        reply = Reply(self, self._store, self._origin_of(request.object), request, peer, background)
+        reply = Reply(self, self._origin_of(request.object), request, peer, background)
         try:
             reply.begin()
         except BaseException:
@@ -48,21 +47,9 @@ class Serving:
         for block in range(request.start_block, request.stop_block):
             if len(found) % LOOKUPS_AT_ONCE == 0:
                 await trio.lowlevel.checkpoint()
-                obj = self._store.look(request.object)
-            found.append(self._store.has(obj, block))
+                obj = self.store.look(request.object)
+            found.append(self.store.has(obj, block))
         return found
-
-    def fetch(self, reply: Reply, blocks: range) -> None:
-        """Begin to fetch the missing ones of these blocks. Raises `NotShared`, `Busy`."""
-        request, obj = reply.request, reply.object
-        if all(self._store.has(obj, block) for block in blocks):
-            return
-        extent = request.start_block // BLOCKS_PER_EXTENT
-        if not self._cluster.may_fetch(request.object.digest, extent, request.rank):
-            raise NotShared("not here, and another node's to fetch")
-        self._fetcher.fetch_for_peer(
-            reply.origin, obj, blocks, requester=reply.peer, background=reply.background
-        )
 
     def _origin_of(self, version: ObjectId) -> Origin:
         for origin, directory in self._origins:
@@ -77,29 +64,27 @@ class Reply:
     """`cachefs.peers.wire.Served`: the requested blocks, in order. They are pinned from when each is ready until `close`."""
 
     def __init__(
-        self,
-        serving: Serving,
-        store: Store,
-        origin: Origin,
-        request: BlockRequest,
-        peer: str,
-        background: bool,
+        self, serving: Serving, origin: Origin, request: BlockRequest, peer: str, background: bool
     ) -> None:
-        self.origin = origin
-        self.request = request
-        self.peer = peer
-        self.background = background
-        self.object = store.object(request.object)
-        self.object.hold()
-        self._serving = serving
-        self._store = store
+        self._serving, self._store, self._origin = serving, serving.store, origin
+        self._request, self._peer, self._background = request, peer, background
+        self._object = serving.store.object(request.object)
+        self._object.hold()
         self._next = request.start_block
         self._shared: Shared | None = None  # the next block, once it is ready
         self._pinned: list[Shared] = []
 
     def begin(self) -> None:
-        """Begin to fetch all missing blocks."""
-        self._serving.fetch(self, range(self._next, self.request.stop_block))
+        """Begin to fetch all missing blocks. Raises `NotShared`, `Busy`."""
+        request, serving, blocks = self._request, self._serving, range(self._next, self._request.stop_block)
+        if all(self._store.has(self._object, block) for block in blocks):
+            return
+        extent = request.start_block // BLOCKS_PER_EXTENT
+        if not serving.cluster.may_fetch(request.object.digest, extent, request.rank):
+            raise NotShared("not here, and another node's to fetch")
+        serving.fetcher.fetch_for_peer(
+            self._origin, self._object, blocks, requester=self._peer, background=self._background
+        )
 
     def take(self) -> Piece | None:
         if not self._ready():
@@ -112,31 +97,31 @@ class Reply:
     def _ready(self, *, checked: bool = False) -> bool:
         """True if the next block can be taken. It is pinned then."""
         if self._shared is None:
-            self._shared = self._store.share(self.object, self._next, checked=checked, requester=self.peer)
+            self._shared = self._store.share(self._object, self._next, checked=checked, requester=self._peer)
             if self._shared is not None:
                 self._pinned.append(self._shared)
         return self._shared is not None
 
     async def wait(self) -> None:
-        block, start = self._next, self._next * self.request.block_size
-        length = self.request.length(block)
+        block, start = self._next, self._next * self._request.block_size
+        length = self._request.length(block)
         for _ in range(ATTEMPTS):
-            if self._store.has(self.object, block):
+            if self._store.has(self._object, block):
                 # It is cached, but not verified yet, or it is in no tier's file. Reading it changes that.
-                if await self._store.read(self.object, start, length, count=False) is None:
+                if await self._store.read(self._object, start, length, count=False) is None:
                     continue
                 if self._ready(checked=True):
                     return
                 raise Busy("no tier takes it now")
-            fetch = self._serving.transfers.of(self.object).get(block)
-            if fetch is None or (fetch.asking_peers and not self.background) or fetch.cache_write.kept:
+            fetch = self._serving.fetcher.transfers.of(self._object).get(block)
+            if fetch is None or (fetch.asking_peers and not self._background) or fetch.cache_write.kept:
                 self.begin()
                 continue
-            if not self.background:
+            if not self._background:
                 fetch.join((block,))
             await fetch.written(start + length)
             fetch.wake()
-            if not self._store.has(self.object, block):
+            if not self._store.has(self._object, block):
                 _raise_failure(fetch)
             elif self._ready():
                 return
@@ -144,9 +129,9 @@ class Reply:
 
     def close(self) -> None:
         for shared in self._pinned:
-            self._store.unshare(self.object, shared)
+            self._store.unshare(self._object, shared)
         self._pinned.clear()
-        self.object.release()
+        self._object.release()
 
 
 def _raise_failure(fetch: InFlightFetch) -> None:

@@ -2,10 +2,7 @@
 
 A peer delivers whole, verified blocks into the same cache write that the origin writes to. If it fails, the next peer, and
 at last the origin, goes on where it stopped. If a reply breaks off after some blocks, the same peer is asked again, because
-an owner that has to wait for the origin breaks its reply off.
-
-Demand goes before prefetch here, too: each peer has an admission gate like the one in front of the origin.
-"""
+an owner that has to wait for the origin breaks its reply off. Each peer has an admission gate like the origin's."""
 
 from __future__ import annotations
 
@@ -80,10 +77,8 @@ class Upstream:
         """Have peers deliver as much of the cache write as they can. The origin must deliver the rest. Raises what the cache
         write raises."""
         assert self.cluster is not None
-        asked_any = False
-        for candidate in self.cluster.candidates(
-            object_id.digest, cache_write.start_block // BLOCKS_PER_EXTENT
-        ):
+        asked_any, extent = False, cache_write.start_block // BLOCKS_PER_EXTENT
+        for candidate in self.cluster.candidates(object_id.digest, extent):
             asked_any = True
             more = True
             while more:
@@ -96,9 +91,8 @@ class Upstream:
                     return
         self._note_asked(object_id, cache_write, "origin")
         if asked_any:
-            self._metrics.peer_misses += (
-                cache_write.stop_block - cache_write.written // cache_write.block_size
-            )
+            written_blocks = cache_write.written // cache_write.block_size
+            self._metrics.peer_misses += cache_write.stop_block - written_blocks
 
     async def _read_once(
         self,
@@ -139,9 +133,8 @@ class Upstream:
                 self._metrics.peer_hits += -(-(cache_write.written - before) // cache_write.block_size)
 
     def _note_asked(self, object_id: ObjectId, cache_write: CacheWrite, source: str) -> None:
-        self._metrics.ledger.misses.asked(
-            object_id.digest, cache_write.start_block // BLOCKS_PER_EXTENT, source
-        )
+        extent = cache_write.start_block // BLOCKS_PER_EXTENT
+        self._metrics.ledger.misses.asked(object_id.digest, extent, source)
 
     def kept_here(self, object_id: ObjectId, start: int, stop: int) -> Iterator[KeptRange]:
         """Cut [start, stop) at extents into pieces that this node keeps or does not keep."""
@@ -191,12 +184,13 @@ class Upstream:
         """Have one extent fetched on its nodes. True if this node has fetched it, too."""
         copies, fetched_here = 0, False
         for candidate in cluster.keepers(object_id.digest, start // self._extent_bytes):
-            if candidate.member.name in cluster.membership.own:
+            name = candidate.member.name
+            if name in cluster.membership.own:
                 await fetch_here(start, stop)
                 fetched_here = True
             else:
                 try:
-                    async with self._admitted(candidate.member.name, Ticket(background=True)):
+                    async with self._admitted(name, Ticket(background=True)):
                         await cluster.prefetch(candidate, object_id, start, stop)
                 except PeerFailed as exc:
                     log.debug("a peer does not fetch %s from %d on: %s", object_id.key, start, exc)
@@ -233,9 +227,8 @@ class Upstream:
 
 # Comparing what peers sent with the origin: a sample, in the background, within a budget.
 #
-# A node with the cluster's key signs all bytes that it sends, right or wrong. So a signature shows where bytes came from,
-# and not that the origin has the same. Two samples find a node that sends wrong bytes, because of broken memory or an
-# intruder:
+# A node with the cluster's key signs all bytes that it sends, right or wrong. Two samples find a node that sends wrong
+# bytes, because of broken memory or an intruder:
 #
 # - Of objects up to `WHOLE_BYTES` that came whole from a peer and whose etag is an MD5, one in `HASHED_SHARE` is hashed.
 #   This costs no request.
@@ -243,7 +236,6 @@ class Upstream:
 #
 # If the origin returns other bytes twice, the peer is not asked again until it or this node restarts, and the cached blocks
 # of that object are dropped. Blocks of other objects that it sent, and that were not compared, stay.
-
 
 SHARE = 256
 """Of the bytes that come from peers, one part in so many is read from the origin, too. Derived: four nodes that read a whole
@@ -313,12 +305,8 @@ class Comparing:
         wanted = self.sampler.take(start, cache_write.written, cache_write.block_size)
         md5 = ""
         if start == 0 and cache_write.written == object_id.size <= WHOLE_BYTES:
-            found = MD5.fullmatch(object_id.etag)
-            if (
-                found
-                and origin.source not in self._not_md5_sources
-                and not self.sampler.rng.randrange(HASHED_SHARE)
-            ):
+            found = MD5.fullmatch(object_id.etag) if origin.source not in self._not_md5_sources else None
+            if found and not self.sampler.rng.randrange(HASHED_SHARE):
                 wanted, md5 = (0, cache_write.written), found[1]
         if wanted is None or self._busy:
             return
@@ -330,17 +318,8 @@ class Comparing:
             if isinstance(exc, OSError):
                 return  # the tier reports its own errors, or no thread can be started
             raise
-        contained(
-            self._nursery,
-            "comparing a peer's bytes with the origin",
-            self._compare,
-            candidate,
-            origin,
-            object_id,
-            wanted[0],
-            data,
-            md5,
-        )
+        compare = partial(self._compare, candidate, origin, object_id, wanted[0], data, md5)
+        contained(self._nursery, "comparing a peer's bytes with the origin", compare)
 
     async def _compare(
         self, candidate: Candidate, origin: Origin, object_id: ObjectId, offset: int, data: bytes, md5: str

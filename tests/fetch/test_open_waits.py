@@ -14,9 +14,8 @@ import trio.testing
 
 from cachefs.base import errors
 from cachefs.base.ledger import NAMES, current_call
-from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
-from cachefs.fetch.fetcher import OPEN_WAITS_S, OpenWaits
+from cachefs.fetch.fetcher import OPEN_WAITS_S, soon_whole
 from tests.fetch.scripted import Hold, content, in_trio
 from tests.store.lab import BLOCK, MIB, Lab, running
 
@@ -54,8 +53,7 @@ def test_soon_is_when_all_of_it_may_be_here_within_the_wait(
     }
     obj: Any = SimpleNamespace(id=ObjectId("s", "k", "e", 4 * BLOCK - 5))
     store: Any = SimpleNamespace(block_size=BLOCK, has=lambda obj, block: block in here)
-    transfers: Any = SimpleNamespace(of=lambda obj: under_way)
-    assert OpenWaits(store, transfers, Metrics()).soon(obj) == soon
+    assert soon_whole(store, under_way, obj) == soon  # type: ignore[arg-type]
 
 
 @asynccontextmanager
