@@ -262,8 +262,10 @@ class WaitQueue:
         """True if a background request waits and enough demands overtook it."""
         return bool(self.background) and self._overtaken >= OVERTAKEN_AT_MOST
 
-    def call(self, *, background: bool) -> Ticket:
-        """Wake the first ticket of a class, which must not be empty, and return it."""
+    def call(self) -> Ticket:
+        """Wake the next ticket and return it: the first demand, or the first background request if it is starved or no
+        demand waits. One must wait."""
+        background = self.starved or not self.demand
         ticket, task = (self.background if background else self.demand).popitem(last=False)
         self._overtaken = 0 if background else self._overtaken + 1
         ticket.queue = None  # it waits no longer, so a later promotion must not move it
@@ -309,12 +311,10 @@ class Gate:
     def _admit(self) -> None:
         queue, concurrency = self.queue, self.concurrency
         while (queue.demand or queue.background) and concurrency.admits(len(self._inside), background=False):
-            if queue.demand and not queue.starved:
-                self._inside.add(queue.call(background=False))
-            elif queue.starved or concurrency.admits(len(self._inside), background=True):
-                self._inside.add(queue.call(background=True))
-            else:
+            first = queue.demand or queue.starved  # it goes even into a slot that is kept free for demand
+            if not first and not concurrency.admits(len(self._inside), background=True):
                 return
+            self._inside.add(queue.call())
 
 
 # -- bytes a second: limits and measurements -------------------------------------------------------
@@ -349,9 +349,8 @@ class RateLimit:
         try:
             await trio.sleep(self.take(count, trio.current_time()))
         finally:
-            queue = self._queue
-            if len(queue):
-                queue.call(background=queue.starved or not queue.demand)
+            if len(self._queue):
+                self._queue.call()
             else:
                 self._busy = False
 
@@ -587,13 +586,7 @@ class Attempts:
 
         def over(error: Exception | None) -> None:
             self.breaker.ended(cancel)
-            try:
-                if isinstance(error, Transient) and transfer.complete:
-                    error = None
-                if error is None:
-                    transfer.check()
-            except Transient as exc:
-                error = exc
+            error = transfer.failure(error)
             transfer.shut()
             self._attempt_ended("origin_get", ticket, transfer, since, error)
             ended(transfer.sink_error or error)
@@ -639,15 +632,16 @@ class Attempts:
         async def attempt() -> None:
             at = transfer.position
             given = key, etag, at, stop, whole and at == start
+            error: Exception | None = None
             try:
                 if fetch is not None:
                     await fetch(*given, transfer)
                 elif read is not None:
                     await self.in_thread(lambda: transfer.drain(read(*given)))
-            except Transient:
-                if not transfer.complete:
-                    raise
-            transfer.check()
+            except Transient as exc:
+                error = exc
+            if (error := transfer.failure(error)) is not None:
+                raise error
 
         if start < stop:
             action = f"reading {self.name(key)}"
@@ -806,10 +800,11 @@ class Attempts:
         sent_at = self._now()
         self._count_request(counter, key, ticket, transfer)
         error: BaseException | None = None
+        suspicious = patience == 1  # a patient request expects a long silence
+        if suspicious:
+            self.breaker.asked(None, sent_at)
         try:
-            # A patient request expects a long silence, so its silence raises no suspicion.
-            with self.breaker.asking() if patience == 1 else nullcontext():
-                return await attempt()
+            return await attempt()
         except BaseException as exc:
             error = exc
             if isinstance(exc, CachefsError) or not isinstance(exc, Exception):
@@ -818,6 +813,8 @@ class Attempts:
             error = self._failed(OriginFailed(f"{type(exc).__name__}: {exc}".splitlines()[0]))
             raise error from exc
         finally:
+            if suspicious:
+                self.breaker.ended(None)
             self._attempt_ended(counter, ticket, transfer, sent_at, error)
             if transfer is not None:
                 await transfer.close()
@@ -1012,10 +1009,13 @@ class Receiving(Transfer):
         finally:
             chunks.close()
 
-    def check(self) -> None:
-        """After an attempt that raised nothing: `Transient` if bytes are missing all the same."""
-        if self.position != self._stop and self.sink_error is None and not self._closed:
-            raise Transient(f"the body ended {self._stop - self.position} bytes too early")
+    def failure(self, error: Exception | None) -> Exception | None:
+        """Why the attempt that ended with `error` failed: also if it raised nothing but bytes are missing."""
+        if isinstance(error, Transient) and self.complete:
+            return None
+        if error is None and self.position != self._stop and self.sink_error is None and not self._closed:
+            return Transient(f"the body ended {self._stop - self.position} bytes too early")
+        return error
 
     def take(self, chunk: memoryview | bytes) -> bool:
         """As `Taker.take`."""
@@ -1224,15 +1224,6 @@ class Breaker:
         self._last_error = str(exc)
         self._outage.failed()
         self._watch()
-
-    @contextmanager
-    def asking(self) -> Iterator[None]:
-        """Around an attempt that a healthy store answers at once: its silence is suspicious."""
-        self.asked(None, trio.current_time())
-        try:
-            yield
-        finally:
-            self.ended(None)
 
     def asked(self, end: Callable[[], None] | None, now: float) -> None:
         """An attempt begins whose silence is suspicious. `end` is called if the origin is found to be out."""
