@@ -81,7 +81,7 @@ Signed = tuple[str, Mapping[str, str]]
 """URL and headers of an authorised request."""
 
 Sign = Callable[[str, str, Mapping[str, str], "Body | bytes"], Signed]
-"""(method, URL, headers, body) → signed."""
+"""As `Place.sign`: (method, URL, headers, body)."""
 
 
 class Place(Protocol):
@@ -1163,10 +1163,7 @@ def _seconds(retry_after: str | None) -> float | None:
 
 
 class Credentials(Protocol):
-    """The credentials of one mount. `current` is a value: two are equal when they authorise the same."""
-
-    def current(self) -> object:
-        """The credentials now; `PermissionDenied` when there are none."""
+    """The credentials of one mount."""
 
     def renew(self, since: float) -> bool:
         """As `Client.renew`."""
@@ -1174,18 +1171,6 @@ class Credentials(Protocol):
     @property
     def advice(self) -> str:
         """What the user can change when the origin refuses these credentials."""
-
-
-class NoCredentials:
-    """For stores without credentials."""
-
-    advice = "the server wants credentials, and this kind of source has none"
-
-    def current(self) -> object:
-        return None
-
-    def renew(self, since: float) -> bool:
-        return False
 
 
 # Whole objects are compared with their etags, where these are MD5s: the etag of an object that was written to S3 or

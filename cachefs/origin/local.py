@@ -29,6 +29,7 @@ from typing import BinaryIO
 
 from cachefs.base.durable import sync_directory
 from cachefs.base.errors import (
+    CachefsError,
     Conflict,
     IsADirectory,
     NameTooLong,
@@ -84,6 +85,15 @@ MOST_LEFT = 1000
 OURS = re.compile(rf"{re.escape(HIDDEN)}[0-9a-f]{{{2 * RANDOM_BYTES}}}")
 """The name of a file that is being written."""
 
+ERRORS: dict[int | None, type[CachefsError]] = {
+    errno.ELOOP: NotFound,  # listings leave such a link out
+    errno.ENAMETOOLONG: NameTooLong,
+    errno.ENOSPC: OriginFull,
+    errno.EDQUOT: OriginFull,
+    errno.ETIMEDOUT: Transient,
+}
+"""The error of `base.errors` for an errno; for all others see `LocalClient._translated`."""
+
 UPLOADS = f"{HIDDEN}uploads"
 TOKEN = "user.cachefs-stamp"
 
@@ -111,7 +121,7 @@ class LocalClient(Writer):
                 # A lookup asks so whether there is a directory. Its marker comes first, so no name needs to be read.
                 return ListPage([self.head(prefix)], [], prefix)
             names = self._sorted_names(prefix, fresh=token is None)
-            first = bisect_right(names, _order(token[len(prefix) :]), key=_order) if token else 0
+            first = bisect_right(names, os.fsencode(token[len(prefix) :]), key=os.fsencode) if token else 0
             page = names[first : first + limit]
             more = first + limit < len(names)
             objects: list[ObjectInfo] = []
@@ -294,7 +304,7 @@ class LocalClient(Writer):
     def _inside(self, key: str) -> str:
         """The real path of a key, which is inside the root."""
         parts = key.removesuffix("/").split("/") if key else []
-        if any(part in ("", ".", "..") or "\0" in part or part.startswith(HIDDEN) for part in parts):
+        if not all(map(_is_name, parts)):
             raise NotFound(f"{self._name(key)}: no such file")
         real = os.path.realpath(os.path.join(self.root, *parts), strict=True)
         if real != self.root and not real.startswith(self.root.rstrip("/") + "/"):
@@ -319,7 +329,7 @@ class LocalClient(Writer):
                     names.append(entry.name + "/")
                 elif entry.is_file(follow_symlinks=False):
                     names.append(entry.name)
-        names.sort(key=_order)
+        names.sort(key=os.fsencode)
         self._names = (prefix, names)
         return names
 
@@ -332,10 +342,8 @@ class LocalClient(Writer):
             return []
         if stat.S_ISREG(mode):
             return [name]
-        above = {self.root}
-        parts = prefix.split("/")[:-1]
-        for depth in range(len(parts)):
-            above.add(self._inside("/".join(parts[: depth + 1])))
+        slashes = [at for at, letter in enumerate(prefix) if letter == "/"]
+        above = {self.root, *(self._inside(prefix[:at]) for at in slashes)}
         return [name + "/"] if stat.S_ISDIR(mode) and target not in above else []
 
     @contextmanager
@@ -345,20 +353,10 @@ class LocalClient(Writer):
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as exc:
             raise NotFound(f"{self._name(key)}: no such file or directory") from exc
         except PermissionError as exc:
-            user = os.geteuid()
-            raise PermissionDenied(
-                f"{self._name(key)}: user {user} may not do that; change its mode or owner"
-            ) from exc
-        except TimeoutError as exc:
-            raise Transient(f"{self._name(key)}: {exc.strerror}") from exc
+            advice = f"user {os.geteuid()} may not do that; change its mode or owner"
+            raise PermissionDenied(f"{self._name(key)}: {advice}") from exc
         except OSError as exc:
-            if exc.errno == errno.ELOOP:  # listings leave such a link out
-                raise NotFound(f"{self._name(key)}: {exc.strerror}") from exc
-            if exc.errno == errno.ENAMETOOLONG:
-                raise NameTooLong(f"{self._name(key)}: {exc.strerror}") from exc
-            if exc.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise OriginFull(f"{self._name(key)}: {exc.strerror}") from exc
-            raise OriginFailed(f"{self._name(key)}: {exc.strerror}") from exc
+            raise ERRORS.get(exc.errno, OriginFailed)(f"{self._name(key)}: {exc.strerror}") from exc
 
     def _place(self, key: str, fill: Callable[[BinaryIO], None], preconditions: Preconditions) -> Written:
         """Make a file at `key` of the bytes that `fill` writes. On return it is on disk."""
@@ -429,7 +427,7 @@ class LocalClient(Writer):
     def _path(self, key: str, make: bool = False) -> str:
         """The path of an existing or new file. `make`: make the directories above it."""
         parts = key.removesuffix("/").split("/")
-        if any(part in ("", ".", "..") or "\0" in part or part.startswith(HIDDEN) for part in parts):
+        if not all(map(_is_name, parts)):
             raise Unsupported(f"{key!r} is no name of a file")
         folder = self.root
         for depth in range(1, len(parts)):
@@ -500,8 +498,9 @@ def _size_of_disk(path: str) -> int:
     return found.f_blocks * found.f_frsize or UNLIMITED
 
 
-def _order(name: str) -> bytes:
-    return os.fsencode(name)
+def _is_name(part: str) -> bool:
+    """True if a part of a key can be the name of a file of the user's."""
+    return part not in ("", ".", "..") and "\0" not in part and not part.startswith(HIDDEN)
 
 
 def _info(key: str, status: os.stat_result) -> ObjectInfo:

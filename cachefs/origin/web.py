@@ -14,7 +14,6 @@ from cachefs.base.errors import ConfigError, NotFound, Unsupported
 from cachefs.origin.http import (
     Exchange,
     HttpClient,
-    NoCredentials,
     Reply,
     Sign,
     Signed,
@@ -22,6 +21,13 @@ from cachefs.origin.http import (
     refusal,
 )
 from cachefs.origin.protocol import Body, ListPage, ObjectInfo
+
+
+class NoCredentials:
+    advice = "the server wants credentials, and this kind of source has none"
+
+    def renew(self, since: float) -> bool:
+        return False
 
 
 class Host:
