@@ -10,21 +10,10 @@ deadline. Exceptions of libraries do not leave this room.
 
 from cachefs.origin.attempts import Ticket
 from cachefs.origin.origin import Origin, Upload, each, new_token
-from cachefs.origin.protocol import (
-    Client,
-    FileRange,
-    InMemory,
-    Limits,
-    ListPage,
-    ObjectInfo,
-    Part,
-    Sink,
-    Source,
-)
+from cachefs.origin.protocol import FileRange, InMemory, Limits, ListPage, ObjectInfo, Part, Source
 from cachefs.origin.registry import load_origin, open_origin
 
 __all__ = [
-    "Client",
     "FileRange",
     "InMemory",
     "Limits",
@@ -32,7 +21,6 @@ __all__ = [
     "ObjectInfo",
     "Origin",
     "Part",
-    "Sink",
     "Source",
     "Ticket",
     "Upload",

@@ -2,11 +2,10 @@
 
 A client makes one attempt, in a worker thread if it blocks. Here it gets a slot of the gate, repetition with growing waits,
 resumption of a body at the byte where it broke, the deadline, the limits on bytes a second, and counting. Only the trio task
-changes counters and the limiter; the thread owns nothing but its transfer.
+changes counters and the limiter.
 
 A thread that hangs inside a vendor's library is abandoned at the deadline or on cancellation. It may wake up much later. By
-then its transfer is closed: the thread ends at its next chunk, and neither calls the sink nor reads the source.
-"""
+then its transfer is closed: the thread ends at its next chunk, and neither calls the sink nor reads the source."""
 
 from __future__ import annotations
 
@@ -79,7 +78,7 @@ class Concurrency:
     _ceiling: int = field(init=False)  # successes raise the limit up to here
     _successes: int = 0
     _cut_at: float = float("-inf")
-    # The window being measured. It begins after as many transfers as the limit have ended under the present limit.
+    # The window being measured. It begins after as many transfers as the limit have ended under it.
     _settling: int = 0
     _since: float | None = None
     _bytes: int = 0
@@ -88,7 +87,7 @@ class Concurrency:
     # `_from`: (limit, rate) before the trial under way. `_below`: the same of the last trial of a lower limit. `_windows`:
     # measured since the last trial. `_down`: the next trial is of a lower limit.
     _from: tuple[int, float] | None = None
-    _below: tuple[int, float] | None = None
+    _below: tuple[int, float] = (0, 0.0)
     _windows: int = 0
     _patience: int = PATIENCE
     _down: bool = True
@@ -161,8 +160,8 @@ class Concurrency:
     def _judge(self, rate: float) -> None:
         if self._from is None:
             self._windows += 1
-            below = self._below
-            fell = below is not None and below[0] < self.limit and rate * CLEARLY_MORE < below[1]
+            below, rate_below = self._below
+            fell = below < self.limit and rate * CLEARLY_MORE < rate_below
             if fell or self._windows > self._patience:
                 self._try(rate, self.limit > 1 and (self._down or fell or self.limit == self.maximum))
             return

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from email.utils import format_datetime
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
@@ -61,7 +61,7 @@ TOKEN_HEADER = "x-ms-meta-cachefs_token"
 """Azure's names of metadata have no hyphens."""
 
 STORAGE_SCOPE = "https://storage.azure.com/.default"
-FRESH = timedelta(minutes=6)
+FRESH_S = 360
 """A token that is valid for so long is used without azure-identity, which renews it five minutes before its end."""
 
 API_VERSION = "2021-12-02"
@@ -85,12 +85,13 @@ SIGNED_HEADERS = (
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What authorises requests: key, SAS or token, exactly one of which is set; none for an anonymous mount."""
+    """What authorises requests: key, SAS or token, exactly one of which is set; none for an anonymous mount. `expires_at` is
+    a token's end, in seconds since the epoch."""
 
     key: str = field(default="", repr=False)
     sas: str = field(default="", repr=False)
     token: str = field(default="", repr=False)
-    expires_at: datetime | None = None
+    expires_at: float = 0.0
 
 
 def settings() -> dict[str, str]:
@@ -131,9 +132,7 @@ class AzureCredentials:
     def at_hand(self) -> Proof | None:
         """As `current`, if no service has to be asked for it; else None."""
         last = self._last
-        fresh = (
-            last is not None and last.expires_at is not None and last.expires_at - datetime.now(UTC) > FRESH
-        )
+        fresh = last is not None and last.expires_at - time.time() > FRESH_S
         return self._configured() or (last if fresh else None)
 
     def _configured(self) -> Proof | None:
@@ -166,9 +165,7 @@ class AzureCredentials:
             "AZURE_STORAGE_SAS_TOKEN, or the identity's role Storage Blob Data Reader (Contributor, to write)"
         )
 
-    def sign(
-        self, method: str, url: str, headers: Mapping[str, str], proof: Proof
-    ) -> tuple[str, Mapping[str, str]]:
+    def sign(self, method: str, url: str, headers: Mapping[str, str], proof: Proof) -> Signed:
         """The URL and headers that authorise a request, made from those of the request."""
         date = format_datetime(datetime.now(UTC), usegmt=True)
         headers = {**headers, "x-ms-date": date, "x-ms-version": API_VERSION}
@@ -194,9 +191,7 @@ class AzureCredentials:
                     logging.getLogger("azure.identity").setLevel(logging.ERROR)
                     self._identity = DefaultAzureCredential()
                 token = self._identity.get_token(STORAGE_SCOPE)
-                self._last = Proof(
-                    token=token.token, expires_at=datetime.fromtimestamp(token.expires_on, UTC)
-                )
+                self._last = Proof(token=token.token, expires_at=token.expires_on)
             except (AzureError, ValueError) as exc:
                 reason = one_line(str(exc))
                 raise PermissionDenied(f"no Azure credentials: {self.advice} ({reason})") from exc

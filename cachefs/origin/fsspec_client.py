@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from cachefs.base.errors import (
     CachefsError,
@@ -45,6 +46,9 @@ LIMITS = Limits(UNLIMITED, 1, UNLIMITED, 0, UNLIMITED, directories=True, longest
 VERSIONS = ("ETag", "etag", "e_tag", "blob_id", "sha", "hex")
 """Fields of an entry that name its version. The last three are those of Hugging Face, GitHub and git, which tell no
 times."""
+
+BROKEN = ("Timeout", "Connect", "Client", "Service", "Incomplete", "Payload", "Response")
+"""Words in the libraries' names of errors that mean a connection, a timeout (fsspec's, asyncio's) or a broken body."""
 
 NO_CACHES = {"use_listings_cache": False, "skip_instance_cache": True}
 ENVIRONMENT = "check the credentials in the environment or in fsspec's own configuration"
@@ -224,16 +228,9 @@ def in_our_words(exc: BaseException, object_name: str, advice: str) -> CachefsEr
         return exc
     cause: BaseException | None = exc
     while cause is not None:
-        found = _http_status(cause)
-        if found is not None:
-            return refusal(
-                found.status,
-                name=object_name,
-                code=found.code,
-                message=found.message,
-                advice=advice,
-                date=found.date,
-            )
+        refused = _refusal(cause, object_name, advice)
+        if refused is not None:
+            return refused
         cause = cause.__cause__
     text = _text(exc)
     line = one_line(f"{object_name}: {type(exc).__name__}" + (f": {text}" if text else ""))
@@ -244,22 +241,8 @@ def in_our_words(exc: BaseException, object_name: str, advice: str) -> CachefsEr
         return PermissionDenied(f"{line}; {advice}")
     if isinstance(exc, NotImplementedError | ValueError | TypeError):
         return Unsupported(line)
-    # Connections, timeouts (fsspec's and asyncio's own), broken bodies: each library has its own names.
-    if isinstance(exc, OSError | EOFError) or any(
-        word in name
-        for word in ("Timeout", "Connect", "Client", "Service", "Incomplete", "Payload", "Response")
-    ):
-        return Transient(line)
-    return OriginFailed(line)
-
-
-class _Refusal(NamedTuple):
-    """What an exception carries of the origin's reply: HTTP status, error code, message, and the header Date."""
-
-    status: int
-    code: str
-    message: str
-    date: str = ""
+    broken = isinstance(exc, OSError | EOFError) or any(word in name for word in BROKEN)
+    return Transient(line) if broken else OriginFailed(line)
 
 
 def _text(value: object) -> str:
@@ -268,24 +251,25 @@ def _text(value: object) -> str:
     return "" if text in ("None", "(None) None") else text
 
 
-def _http_status(exc: BaseException) -> _Refusal | None:
-    """The reply that an exception of botocore, azure-core, aiohttp or gcsfs carries; None if it has no status."""
+def _refusal(exc: BaseException, name: str, advice: str) -> CachefsError | None:
+    """The error for the reply that an exception of botocore, azure-core, aiohttp or gcsfs carries; None if it has no
+    status."""
+    refused = partial(refusal, name=name, advice=advice)
     response = getattr(exc, "response", None)
     if isinstance(response, dict) and "Error" in response:
-        error = response["Error"]
-        metadata = response.get("ResponseMetadata", {})
+        error, metadata = response["Error"], response.get("ResponseMetadata", {})
         code, date = _text(error.get("Code")), _text(metadata.get("HTTPHeaders", {}).get("date"))
-        # The reply to a HEAD has no body: botocore then puts the status in place of the code.
-        number = int(metadata.get("HTTPStatusCode", 0))
-        return _Refusal(number, "" if code.isdigit() else code, _text(error.get("Message")), date)
+        if code.isdigit():  # the reply to a HEAD has no body: botocore puts the status in place of the code
+            code = ""
+        status: Any = int(metadata.get("HTTPStatusCode", 0))
+        return refused(status, code=code, message=_text(error.get("Message")), date=date)
     # Only gcsfs's `code` is a status; aiohttp's is 400 for a body that breaks.
-    for name in ("code",) if type(exc).__name__ == "HttpError" else ("status_code", "status"):
-        status = getattr(exc, name, None)
+    for attribute in ("code",) if type(exc).__name__ == "HttpError" else ("status_code", "status"):
+        status = getattr(exc, attribute, None)
         if isinstance(status, int) and 300 <= status < 600:
             told = getattr(exc, "error_code", None)
-            return _Refusal(
-                status, _text(getattr(told, "value", told)), _text(one_line(str(getattr(exc, "message", ""))))
-            )
+            message = _text(one_line(str(getattr(exc, "message", ""))))
+            return refused(status, code=_text(getattr(told, "value", told)), message=message)
     return None
 
 

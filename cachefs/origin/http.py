@@ -565,9 +565,7 @@ class Exchange:
         self._held_bytes += len(data)
         if self._held_bytes >= self._wanted and not self.delivering:
             self.deliver()
-            if self.error is not None or self.refused:
-                return 0
-        return None
+        return 0 if self.error is not None or self.refused else None
 
     # The reply.
 
@@ -1211,9 +1209,7 @@ class Md5Etags:
 
     def __init__(self) -> None:
         self.compared = self.unlike = 0
-        self._largest = LARGEST_COMPARED
-        self._bytes_per_s: float = HASHED_PER_S
-        self._left: float = HASHED_PER_S
+        self.verify("first")
         self._since = time.monotonic()
         self._no_md5s = 0  # in a row
         self._repeats = Repeats()
@@ -1223,7 +1219,7 @@ class Md5Etags:
         """Apply the option `--verify`: `full` compares every object, `first` as many as `HASHED_PER_S` allows, `none` no
         object."""
         self._largest = LARGEST_COMPARED_OF_ALL if how == "full" else LARGEST_COMPARED
-        self._bytes_per_s = {"full": math.inf, "first": HASHED_PER_S, "none": 0}[how]
+        self._bytes_per_s = {"full": math.inf, "first": HASHED_PER_S, "none": 0.0}[how]
         self._left = self._bytes_per_s
 
     def choose(self, key: str, etag: str, size: int) -> str:

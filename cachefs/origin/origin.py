@@ -128,45 +128,30 @@ class Origin:
     async def check(self) -> None:
         """Send one cheap request when mounting, to see that the origin exists and may be read. An empty prefix is no
         error, nor is a web server without an index page, for which `can_list` is False from then on."""
-        attempts = self._attempts
+        attempts, look = self._attempts, partial(self._client.list_page, self.prefix, None, 1)
+        action, retries = f"opening {self.name(self.prefix)}", min(2, attempts.backoff.retries)
         try:
-            await attempts.call(
-                lambda: self._client.list_page(self.prefix, None, 1),
-                f"opening {self.name(self.prefix)}",
-                "origin_list",
-                self.prefix,
-                retries=min(2, attempts.backoff.retries),
-            )
+            await attempts.call(look, action, "origin_list", self.prefix, retries=retries)
         except Unsupported as exc:
             self._client.can_list = False
             log.warning("%s", exc)
 
     async def list_page(self, prefix: str, *, token: str | None = None, limit: int = 1000) -> ListPage:
         """One page of the keys and common prefixes directly below `prefix` (a full key prefix, "" or ending in "/")."""
-        return await self._attempts.call(
-            lambda: self._client.list_page(prefix, token, limit),
-            f"listing {self.name(prefix)}",
-            "origin_list",
-            prefix,
-            now=None if self._list_now is None else partial(self._list_now, prefix, token, limit),
-        )
+        ask = partial(self._client.list_page, prefix, token, limit)
+        now = None if self._list_now is None else partial(self._list_now, prefix, token, limit)
+        return await self._attempts.call(ask, f"listing {self.name(prefix)}", "origin_list", prefix, now=now)
 
     async def head(self, key: str) -> ObjectInfo:
         """Size, mtime and etag of the current object."""
-        return await self._attempts.call(
-            lambda: self._client.head(key),
-            f"looking up {self.name(key)}",
-            "origin_head",
-            key,
-            now=None if self._head_now is None else partial(self._head_now, key),
-        )
+        head = partial(self._client.head, key)
+        now = None if self._head_now is None else partial(self._head_now, key)
+        return await self._attempts.call(head, f"looking up {self.name(key)}", "origin_head", key, now=now)
 
     async def look(self, key: str) -> tuple[ObjectInfo, str]:
         """The current object and its idempotency token ("": none)."""
-        writer = self.writer
-        return await self._attempts.call(
-            lambda: writer.look(key), f"looking up {self.name(key)}", "origin_head", key
-        )
+        look = partial(self.writer.look, key)
+        return await self._attempts.call(look, f"looking up {self.name(key)}", "origin_head", key)
 
     # Writing. A write returns the object as a later HEAD or LIST shows it. Most stores tell an object's time only there, so
     # a HEAD follows a write.
@@ -239,18 +224,16 @@ class Origin:
         HEAD follows for the time alone: `mtime_ns` is 0 if the reply did not tell it. Raises `ObjectChanged` if another
         client has replaced the object since. An exception of `source` is raised unchanged; `source` is not read after this
         has returned or raised."""
-        attempts, writer = self._attempts, self.writer
+        writer = self.writer
         if not token and (if_absent or if_match is not None):
             token = new_token()
-        preconditions = Preconditions(if_match, if_absent, token)
-        action = f"writing {self.name(key)}"
         try:
-            sent = await self._to_send(key, preconditions, self._probes.puts)
-            written = await attempts.send(
+            sent = await self._to_send(key, Preconditions(if_match, if_absent, token), self._probes.puts)
+            written = await self._attempts.send(
                 lambda body: writer.put(key, body, sent),
                 source,
                 size,
-                action,
+                f"writing {self.name(key)}",
                 "origin_put",
                 key,
                 ticket,
@@ -291,13 +274,8 @@ class Origin:
         compared = etag is None or await self._probes.copies(key)
         if not compared:
             await self._unchanged(key, etag)
-        written = await self._attempts.call(
-            lambda: writer.copy(key, to, etag),
-            f"copying {self.name(key)} to {to}",
-            "origin_copy",
-            to,
-            patience=PATIENCE,
-        )
+        copy, action = partial(writer.copy, key, to, etag), f"copying {self.name(key)} to {to}"
+        written = await self._attempts.call(copy, action, "origin_copy", to, patience=PATIENCE)
         if not compared and written.etag != etag:
             await self._unchanged(key, etag)  # a store may give copies etags of their own
         return await self._settled(to, size, written, untimed=False)
@@ -317,12 +295,8 @@ class Origin:
             try:
                 if len(names) == 1:
                     return await self.delete(names[0])
-                left = await self._attempts.call(
-                    lambda: writer.delete_many(names),
-                    f"deleting {len(names)} objects",
-                    "origin_delete",
-                    names[0],
-                )
+                delete, action = partial(writer.delete_many, names), f"deleting {len(names)} objects"
+                left = await self._attempts.call(delete, action, "origin_delete", names[0])
                 for key, error in left.items():
                     if isinstance(error, Transient):
                         await some([key])  # alone, as a request with retries
@@ -394,9 +368,6 @@ async def each(work: Callable[[T], Awaitable[None]], items: Iterable[T], at_once
         raise failed[0]
 
 
-# Multipart uploads, as the rest of the daemon sees them.
-
-
 class Upload:
     """One object being written in parts. `known` has the parts that the origin has, by number from 1 on.
 
@@ -421,16 +392,9 @@ class Upload:
     async def part(self, number: int, source: Source, length: int, *, ticket: Ticket | None = None) -> str:
         """Send the first `length` bytes of `source` as part `number`; returns its etag. All parts but the last have at least
         `limits.least_part` bytes. Raises `NoSuchUpload` if the upload is gone."""
-        writer = self._attempts.writer
-        etag = await self._attempts.send(
-            lambda body: writer.put_part(self.key, self.id, number, body),
-            source,
-            length,
-            f"writing part {number} of {self._label}",
-            "origin_put_part",
-            self.key,
-            ticket,
-        )
+        put = partial(self._attempts.writer.put_part, self.key, self.id, number)
+        action = f"writing part {number} of {self._label}"
+        etag = await self._attempts.send(put, source, length, action, "origin_put_part", self.key, ticket)
         self.known[number] = Part(etag, length)
         return etag
 
@@ -488,9 +452,8 @@ class Upload:
 
         try:
             sent = await origin._to_send(self.key, preconditions, origin._probes.completes)
-            written = await self._attempts.call(
-                attempt, f"completing {self._label}", "origin_upload", self.key, patience=PATIENCE
-            )
+            action = f"completing {self._label}"
+            written = await self._attempts.call(attempt, action, "origin_upload", self.key, patience=PATIENCE)
         except (NoSuchUpload, Conflict) as exc:  # an abandoned attempt may have succeeded meanwhile
             return await origin.ours(self.key, preconditions.token, size, exc)
         if not written.etag and preconditions.token:

@@ -70,24 +70,20 @@ class Probes:
                         self._saw(condition, False)
         return bool(conditions.honours(condition))
 
-    async def _call(self, call: Callable[[], T], counter: str, key: str, patience: int = 1) -> T:
+    async def _call(self, counter: str, key: str, call: Callable[[], T], patience: int = 1) -> T:
         return await self._attempts.call(call, ACTION, counter, key, patience=patience)
 
     async def _copy(self, key: str) -> None:
-        writer, name = self._attempts.writer, self._name()
-        refused = await _refused(
-            self._call(lambda: writer.copy(key, name, IMPOSSIBLE), "origin_copy", name, PATIENCE)
-        )
+        name = self._name()
+        copy = partial(self._attempts.writer.copy, key, name, IMPOSSIBLE)
+        refused = await _refused(self._call("origin_copy", name, copy, PATIENCE))
         if not refused:
             await self._delete(name)
         self._saw(Condition.COPY, refused)
 
     async def _copy_part(self, to: str, upload: str, key: str) -> None:
-        writer = self._attempts.writer
-        refused = await _refused(
-            self._call(lambda: writer.copy_part(to, upload, 1, key, IMPOSSIBLE, 0, 1), "origin_put_part", to)
-        )
-        self._saw(Condition.COPY_PART, refused)
+        copy = partial(self._attempts.writer.copy_part, to, upload, 1, key, IMPOSSIBLE, 0, 1)
+        self._saw(Condition.COPY_PART, await _refused(self._call("origin_put_part", to, copy)))
 
     async def _put(self) -> None:
         conditions = self._attempts.writer.conditions
@@ -112,30 +108,29 @@ class Probes:
 
     async def _completion_refused(self, name: str, preconditions: Preconditions) -> bool:
         attempts, writer = self._attempts, self._attempts.writer
-        upload = await self._call(lambda: writer.begin(name, Preconditions()), "origin_upload", name)
+        upload = await self._call("origin_upload", name, partial(writer.begin, name, Preconditions()))
         refused = True
         try:
             send = partial(writer.put_part, name, upload, 1)
             etag = await attempts.send(send, InMemory(b"p"), 1, ACTION, "origin_put_part", name)
             complete = partial(writer.complete, name, upload, {1: etag}, preconditions)
-            refused = await _refused(self._call(complete, "origin_upload", name, PATIENCE))
+            refused = await _refused(self._call("origin_upload", name, complete, PATIENCE))
         finally:
             if refused:
                 with trio.CancelScope(shield=True), trio.move_on_after(attempts.deadline_s):
-                    await self._call(lambda: writer.abort(name, upload), "origin_upload", name)
+                    await self._call("origin_upload", name, partial(writer.abort, name, upload))
         return refused
 
     async def _write(self, name: str, preconditions: Preconditions) -> str:
         """Write an empty object. Returns its etag."""
-        writer = self._attempts.writer
-        written = await self._attempts.send(
+        attempts, writer = self._attempts, self._attempts.writer
+        written = await attempts.send(
             lambda body: writer.put(name, body, preconditions), InMemory(b""), 0, ACTION, "origin_put", name
         )
         return written.etag
 
     async def _delete(self, name: str) -> None:
-        writer = self._attempts.writer
-        await self._call(lambda: writer.delete(name), "origin_delete", name)
+        await self._call("origin_delete", name, partial(self._attempts.writer.delete, name))
 
     @asynccontextmanager
     async def _object(self) -> AsyncIterator[tuple[str, str]]:
@@ -155,14 +150,13 @@ class Probes:
             return
         source = self._attempts.source
         if condition in (Condition.COPY, Condition.COPY_PART):
-            log.info("%s does not honour %s: copies are compared", source, condition.value)
+            log.info("%s does not honour %s: copies are compared", source, condition)
         else:
-            log.warning(
-                "%s does not honour %s: instead, the object is looked at just before such a write, and what another"
-                " client writes between the two is overwritten",
-                source,
-                condition.value,
+            instead = (
+                "instead, the object is looked at just before such a write, and what another client writes between"
+                " the two is overwritten"
             )
+            log.warning("%s does not honour %s: %s", source, condition, instead)
 
     def _name(self) -> str:
         return f"{self._attempts.prefix}.cachefs-probe-{secrets.token_hex(8)}"

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import Protocol
 
 from cachefs.base.errors import (
@@ -104,39 +105,31 @@ class UnreadPage(ListPage):
     """An ordered page of which only `next_token` is known, so that the next page can be requested at once. The first use of
     its keys calls `parse`, which makes the page of the reply and may raise `OriginFailed`."""
 
-    __slots__ = ("_page", "_parse")
-    _page: ListPage | None
-    _parse: Callable[[], ListPage]
-
     def __init__(self, next_token: str, parse: Callable[[], ListPage]) -> None:
-        for name, value in {
-            "next_token": next_token,
-            "ordered": True,
-            "_parse": parse,
-            "_page": None,
-        }.items():
+        for name, value in ("next_token", next_token), ("ordered", True), ("_parse", parse):
             object.__setattr__(self, name, value)
 
     @property
     def unread(self) -> bool:
-        return self._page is None
+        return "_page" not in vars(self)
 
     @property
     def objects(self) -> list[ObjectInfo]:
-        return self.read().objects
+        return self._page.objects
 
     @property
     def prefixes(self) -> list[str]:
-        return self.read().prefixes
+        return self._page.prefixes
 
     def read(self) -> ListPage:
-        if self._page is None:
-            page = self._parse()
-            if page.next_token != self.next_token:
-                raise OriginFailed("a page of a listing names two places where the next one begins")
-            object.__setattr__(self, "_page", page)
-            return page
         return self._page
+
+    @cached_property
+    def _page(self) -> ListPage:
+        page: ListPage = self._parse()  # type: ignore[attr-defined]
+        if page.next_token != self.next_token:
+            raise OriginFailed("a page of a listing names two places where the next one begins")
+        return page
 
 
 @dataclass(frozen=True, slots=True)

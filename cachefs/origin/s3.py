@@ -22,7 +22,7 @@ from datetime import datetime
 from functools import lru_cache, partial
 from typing import Any
 from urllib.parse import quote, unquote_plus
-from xml.etree.ElementTree import Element, ParseError, fromstring
+from xml.etree.ElementTree import Element, ParseError, fromstring, tostring
 from xml.sax.saxutils import escape
 
 import trio
@@ -48,7 +48,6 @@ from cachefs.origin.http import (
     child,
     one_line,
     quoted,
-    refusal,
     seconds_ns,
     written,
     xml,
@@ -435,13 +434,7 @@ class S3Client(HttpClient, Writer):
         for node in self.document(reply, "").iter("Error"):
             key, code = node.findtext("Key", ""), node.findtext("Code", "")
             if code != "NoSuchKey":
-                left[key] = refusal(
-                    reply.status,
-                    name=self.name(key),
-                    code=code,
-                    message=node.findtext("Message", ""),
-                    advice=self.place.credentials.advice,
-                )
+                left[key] = self.refusal(reply.status, {}, tostring(node), self.name(key))
         return left
 
     def look(self, key: str) -> tuple[ObjectInfo, str]:
