@@ -20,7 +20,7 @@ from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count, blocks_
 from cachefs.base.tasks import contained
 from cachefs.fetch.readahead import Budget, Readahead
 from cachefs.fetch.upstream import WHOLE_BYTES, Comparing, Upstream
-from cachefs.origin import Origin, Ticket
+from cachefs.origin import ByteRange, Origin, Ticket
 from cachefs.peers.wire import Busy
 from cachefs.store import Backing, CachedObject, CacheWrite, Run, Settled, Store, Tier, TierWrite, WriteClosed
 from cachefs.store.space import IN_FLIGHT_BYTES
@@ -257,16 +257,10 @@ class InFlightFetch:
             finally:
                 on_attempt_end(False)
 
-        self._end_early = self.origin.begin(
-            object_id.key,
-            object_id.etag,
-            cache_write.start,
-            cache_write.stop,
-            cache_write,
-            ended,
-            whole=cache_write.start == 0 and cache_write.stop == object_id.size,
-            ticket=self._ticket,
-        )
+        start, stop = cache_write.start, cache_write.stop
+        whole = start == 0 and stop == object_id.size
+        wanted = ByteRange(object_id.key, object_id.etag, start, stop, whole)
+        self._end_early = self.origin.begin(wanted, cache_write, ended, ticket=self._ticket)
         return self._end_early is not None
 
     async def run(
@@ -274,8 +268,8 @@ class InFlightFetch:
         ask_peers: Callable[[CacheWrite, Ticket], Awaitable[None]] | None,
         slots: trio.CapacityLimiter | None,
     ) -> None:
-        """Transfer the blocks, while holding one of the `slots`, if given. `ask_peers`, if given, has peers deliver what
-        they can, and the origin delivers the rest. Raises nothing but cancellation; a failure is in `error`."""
+        """Transfer the blocks: what peers do not deliver to `ask_peers`, the origin does. Holds one of the `slots`, if
+        given. Raises nothing but cancellation; a failure is in `error`."""
         cache_write, object_id = self.cache_write, self.object.id
         try:
             with trio.CancelScope() as scope:
@@ -320,15 +314,14 @@ class InFlightFetch:
 # -- opens that wait for the last blocks of a file -------------------------------------------------
 #
 # The open decides how a file is read: in passthrough, if it is wholly cached, or through the daemon, with a message and two
-# more copies for each part of it. A prefetched file is often opened while its last blocks are in flight. Its reader is then
-# faster if the open waits for them. This wait begins no transfer and never fails: if the file is not whole in time, it is
-# opened through the daemon.
+# more copies for each part. A prefetched file is often opened while its last blocks are in flight: then its reader is faster
+# if the open waits for them. If the file is not whole in time, it is opened through the daemon.
 
 OPEN_WAITS_S = 0.2
-"""How long an open waits at most, and only if the file should be whole by then. A reader of the whole file loses nothing,
-because it waits for its end in any case. A reader of its first bytes loses no more than a slow answer of an origin takes.
-Measured: of 64 files of 16 MiB from another node, opened by four readers as fast as they come, 33 to 46 were opened in
-passthrough when opens waited for 0.05 or 0.1 s, and 42 to 53 with 0.2."""
+"""How long an open waits at most. A reader of the whole file loses nothing, because it waits for its end in any case. A
+reader of its first bytes loses no more than a slow answer of an origin takes. Measured: of 64 files of 16 MiB from another
+node, opened by four readers as fast as they come, 33 to 46 were opened in passthrough when opens waited for 0.05 or 0.1 s,
+and 42 to 53 with 0.2."""
 
 
 def soon_whole(store: Store, in_flight: Mapping[int, InFlightFetch], obj: CachedObject) -> bool:

@@ -30,7 +30,7 @@ class Serving:
         self.store = store
         self.fetcher = fetcher
         self.cluster = cluster
-        self._origins = [(origin, _directory(origin.prefix)) for origin in origins]
+        self._origins = origins
 
     async def open(self, request: BlockRequest, peer: str, *, background: bool = False) -> Reply:
         reply = Reply(self, self._origin_of(request.object), request, peer, background)
@@ -52,8 +52,8 @@ class Serving:
         return found
 
     def _origin_of(self, version: ObjectId) -> Origin:
-        for origin, directory in self._origins:
-            if origin.source == version.source and version.key.startswith(directory):
+        for origin in self._origins:
+            if origin.source == version.source and version.key.startswith(origin.prefix):
                 if any(part in ("", ".", "..") for part in version.key.split("/")):
                     break  # no mount shows such a key, and some origins would resolve it to another
                 return origin
@@ -144,8 +144,3 @@ def _raise_failure(fetch: InFlightFetch) -> None:
     if error is not None:
         reason = str(error) if isinstance(error, CachefsError) else type(error).__name__
         raise NotShared(f"the origin does not give it: {reason}")
-
-
-def _directory(prefix: str) -> str:
-    """The beginning of all keys below a prefix: the prefix with a "/" at its end."""
-    return prefix.rstrip("/") + "/" if prefix else ""

@@ -11,10 +11,10 @@ import itertools
 import logging
 import math
 import random
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
+from io import BytesIO
 from typing import NamedTuple, Protocol
 
 import trio
@@ -25,6 +25,7 @@ from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId
 from cachefs.base.tasks import contained, in_thread
 from cachefs.origin import Origin
 from cachefs.origin.attempts import Concurrency, Gate, Ticket
+from cachefs.origin.protocol import MD5_ETAG
 from cachefs.peers.client import CONNECTIONS_PER_PEER
 from cachefs.peers.cluster import Candidate, Cluster
 from cachefs.peers.wire import PeerFailed
@@ -244,9 +245,6 @@ dataset then read at most 1.004 times its bytes from the origin."""
 HASHED_SHARE = 8
 """Of these objects, one in so many is hashed. Guessed: hashing takes as long as receiving the bytes."""
 
-MD5 = re.compile(r'"?([0-9a-f]{32})"?')
-"""The etag of an object that S3 got in one PUT, without an encryption key of the client's or KMS's."""
-
 
 class Sampler:
     """Decides which blocks to compare. Pure policy, except that it draws random numbers, so that a peer cannot predict the
@@ -305,7 +303,7 @@ class Comparing:
         wanted = self.sampler.take(start, cache_write.written, cache_write.block_size)
         md5 = ""
         if start == 0 and cache_write.written == object_id.size <= WHOLE_BYTES:
-            found = MD5.fullmatch(object_id.etag) if origin.source not in self._not_md5_sources else None
+            found = MD5_ETAG.fullmatch(object_id.etag) if origin.source not in self._not_md5_sources else None
             if found and not self.sampler.rng.randrange(HASHED_SHARE):
                 wanted, md5 = (0, cache_write.written), found[1]
         if wanted is None or self._busy:
@@ -342,15 +340,15 @@ class Comparing:
 
     async def _read(self, origin: Origin, object_id: ObjectId, offset: int, length: int) -> bytes:
         """The origin's bytes at this place."""
-        sink, stop = _MemorySink(), offset + length
+        sink, stop = BytesIO(), offset + length
         whole = offset == 0 and length == object_id.size
         try:
             await origin.read(
                 object_id.key, object_id.etag, offset, stop, sink, whole=whole, ticket=Ticket(background=True)
             )
         finally:
-            self._metrics.discarded_bytes += len(sink.data)
-        return bytes(sink.data)
+            self._metrics.discarded_bytes += sink.tell()
+        return sink.getvalue()
 
     async def _drop_wrong(
         self, candidate: Candidate, origin: Origin, object_id: ObjectId, offset: int
@@ -375,16 +373,6 @@ class Comparing:
                 await in_flight.ended()  # it may still write blocks from that peer
         if self.on_lie is not None:
             await self.on_lie(origin, object_id)
-
-
-class _MemorySink:
-    """A sink in memory, for one block."""
-
-    def __init__(self) -> None:
-        self.data = bytearray()
-
-    def write(self, data: memoryview | bytes) -> None:
-        self.data += data
 
 
 def _md5(data: bytes) -> str:

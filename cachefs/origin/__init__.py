@@ -10,10 +10,11 @@ deadline. Exceptions of libraries do not leave this room.
 
 from cachefs.origin.attempts import Ticket
 from cachefs.origin.origin import Origin, Upload, each, new_token
-from cachefs.origin.protocol import FileRange, InMemory, Limits, ListPage, ObjectInfo, Part, Source
+from cachefs.origin.protocol import ByteRange, FileRange, InMemory, Limits, ListPage, ObjectInfo, Part, Source
 from cachefs.origin.registry import load_origin, open_origin
 
 __all__ = [
+    "ByteRange",
     "FileRange",
     "InMemory",
     "Limits",

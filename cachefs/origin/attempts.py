@@ -41,7 +41,17 @@ from cachefs.base.ledger import Account, current_call
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ERRORS, OnOutage
 from cachefs.base.tasks import Stoppable, in_thread
-from cachefs.origin.protocol import AskedToWait, Body, Client, ConnectionEnded, InMemory, Sink, Source, Writer
+from cachefs.origin.protocol import (
+    AskedToWait,
+    Body,
+    ByteRange,
+    Client,
+    ConnectionEnded,
+    InMemory,
+    Sink,
+    Source,
+    Writer,
+)
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +122,7 @@ class Concurrency:
     # Replies.
 
     def succeeded(self) -> None:
-        """A request was answered. After as many as the limit, the limit grows by one."""
+        """A request was answered: after as many as the limit, it grows by one."""
         if self.limit >= self._ceiling:
             return
         self._successes += 1
@@ -135,7 +145,6 @@ class Concurrency:
     # Bytes.
 
     def arrived(self, count: int) -> None:
-        """Bytes came in."""
         self._bytes += count
 
     def finished(self, full: bool, now: float) -> None:
@@ -201,8 +210,8 @@ class Concurrency:
 
 # -- the order of requests -------------------------------------------------------------------------
 #
-# Demand (a reader waits) goes before background (prefetching). A request carries one ticket through two queues: the gate's,
-# before it is sent, and the download limit's, while its bytes arrive.
+# Demand (a reader waits) goes before background (prefetching), in two queues: the gate's, before a request is sent, and the
+# download limit's, while its bytes arrive.
 
 OVERTAKEN_AT_MOST = 4
 """Demand requests that may go before a waiting background request. Guessed: readahead keeps a fifth of a busy store."""
@@ -562,22 +571,13 @@ class Attempts:
         return trio.lowlevel.current_trio_token()
 
     def begin(
-        self,
-        key: str,
-        etag: str,
-        start: int,
-        stop: int,
-        sink: Sink,
-        ended: Ended,
-        *,
-        whole: bool,
-        ticket: Ticket,
+        self, wanted: ByteRange, sink: Sink, ended: Ended, *, ticket: Ticket
     ) -> Callable[[], None] | None:
         """Begin one attempt of `read`, without a task that waits for it. At the end `ended` is called on the trio thread
         with the error or None; `sink` is not called after that. Returns a function that ends the attempt early, with an
         error. Returns None, and begins nothing, if the attempt would have to wait: for a slot of the gate, a disk, a limit
         on bytes a second, credentials, or an origin that is out."""
-        transfer = Receiving(self, ticket, start, stop, sink)
+        transfer = Receiving(self, ticket, wanted.start, wanted.stop, sink)
         cancel: Callable[[], None] | None = None
         if self._begin is None or transfer.waits or self.breaker.is_out or not self.gate.enters(ticket):
             return None
@@ -591,13 +591,13 @@ class Attempts:
             ended(transfer.sink_error or error)
 
         try:
-            cancel = self._begin(key, etag, start, stop, whole, transfer, over)
+            cancel = self._begin(wanted, transfer, over)
         except Exception:
             cancel = None  # `read` will meet the same error and raise it
         if cancel is None:
             self.gate.leave(ticket)
             return None
-        self._count_request("origin_get", key, ticket, transfer)
+        self._count_request("origin_get", wanted.key, ticket, transfer)
         self.breaker.asked(cancel, since)
         return cancel
 
@@ -630,13 +630,13 @@ class Attempts:
 
         async def attempt() -> None:
             at = transfer.position
-            given = key, etag, at, stop, whole and at == start
+            wanted = ByteRange(key, etag, at, stop, whole and at == start)
             error: Exception | None = None
             try:
                 if fetch is not None:
-                    await fetch(*given, transfer)
+                    await fetch(wanted, transfer)
                 elif read is not None:
-                    await self.in_thread(lambda: transfer.drain(read(*given)))
+                    await self.in_thread(lambda: transfer.drain(read(*wanted)))
             except Transient as exc:
                 error = exc
             if (error := transfer.failure(error)) is not None:
@@ -1182,8 +1182,8 @@ class Outage:
 
 
 class Breaker:
-    """The circuit breaker of one origin. `probe` blocks; `deadline_s` is the requests' deadline, and an outage is found
-    within it."""
+    """The circuit breaker of one origin, told what `Outage` is told. `probe` blocks; `deadline_s` is the requests' deadline,
+    and an outage is found within it."""
 
     def __init__(
         self, name: str, probe: Callable[[], object], how: OnOutage, deadline_s: float, metrics: Metrics
@@ -1211,7 +1211,6 @@ class Breaker:
         return self.how.stale and self.is_out
 
     def heard(self, now: float) -> None:
-        """A reply came, or bytes of one."""
         outage_s = self._outage.heard(now)
         if outage_s is not None:
             log.warning("%s answers again, after %.0f s", self._name, outage_s)
@@ -1219,7 +1218,6 @@ class Breaker:
             self._answers_again = trio.Event()
 
     def failed(self, exc: Transient) -> None:
-        """An attempt got no reply, or a 5xx."""
         self._last_error = str(exc)
         self._outage.failed()
         self._watch()

@@ -26,7 +26,7 @@ from cachefs.base.errors import (
     Unsupported,
 )
 from cachefs.origin.azure import AzureClient, Container
-from cachefs.origin.http import CONNECT_S, one_line, quoted, refusal, seconds_ns
+from cachefs.origin.http import CONNECT_S, one_line, quoted, refusal
 from cachefs.origin.protocol import (
     HONOURED,
     UNLIMITED,
@@ -58,7 +58,6 @@ class FsspecClient(Writer):
     """The tree below `root` (a path in the filesystem's form, without its scheme). Keys are relative to it. The filesystem
     is opened again when its credentials change: libraries keep those that they were opened with for minutes or for ever."""
 
-    can_list = True
     limits = LIMITS
     conditions = HONOURED
 
@@ -315,8 +314,8 @@ def any_filesystem(url: str, scheme: str) -> tuple[FsspecClient, str]:
 
 # S3 through s3fs and Azure through adlfs, with conditional reads, which their fsspec interfaces lack.
 #
-# Only HEADs and reads go through the filesystem. Listing and writing go through `cachefs.origin.http`: fsspec has no pages,
-# no parts and no conditions. Both libraries are asynchronous underneath and offer the vendor's calls there; fsspec's `sync`
+# Only reads go through the filesystem. HEADs, listing and writing go through `cachefs.origin.http`: fsspec has no pages, no
+# parts and no conditions. Both libraries are asynchronous underneath and offer the vendor's calls there; fsspec's `sync`
 # runs those on fsspec's own loop. The timeout of a call is the longest silence of the origin.
 
 CHUNK = 1 << 20
@@ -338,6 +337,9 @@ class _StoreClient(FsspecClient):
 
     def list_page(self, prefix: str, token: str | None, limit: int) -> ListPage:
         return self._curl.list_page(prefix, token, limit)
+
+    def head(self, key: str) -> ObjectInfo:
+        return self._curl.head(key)
 
     def renew(self, since: float) -> bool:
         return self._curl.renew(since)
@@ -366,17 +368,13 @@ class S3fsClient(_StoreClient):
         super().__init__(bucket, bucket.name, s3_client(bucket, stall_s))
         self._bucket = bucket
 
-    def head(self, key: str) -> ObjectInfo:
-        reply = self._s3(key, "head_object")
-        return ObjectInfo(
-            key, reply["ContentLength"], seconds_ns(reply["LastModified"]), quoted(reply["ETag"])
-        )
-
     def read(
         self, key: str, etag: str, start: int, stop: int, whole: bool
     ) -> Generator[memoryview | bytes, None, None]:
-        part = {} if whole else {"Range": f"bytes={start}-{stop - 1}"}
-        reply = self._s3(key, "get_object", IfMatch=etag, **part)
+        wanted = {"Bucket": self._bucket.name, "Key": key, "IfMatch": etag}
+        if not whole:
+            wanted["Range"] = f"bytes={start}-{stop - 1}"
+        reply = self._call(key, lambda filesystem: filesystem._call_s3("get_object", **wanted))
         body = reply["Body"]
         try:
             self._same_version(key, etag, quoted(reply["ETag"]))
@@ -384,10 +382,6 @@ class S3fsClient(_StoreClient):
                 yield data
         finally:
             body.close()
-
-    def _s3(self, key: str, method: str, **arguments: Any) -> Any:
-        bucket = self._bucket.name
-        return self._call(key, lambda fs: fs._call_s3(method, Bucket=bucket, Key=key, **arguments))
 
     def _open(self) -> Any:
         import s3fs
@@ -421,20 +415,14 @@ class AdlfsClient(_StoreClient):
         super().__init__(container, container.container, AzureClient(container, stall_s))
         self._container = container
 
-    def head(self, key: str) -> ObjectInfo:
-        async def properties(filesystem: Any) -> Any:
-            return await self._blob(filesystem, key).get_blob_properties()
-
-        found = self._call(key, properties)
-        return ObjectInfo(key, int(found.size), seconds_ns(found.last_modified), quoted(str(found.etag)))
-
     def read(
         self, key: str, etag: str, start: int, stop: int, whole: bool
     ) -> Generator[memoryview | bytes, None, None]:
         from azure.core import MatchConditions
 
         async def download(filesystem: Any) -> tuple[str, bytes]:
-            stream = await self._blob(filesystem, key).download_blob(
+            blob = filesystem.service_client.get_blob_client(self._container.container, key)
+            stream = await blob.download_blob(
                 offset=start,
                 length=stop - start,
                 etag=etag,
@@ -446,9 +434,6 @@ class AdlfsClient(_StoreClient):
         found, data = self._call(key, download)
         self._same_version(key, etag, found)
         yield data
-
-    def _blob(self, filesystem: Any, key: str) -> Any:
-        return filesystem.service_client.get_blob_client(self._container.container, key)
 
     def _open(self) -> Any:
         import adlfs

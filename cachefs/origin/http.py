@@ -46,9 +46,11 @@ from cachefs.base.errors import (
 from cachefs.base.logs import Repeats
 from cachefs.base.tasks import in_thread
 from cachefs.origin.protocol import (
+    MD5_ETAG,
     PATIENCE,
     AskedToWait,
     Body,
+    ByteRange,
     CompletionInProgress,
     ConnectionEnded,
     ObjectInfo,
@@ -110,7 +112,6 @@ class HttpClient:
 
     def __init__(self, place: Place, transport: Transport) -> None:
         self.place, self.transport = place, transport
-        self.can_list = True
         self.writer: Writer | None = None
         self.patience_s = transport.stall_s
         self.renew, self.close = place.credentials.renew, transport.close
@@ -189,12 +190,11 @@ class HttpClient:
         except (KeyError, ValueError) as exc:
             raise OriginFailed(f"{self.name(key)}: the origin's reply does not describe an object") from exc
 
-    async def fetch(self, key: str, etag: str, start: int, stop: int, whole: bool, taker: Taker) -> None:
-        """Give bytes [start, stop) of the version `etag` to `taker` as they arrive. `whole`: the range is the whole object,
-        so no Range header is needed. Raises `ObjectChanged` if the reply is of another version. A cancelled caller returns
-        at once; `taker` may be called once more after that."""
+    async def fetch(self, wanted: ByteRange, taker: Taker) -> None:
+        """Give the bytes to `taker` as they arrive. Raises `ObjectChanged` if the reply is of another version. A cancelled
+        caller returns at once; `taker` may be called once more after that."""
         sign = self.place.signer()
-        reading = _Reading(self, sign or self.place.sign, key, etag, start, stop, whole, taker)
+        reading = _Reading(self, sign or self.place.sign, wanted, taker)
         if sign is None:
             try:
                 signed = await in_thread(reading.signed, abandon_on_cancel=True, limiter=self._looking)
@@ -206,21 +206,14 @@ class HttpClient:
             raise error
 
     def begin_fetch(
-        self,
-        key: str,
-        etag: str,
-        start: int,
-        stop: int,
-        whole: bool,
-        taker: Taker,
-        ended: Callable[[Exception | None], None],
+        self, wanted: ByteRange, taker: Taker, ended: Callable[[Exception | None], None]
     ) -> Callable[[], None] | None:
         """As `fetch`, without a task that waits. `ended` is called on the trio thread at the end, and `taker` is not called
         after that. Returns a function that ends it early; None if it cannot begin at once."""
         sign = self.place.signer()
         if sign is None:
             return None
-        reading = _Reading(self, sign, key, etag, start, stop, whole, taker)
+        reading = _Reading(self, sign, wanted, taker)
         return self.transport.begin(reading.exchange, lambda: ended(reading.error))
 
     def delete(self, key: str) -> None:
@@ -258,44 +251,34 @@ class HttpClient:
 
 
 class _Reading:
-    """A GET of bytes [start, stop) of one version: its exchange, and the receiver that passes the body to `taker`."""
+    """A conditional GET: its exchange, and the receiver that passes the body to `taker`."""
 
-    def __init__(
-        self,
-        client: HttpClient,
-        sign: Sign,
-        key: str,
-        etag: str,
-        start: int,
-        stop: int,
-        whole: bool,
-        taker: Taker,
-    ) -> None:
-        self._client, self._sign = client, sign
+    def __init__(self, client: HttpClient, sign: Sign, wanted: ByteRange, taker: Taker) -> None:
+        self._client, self._sign, self._wanted = client, sign, wanted
         self._refused = False
-        size = stop - start
-        self._md5 = client.md5.choose(key, etag, size) if whole else ""
+        size = wanted.stop - wanted.start
+        self._md5 = client.md5.choose(wanted.key, wanted.etag, size) if wanted.whole else ""
         self.waits = taker.waits or (self._md5 != "" and size > AT_ONCE)
         first = least = size
         if not self._md5 and size > AT_ONCE:
             first, least = FIRST_CHUNK, 4 * CHUNK if taker.waits else CHUNK
         self.exchange = Exchange("GET", client.place.url(), {}, receiver=self, first=first, least=least)
         self.exchange.prepare = self.signed
-        self._key, self._etag, self._start, self._stop, self._whole = key, etag, start, stop, whole
         self._taker, self.coming = taker, taker.coming
-        self._at = start
+        self._at = wanted.start
         self._cut = False
 
     @property
     def name(self) -> str:
-        return self._client.name(self._key)
+        return self._client.name(self._wanted.key)
 
     def signed(self) -> Signed:
-        """URL and headers of the conditional GET."""
-        given = {} if self._etag.startswith(("mtime-", "W/")) else {"If-Match": self._etag}
-        if not self._whole:
-            given["Range"] = f"bytes={self._start}-{self._stop - 1}"
-        return self._sign("GET", self._client.url(self._key), given, b"")
+        """URL and headers."""
+        wanted = self._wanted
+        given = {} if wanted.etag.startswith(("mtime-", "W/")) else {"If-Match": wanted.etag}
+        if not wanted.whole:
+            given["Range"] = f"bytes={wanted.start}-{wanted.stop - 1}"
+        return self._sign("GET", self._client.url(wanted.key), given, b"")
 
     @property
     def error(self) -> Exception | None:
@@ -310,35 +293,36 @@ class _Reading:
         if status not in (200, 206):
             self._refused = True
             return False
+        key, etag, start, stop, whole = self._wanted
         content_range, _, size = headers.get("content-range", "").rpartition("/")
-        if status == 206 and content_range != f"bytes {self._start}-{self._stop - 1}":
-            raise Transient(
-                f"{self.name}: asked for bytes {self._start} to {self._stop}, the origin sent {content_range or 'no range'}"
-            )
+        if status == 206 and content_range != f"bytes {start}-{stop - 1}":
+            came = content_range or "no range"
+            raise Transient(f"{self.name}: asked for bytes {start} to {stop}, the origin sent {came}")
         try:
             found = quoted(headers.get("etag", ""))
             if not found:
-                found = _object_of(self._key, int(size or headers["content-length"]), headers).etag
-            same = found == self._etag
+                found = _object_of(key, int(size or headers["content-length"]), headers).etag
+            same = found == etag
         except (KeyError, ValueError):
             same = False
         if not same:
             raise ObjectChanged(f"{self.name}: the object changed at the origin")
         if not ENCRYPTED.isdisjoint(headers):
             self._md5 = ""
-        if status == 200 and not self._whole:
+        if status == 200 and not whole:
             # A server without ranges (Python's http.server) sends the whole object: the other bytes are dropped.
             self._at, self._cut = 0, True
         return True
 
     def take(self, data: memoryview | bytes) -> bool:
-        if self._md5 and len(data) == self._stop - self._start:
-            self._client.md5.compare(self._key, self.name, self._md5, data)
+        key, _, start, stop, _ = self._wanted
+        if self._md5 and len(data) == stop - start:
+            self._client.md5.compare(key, self.name, self._md5, data)
         if not self._cut:
             return self._taker.take(data)
         at, self._at = self._at, self._at + len(data)
-        wanted = data[max(0, self._start - at) : max(0, self._stop - at)]
-        return (not wanted or self._taker.take(wanted)) and self._at < self._stop
+        within = data[max(0, start - at) : max(0, stop - at)]
+        return (not within or self._taker.take(within)) and self._at < stop
 
 
 def _object_of(key: str, size: int, headers: Mapping[str, str]) -> ObjectInfo:
@@ -1171,9 +1155,8 @@ class Credentials(Protocol):
         """What the user can change when the origin refuses these credentials."""
 
 
-# Whole objects are compared with their etags, where these are MD5s: the etag of an object that was written to S3 or
-# Google in one request is the MD5 of its bytes, unless it is encrypted with a key. TLS protects bytes on the wire only; the
-# MD5 also finds what a proxy, a broken memory or the origin itself has changed.
+# Whole objects are compared with their etags, where these are MD5s. TLS protects bytes on the wire only; the MD5 also finds
+# what a proxy, a broken memory or the origin itself has changed.
 
 LARGEST_COMPARED, LARGEST_COMPARED_OF_ALL = 1 << 20, 4 << 20
 """Bytes of the largest object that is compared, usually and with `--verify full`: its first reader waits until all of it has
@@ -1189,8 +1172,6 @@ MD5s. Derived: a damaged object and its copy do not end the comparison; each mor
 
 MOST_REFUSED = 1000
 """Objects unlike their etags that are remembered until they are fetched again, up to 1 KiB each. A bound of memory."""
-
-MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 
 ENCRYPTED = frozenset(
     (
@@ -1224,7 +1205,7 @@ class Md5Etags:
 
     def choose(self, key: str, etag: str, size: int) -> str:
         """The MD5 that the bytes of this object must have; "" if it is not compared."""
-        found = MD5.fullmatch(etag)
+        found = MD5_ETAG.fullmatch(etag)
         if found is None or size > self._largest or self._no_md5s >= UNLIKE:
             return ""
         if self._bytes_per_s < math.inf:

@@ -102,7 +102,6 @@ class LocalClient(Writer):
     """Lists, reads and writes the tree below `root`. Keys are paths relative to it; bytes that are not UTF-8 are
     surrogates, as in `os`."""
 
-    can_list = True
     conditions = HONOURED
 
     def __init__(self, root: str) -> None:

@@ -64,11 +64,12 @@ class Origin:
         self._head_now = getattr(attempts.client, "head_now", None)
         self.limit, self.name = attempts.limit, attempts.name
         self.read, self.begin = attempts.read, attempts.begin
+        self.concurrency = attempts.gate.concurrency.maximum  # the greatest number of requests in flight
+        self.md5: Md5Etags | None = getattr(
+            attempts.client, "md5", None
+        )  # compares whole objects with their etags
+        self.can_list = True
         self.read_only = False  # True: callers refuse writes, although the client could
-
-    @property
-    def can_list(self) -> bool:
-        return self._client.can_list
 
     @property
     def can_write(self) -> bool:
@@ -76,7 +77,6 @@ class Origin:
 
     @property
     def limits(self) -> Limits:
-        """The largest sizes that the origin takes, and the sizes of parts."""
         return self.writer.limits
 
     @property
@@ -89,19 +89,9 @@ class Origin:
         return self._attempts.breaker.serves_stale
 
     @property
-    def concurrency(self) -> int:
-        """The greatest number of requests in flight."""
-        return self._attempts.gate.concurrency.maximum
-
-    @property
     def transfer_rate(self) -> float:
         """Recent bytes a second of one read; 0 before the first."""
         return self._attempts.transfer_rate.bytes_per_s
-
-    @property
-    def md5(self) -> Md5Etags | None:
-        """Compares whole objects with their etags; None if the client does not compare."""
-        return getattr(self._client, "md5", None)
 
     @property
     def complaint(self) -> str:
@@ -109,7 +99,7 @@ class Origin:
         return self._attempts.breaker.complaint()
 
     def status(self) -> dict[str, Any]:
-        """For `cachefs status`: plain values."""
+        """For `cachefs status`."""
         return {
             "source": self.source,
             "prefix": self.prefix,
@@ -133,7 +123,7 @@ class Origin:
         try:
             await attempts.call(look, action, "origin_list", self.prefix, retries=retries)
         except Unsupported as exc:
-            self._client.can_list = False
+            self.can_list = False
             log.warning("%s", exc)
 
     async def list_page(self, prefix: str, *, token: str | None = None, limit: int = 1000) -> ListPage:

@@ -145,7 +145,7 @@ class Probes:
                 await self._delete(name)
 
     def _saw(self, condition: Condition, honoured: bool) -> None:
-        self._attempts.writer.conditions.saw(condition, honoured)
+        self._attempts.writer.conditions.seen[condition] = honoured
         if honoured:
             return
         source = self._attempts.source

@@ -1,23 +1,22 @@
 """The interface between the daemon and an object store: what a vendor's client offers, and its types.
 
-A client makes one blocking attempt per call. A small object is written by one request. A large one is a *multipart upload*:
-numbered parts, in any order and several at a time, that become the object when the upload is completed; until then the key
-shows its old version.
+A small object is written by one request. A large one is a *multipart upload*: numbered parts, in any order and several at a
+time, that become the object when the upload is completed; until then the key shows its old version.
 
 The reply to a write can get lost. The repeated request may then be refused because the first one succeeded. So a write that
-must happen once carries an *idempotency token*, a random word that is stored in the object's metadata: an object with this
-token was written by this daemon.
+must happen once carries an *idempotency token*, a random word in the object's metadata, by which this daemon knows it again.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from cachefs.base.errors import (
     CachefsError,
@@ -60,8 +59,7 @@ class ObjectInfo:
     long to make, and a listing makes one for each name.
 
     `key` is the origin's full key, with the mount's prefix. `etag` is the value for If-Match, with quotes where the origin
-    quotes; an object without an etag has one made of mtime and size. `size` is in bytes, -1 if a listing does not tell it
-    (plain HTTP index pages). `mtime_ns` is nanoseconds since the epoch."""
+    quotes, or is made of mtime and size. `size` is in bytes, -1 if a listing does not tell it (plain HTTP index pages)."""
 
     key: str
     size: int
@@ -71,6 +69,20 @@ class ObjectInfo:
     def version(self, source: str) -> ObjectId:
         """The name of this version in the cache; `source` is the origin's identity."""
         return ObjectId(source, self.key, self.etag, self.size)
+
+
+class ByteRange(NamedTuple):
+    """The bytes [start, stop) of the version `etag` of an object. `whole`: they are all of it."""
+
+    key: str
+    etag: str
+    start: int
+    stop: int
+    whole: bool
+
+
+MD5_ETAG = re.compile(r'"?([0-9a-f]{32})"?')
+"""The etag of an object that S3 or Google got in one request: the MD5 of its bytes, unless it is encrypted with a key."""
 
 
 def made_up(mtime_ns: int, size: int) -> str:
@@ -97,7 +109,7 @@ class ListPage:
         return False
 
     def read(self) -> ListPage:
-        """The page with its keys parsed. Raises `OriginFailed`."""
+        """The page, parsed. Raises `OriginFailed`."""
         return self
 
 
@@ -175,8 +187,6 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """Bytes in memory."""
-
     data: bytes
 
     def read(self, at: int, count: int) -> bytes:
@@ -211,7 +221,7 @@ class Preconditions:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The new version, as far as the reply to a write describes it: "" and None for what it does not tell."""
+    """The new version, as far as the reply to a write describes it."""
 
     etag: str = ""
     mtime_ns: int | None = None
@@ -268,7 +278,7 @@ class Sink(Protocol):
     """Takes the bytes of one range. Called outside of the trio thread, in order, one call at a time for one read. A sink
     that may wait, for a disk for instance, has an attribute `waits` that is True: then other reads do not wait for it."""
 
-    def write(self, data: memoryview | bytes) -> None:
+    def write(self, data: memoryview | bytes) -> object:
         """Take the next bytes of the range. An exception stops the transfer."""
 
 
@@ -286,10 +296,9 @@ class Taker(Protocol):
 
 
 class Writer(Protocol):
-    """Writes to an origin: blocking, thread-safe, one attempt per call; raises only `cachefs.base.errors`.
-
-    Raises `Conflict` if a precondition does not hold, and `NoSuchUpload` if an upload is gone; other errors as for reading.
-    Methods that `limits` rule out raise `Unsupported`; vendors inherit these."""
+    """Writes to an origin: blocking, thread-safe, one attempt per call. Raises only `cachefs.base.errors`: `Conflict` if a
+    precondition does not hold, `NoSuchUpload` if an upload is gone. Methods that `limits` rule out raise `Unsupported`;
+    vendors inherit these."""
 
     limits: Limits
     conditions: Conditions
@@ -349,12 +358,9 @@ class Writer(Protocol):
 class Client(Protocol):
     """One vendor's store: thread-safe, one attempt per call; raises only `cachefs.base.errors`. All calls block.
 
-    A client reads in the calling thread, by `read(key, etag, start, stop, whole)`: that yields bytes [start, stop) of the
-    version `etag` in chunks, and raises `ObjectChanged` if the object is another version, by the etag of the reply (or of a
-    HEAD) if the store has no conditional reads. `whole`: they are the whole object. Or it reads without a thread for each
-    request (`HttpClient.fetch`, `begin_fetch`)."""
-
-    can_list: bool
+    A client reads in the calling thread, by `read(*ByteRange)`: that yields chunks, and raises `ObjectChanged` if the object
+    is another version, by the etag of the reply (or of a HEAD) if the store has no conditional reads. Or it reads without a
+    thread for each request (`HttpClient.fetch`, `begin_fetch`)."""
 
     @property
     def writer(self) -> Writer | None:
@@ -392,23 +398,19 @@ class Condition(StrEnum):
 @dataclass(slots=True)
 class Conditions:
     """The conditions that one origin honours. `trusted`: the vendor documents that it honours all of them, so none is
-    probed. `bare_etags`: its `If-Match` takes etags without quotes."""
+    probed. `bare_etags`: its `If-Match` takes etags without quotes. `seen`: results of probes."""
 
     trusted: bool = False
     bare_etags: bool = False
-    _seen: dict[Condition, bool] = field(default_factory=dict)
+    seen: dict[Condition, bool] = field(default_factory=dict)
 
     def honours(self, condition: Condition) -> bool | None:
         """True if the origin honours the condition; None while it has not been probed."""
-        return True if self.trusted else self._seen.get(condition)
-
-    def saw(self, condition: Condition, honoured: bool) -> None:
-        """Record the result of a probe."""
-        self._seen[condition] = honoured
+        return True if self.trusted else self.seen.get(condition)
 
     def ignored(self) -> list[str]:
         """Names of the conditions that the origin does not honour."""
-        return [condition.value for condition, honoured in self._seen.items() if not honoured]
+        return [condition.value for condition, honoured in self.seen.items() if not honoured]
 
     def as_sent(self, etag: str) -> str:
         """The etag in the form that this origin's `If-Match` takes."""

@@ -13,7 +13,7 @@ import trio
 
 from cachefs.base.errors import ObjectChanged, Transient
 from cachefs.base.names import ObjectId
-from cachefs.origin import Ticket
+from cachefs.origin import ByteRange, Ticket
 
 SOURCE = "scripted://"
 
@@ -187,17 +187,9 @@ class BeginningOrigin(ScriptedOrigin):
         self._nursery = nursery
 
     def begin(
-        self,
-        key: str,
-        etag: str,
-        start: int,
-        stop: int,
-        sink: Any,
-        ended: Callable[[Exception | None], None],
-        *,
-        whole: bool,
-        ticket: Ticket,
+        self, wanted: ByteRange, sink: Any, ended: Callable[[Exception | None], None], *, ticket: Ticket
     ) -> Callable[[], None]:
+        key, etag, start, stop, whole = wanted
         get = Get(key, start, stop, whole, ticket.background, ticket)
         self.gets.append(get)
         scope = trio.CancelScope()

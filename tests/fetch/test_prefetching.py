@@ -246,7 +246,6 @@ async def test_many_objects_have_no_more_parts_under_way_than_the_store_takes(ca
 class OneAtATime:
     """A store's client whose answers are let go one by one; `asked` is the order in which requests reach it."""
 
-    can_list = True
     writer = None
 
     def __init__(self) -> None:

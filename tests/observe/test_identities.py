@@ -158,7 +158,6 @@ async def test_reasons_reach_the_counters(cache_dir: Path) -> None:
 class OneObject:
     """A client that gives one object in pieces."""
 
-    can_list = True
     writer = None
 
     def read(self, key: str, etag: str, start: int, stop: int, whole: bool) -> Any:

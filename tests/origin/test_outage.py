@@ -130,7 +130,6 @@ class Hang(Exception):
 class Store:
     """A client whose store is in a state: `ok`, `hangs`, `breaks`, or an error for all or for one key."""
 
-    can_list = True
     writer = None
     can_write = False
 

@@ -81,7 +81,6 @@ def test_directories(tmp_path: Path) -> None:
         ("s3:///x", {}, "names no bucket"),
         ("file://relative/x", {}, "three slashes"),
         ("nosuch://x", {}, "unknown scheme 'nosuch'"),
-        ("s3://b", {"client": "boto"}, "unknown client 'boto'; use one of auto, curl, fsspec"),
         ("memory://x", {"client": "curl"}, "use --client fsspec"),
         ("s3://b", {"endpoint_url": "host:9000"}, "must begin with http:// or https://"),
         ("s3://b", {"profile": "nobody"}, "no AWS profile 'nobody'"),

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 from cachefs.base.errors import ObjectChanged, OriginFailed, Transient, Unreachable
 from cachefs.base.metrics import Metrics
-from cachefs.origin import InMemory, Origin, Ticket, open_origin
+from cachefs.origin import ByteRange, InMemory, Origin, Ticket, open_origin
 from cachefs.origin.http import Exchange, Transport, query
 from cachefs.origin.s3 import signed_v4
 from tests.origin.reading import Collect, content, run
@@ -701,7 +701,8 @@ def test_a_break_after_the_last_byte_is_no_failure(
         over.set()
 
     async def use(there: Origin) -> None:
-        assert there.begin("k", '"e"', start, stop, sink, ended, whole=stop == 10, ticket=Ticket())
+        wanted = ByteRange("k", '"e"', start, stop, stop == 10)
+        assert there.begin(wanted, sink, ended, ticket=Ticket())
         await over.wait()
 
     run(web(server), use)

@@ -32,7 +32,6 @@ class Scripted:
     """Each attempt takes the next step: an exception is raised; a number is how many bytes arrive before the body
     breaks; a function is called in the middle of the body."""
 
-    can_list = True
     writer = None
 
     def __init__(self, *steps: Step) -> None:

@@ -124,7 +124,6 @@ class Scripted:
 
     limits = S3
     conditions = HONOURED
-    can_list = True
 
     def __init__(self, *steps: Any) -> None:
         self.steps = list(steps)
