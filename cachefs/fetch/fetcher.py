@@ -165,8 +165,7 @@ class InFlightFetch:
             self._end_early()
 
     def fail(self, error: CachefsError) -> None:
-        """Fail it with `error` at once: its readers stop waiting, and read the blocks in another way. A write to the disk
-        may still be under way."""
+        """Fail it with `error` at once: its readers read the blocks in another way. A write to the disk may go on."""
         self.error = error
         self._unpublish()
         self._wake_all()
@@ -320,8 +319,7 @@ class InFlightFetch:
 OPEN_WAITS_S = 0.2
 """How long an open waits at most. A reader of the whole file loses nothing, because it waits for its end in any case. A
 reader of its first bytes loses no more than a slow answer of an origin takes. Measured: of 64 files of 16 MiB from another
-node, opened by four readers as fast as they come, 33 to 46 were opened in passthrough when opens waited for 0.05 or 0.1 s,
-and 42 to 53 with 0.2."""
+node, opened by four readers as they come, 42 to 53 were opened in passthrough, and 33 to 46 with waits of 0.05 or 0.1 s."""
 
 
 def soon_whole(store: Store, in_flight: Mapping[int, InFlightFetch], obj: CachedObject) -> bool:
@@ -346,8 +344,7 @@ PARTS_AT_ONCE = 8
 """Most parts of one object that `prefetch` has in flight. Derived: 64 MiB hide a round trip of 60 ms at 1 GB/s."""
 
 PARTS_OF_ALL_CALLS = 64
-"""Most parts that all calls of `prefetch` together have in flight. Derived from the default concurrency: more would reserve
-space and then wait."""
+"""Most parts in flight of all calls of `prefetch`. Derived from the default concurrency: more would reserve and wait."""
 
 ATTEMPTS = 8
 """How often one read may find its blocks missing again (evicted, bad checksum, a failing tier) before it fails. In the
@@ -530,8 +527,7 @@ class Fetcher:
         await self._store.make_immutable(obj)
 
     async def _wait_for_transfers(self, obj: CachedObject, pid: int) -> None:
-        """Return when the fetches of `obj` have ended, or after `OPEN_WAITS_S`. The ledger counts this as a read that
-        waits."""
+        """Return when the fetches of `obj` have ended, or after `OPEN_WAITS_S`. The ledger counts this as a read."""
         in_flight = list(dict.fromkeys(self.transfers.of(obj).values()))
         blocks = range(block_count(obj.id.size, self._block_size))
         absent = [block for block in blocks if not self._store.has(obj, block)]
@@ -670,8 +666,7 @@ class Fetcher:
 
     def prefetch_small(self, origin: Origin, files: Sequence[tuple[ObjectId, OnEnd]]) -> list[ObjectId]:
         """Begin to fetch small files as `prefetch` does, without a task for each. The second of each pair is called when its
-        fetch is over, or at once with `NoRoom`. Returns the files for which nothing was begun: they are too large, or partly
-        cached or in flight."""
+        fetch is over, or at once with `NoRoom`. Returns the other files: too large, or partly cached or in flight."""
         group: list[tuple[Run, OnEnd]] = []
         others: list[ObjectId] = []
         for object_id, done in files:
@@ -738,8 +733,7 @@ class Fetcher:
     def _reserve(
         self, obj: CachedObject, start: int, stop: int, *, prefetched: bool = False, keep: bool = False
     ) -> CacheWrite | None:
-        """Reserve space for blocks of one extent, with the priority class that they have on this node. None if no tier takes
-        them."""
+        """Reserve space for blocks of one extent, in their priority class on this node. None if no tier takes them."""
         return self._reserve_all([(obj, start, stop)], prefetched=prefetched, keep=keep)[0]
 
     def _reserve_all(
@@ -886,8 +880,7 @@ class Fetcher:
         alone: bool = False,
         on_end: OnEnd | None = None,
     ) -> InFlightFetch | None:
-        """Begin a fetch for a cache write; None if there is none. `origin_only`: peers are not asked. For the other
-        arguments see `InFlightFetch`."""
+        """Begin a fetch for a cache write, if there is one. `origin_only`: peers are not asked. See `InFlightFetch`."""
         if cache_write is None:
             return None
         first = cache_write.start_block

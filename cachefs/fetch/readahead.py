@@ -4,12 +4,10 @@ Reads are sorted into *streams* by (pid, offset), because forked loader workers 
 a file at two places. A stream that is continued requests windows of blocks ahead of its reader, each twice as large as the
 one before, up to the cap. A read that is near no stream starts a new one, which gets a window when two reads have continued
 it. A stream at the file's start gets one at once, because sequential reads are likely there, until three jumps have shown
-otherwise. A read of the footer starts no stream, because readers of columnar formats begin
-there, whatever they read afterwards.
+otherwise. A read of the footer starts no stream: readers of columnar formats begin there, whatever they read afterwards.
 
 A stream from the file's start that has used two full windows will probably read the whole file (a shard, a checkpoint). Then
-more blocks are fetched whenever a part is written, up to the object's end, as far as the budget of all streams allows.
-"""
+more blocks are fetched whenever a part is written, up to the object's end, as far as the budget of all streams allows."""
 
 from __future__ import annotations
 
@@ -134,8 +132,7 @@ class Readahead:
         return stream
 
     def _measure_density(self, stream: Stream) -> None:
-        """Adjust a stream's window to its density. A stream that skips most of what it passes gets none, because random
-        reads may lie near each other."""
+        """Adjust a stream's window to its density. A stream that skips most gets none: random reads may be near."""
         advance = stream.position - stream.mark
         dense = 2 * stream.covered >= advance
         if stream.hits >= 2 and dense:

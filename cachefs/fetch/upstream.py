@@ -75,8 +75,7 @@ class Upstream:
     async def read(
         self, object_id: ObjectId, origin: Origin, cache_write: CacheWrite, ticket: Ticket
     ) -> None:
-        """Have peers deliver as much of the cache write as they can. The origin must deliver the rest. Raises what the cache
-        write raises."""
+        """Have peers deliver as much of the cache write as they can. Raises what the cache write raises."""
         assert self.cluster is not None
         asked_any, extent = False, cache_write.start_block // BLOCKS_PER_EXTENT
         for candidate in self.cluster.candidates(object_id.digest, extent):
@@ -103,8 +102,7 @@ class Upstream:
         ticket: Ticket,
         origin_rate: float,
     ) -> bool:
-        """Send one request to a peer. True if it should be asked again, or has delivered all: it did not fail, or its reply
-        broke off after some blocks."""
+        """Send one request to a peer. True if it did not fail, or its reply broke off after some blocks: ask it again."""
         assert self.cluster is not None
         name, before = candidate.member.name, cache_write.written
         since = trio.current_time()
@@ -247,8 +245,7 @@ HASHED_SHARE = 8
 
 
 class Sampler:
-    """Decides which blocks to compare. Pure policy, except that it draws random numbers, so that a peer cannot predict the
-    samples."""
+    """Decides which blocks to compare. It draws random numbers, so that a peer cannot predict the samples."""
 
     def __init__(self, block_size: int, share: int = SHARE, rng: random.Random | None = None) -> None:
         self.rng = rng or random.SystemRandom()

@@ -5,8 +5,7 @@ all (`attempts`). Other rooms see only `Origin`.
 
 A write (`Origin.put`, `begin_upload`, `copy`, `delete`) is whole or not at all: a key shows the old version until the new
 one is complete. A read is conditional on the etag, so it never mixes bytes of two versions. Every call ends within its
-deadline. Exceptions of libraries do not leave this room.
-"""
+deadline. Exceptions of libraries do not leave this room."""
 
 from cachefs.origin.attempts import Ticket
 from cachefs.origin.origin import Origin, Upload, each, new_token

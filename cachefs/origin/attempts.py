@@ -218,8 +218,7 @@ OVERTAKEN_AT_MOST = 4
 
 
 class Ticket:
-    """The priority class of one request in both queues; it waits in one at a time. `thread` is the id of the thread whose
-    read waits for it, 0 for none."""
+    """The priority class of a request in both queues. `thread` is the id of the thread whose read waits for it, or 0."""
 
     __slots__ = ("background", "queue", "thread")
 
@@ -271,8 +270,7 @@ class WaitQueue:
         return bool(self.background) and self._overtaken >= OVERTAKEN_AT_MOST
 
     def call(self) -> Ticket:
-        """Wake the next ticket and return it: the first demand, or the first background request if it is starved or no
-        demand waits. One must wait."""
+        """Wake and return the next ticket, which there must be: background if it is starved or no demand waits."""
         background = self.starved or not self.demand
         ticket, task = (self.background if background else self.demand).popitem(last=False)
         self._overtaken = 0 if background else self._overtaken + 1
@@ -333,8 +331,7 @@ class RateLimit:
     it, so no chunk is split. The others wait in a queue meanwhile, demand before background, each with one chunk."""
 
     BURST_S = 0.1
-    """Seconds of unused rate that a later chunk may use up. Guessed: long enough to hide late wake-ups, too short for a
-    user to see the limit exceeded."""
+    """Seconds of unused rate that a later chunk may use up. Guessed: enough to hide late wake-ups, too short to be seen."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
@@ -386,8 +383,7 @@ class Throughput:
     """Bytes a second over the last seconds. Pure: the clock is passed in."""
 
     SECONDS = 5
-    """Length of the window. Guessed: short enough to be current, longer than the second between two reports of a
-    transfer."""
+    """Length of the window. Guessed: current, and longer than the second between two reports of a transfer."""
 
     def __init__(self) -> None:
         self._seconds: deque[tuple[int, int]] = deque()
@@ -412,8 +408,7 @@ T = TypeVar("T")
 E = TypeVar("E", bound=CachefsError)
 
 READS = ("origin_get", "origin_head", "origin_list")
-"""Counters of the requests that are not sent while the origin is out. Writes are sent nevertheless: their caller decides
-how long to try."""
+"""Counters of requests that are not sent while the origin is out. Writes are: their caller decides how long to try."""
 
 REFUSALS = (Conflict, NoSuchUpload, NotFound, ObjectChanged, PermissionDenied, Unsupported)
 """Errors that concern one request: they are no sign of too many requests."""
@@ -426,8 +421,7 @@ Failed = tuple[CachefsError, float]
 
 
 SENT_AT_ONCE = 256 << 10
-"""The largest body in memory that the trio thread sends by itself. Derived: its digest takes 0.2 ms, as long as handing it
-to a worker thread."""
+"""The largest body that the trio thread sends by itself. Derived: its digest takes 0.2 ms, as does a worker thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -539,8 +533,7 @@ class Attempts:
         return f"{self.label}/{key}"
 
     def status(self) -> dict[str, Any]:
-        """For `cachefs status`: plain values. `limited_by` tells why `concurrency` is below its maximum; rates are in
-        bytes a second."""
+        """For `cachefs status`. `limited_by` tells why `concurrency` is below its maximum; rates are in bytes a second."""
         gate, now = self.gate, time.monotonic()
         return {
             "concurrency": gate.concurrency.limit,
@@ -660,9 +653,8 @@ class Attempts:
         *,
         now: Callable[[Sending], Awaitable[T | None]] | None = None,
     ) -> T:
-        """The result of `request`, which sends the first `size` bytes of `source`. Arguments as for `call`. An error of
-        `source` is raised unchanged. `now` does the same on the trio thread, for a small `source` in memory; it returns
-        None if it cannot."""
+        """The result of `request`, which sends the first `size` bytes of `source`. Arguments as for `call`; `now` is for a
+        small `source` in memory. An error of `source` is raised unchanged."""
         ticket = ticket or Ticket()
         body: Sending
         in_memory = self.upload_limit is None and size <= SENT_AT_ONCE
@@ -820,8 +812,7 @@ class Attempts:
                 self._count_bytes(transfer)  # an abandoned thread may have gone on until now
 
     def _count_request(self, counter: str, key: str, ticket: Ticket, transfer: Transfer | None) -> None:
-        """Count a request that is sent: for its dataset, and for the process that waits for it (none waits for
-        prefetching)."""
+        """Count a request that is sent: for its dataset, and for the process that waits for it, if any."""
         ledger = self.metrics.ledger
         setattr(self.metrics, counter, getattr(self.metrics, counter) + 1)
         accounts = [ledger.account(self.prefix, key)]
@@ -963,8 +954,7 @@ class Transfer(Stoppable):
             self._trio.run_sync_soon(self._alive)
 
     async def _pay(self, limit: RateLimit, size: int) -> None:
-        """On the trio thread: wait until the limit lets these bytes pass. The origin did not cause this wait, so the
-        deadline is suspended."""
+        """On the trio thread: wait for the limit. The origin did not cause this wait, so the deadline is suspended."""
         if self.scope is not None and not self._closed:
             self.scope.deadline = math.inf
         try:
@@ -982,8 +972,7 @@ class Transfer(Stoppable):
 
 
 class Receiving(Transfer):
-    """Bytes [start, stop) of one version into a sink; implements `Taker`. `sink_error` is the exception that the sink
-    raised."""
+    """Bytes [start, stop) of one version into a sink; implements `Taker`. `sink_error` is what the sink raised."""
 
     counter, resumes = "origin_bytes", True
 
@@ -1037,8 +1026,7 @@ class Receiving(Transfer):
 
 
 class Sending(Transfer):
-    """The first `size` bytes of a source into a request (`Body`). `source_error` is the exception that the source raised,
-    or that it ended early."""
+    """The first `size` bytes of a source into a request (`Body`). `source_error`: it raised this, or ended early."""
 
     counter, resumes = "origin_bytes_sent", False
 
@@ -1053,8 +1041,7 @@ class Sending(Transfer):
         return self.moved > READ_AHEAD
 
     async def enter(self, gate: Gate) -> None:
-        """Wait for a slot, with the deadline suspended: a file may have more parts than there are slots, and the origin
-        does not cause that wait."""
+        """Wait for a slot, with the deadline suspended: a file may have more parts than there are slots."""
         scope = self.scope
         assert scope is not None
         left, scope.deadline = scope.deadline - trio.current_time(), math.inf
@@ -1092,8 +1079,7 @@ class Sending(Transfer):
 
 
 class Abandoned(Exception):
-    """Ends the body of a request whose source failed or whose transfer is closed. Not an OSError, which libraries take for
-    a broken connection."""
+    """The source of a body failed, or its transfer is closed. Libraries would take an OSError for a broken connection."""
 
 
 # -- an origin that does not answer ----------------------------------------------------------------
@@ -1118,15 +1104,13 @@ LOOK_EVERY_S, PROBE_EVERY_S = 0.5, 1.0
 deadline is: a busy machine is no outage. Derived: 3.1 s suffice for two failures and a check."""
 
 PROBERS = 16
-"""Threads of probes, including abandoned ones. Derived: probes that hang begin every 6 s, and a client's own timeout ends
-each after 10 s."""
+"""Threads of probes. Derived: probes that hang begin every 6 s, and a client's own timeout ends each after 10 s."""
 
 
 @dataclass(slots=True)
 class Outage:
     """The policy: which silence of one origin is suspicious, and whether the origin is out. Times are seconds of any one
-    clock. `since`: the origin is out, and has been silent from then on. `replies` counts, so that a probe can tell whether
-    one came meanwhile."""
+    clock. `since`: the origin is out, and silent from then on. `replies` tells a probe whether a reply came meanwhile."""
 
     silent_s: float = SILENT_S
     failing_s: float = FAILING_S
@@ -1237,8 +1221,7 @@ class Breaker:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Cancel the block when the origin is found to be out. The block then ends without an exception, and the caller
-        checks `is_out`."""
+        """Cancel the block when the origin is found to be out: it then ends without an exception."""
         with trio.CancelScope() as scope:
             end = scope.cancel
             self._hanging.add(end)

@@ -95,8 +95,7 @@ class Proof:
 
 
 def settings() -> dict[str, str]:
-    """The values that the environment has of AccountName, AccountKey, SharedAccessSignature, BlobEndpoint,
-    EndpointSuffix."""
+    """What the environment tells, by the names of a connection string."""
     found: dict[str, str] = {}
     for part in os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "").split(";"):
         name, _, value = part.partition("=")
@@ -230,7 +229,6 @@ class Container:
 
     @property
     def source(self) -> str:
-        """The origin's identity."""
         usual = self.endpoint == f"https://{self.account}.blob.core.windows.net"
         return self.label if usual else f"{self.label}@{self.endpoint}"
 
@@ -238,8 +236,7 @@ class Container:
         return f"{self.endpoint}/{self.container}"
 
     def url_for_azure(self, key: str) -> str:
-        """The URL of a blob for Azure itself to read. The request that names it brings its rights, except that a SAS is
-        part of the URL."""
+        """The URL of a blob for Azure itself to read, with the rights of the request that names it, or of a SAS in it."""
         sas = self.credentials.current().sas
         return f"{self.url()}/{quote(key)}" + (f"?{sas}" if sas else "")
 

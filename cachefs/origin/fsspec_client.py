@@ -44,8 +44,7 @@ from cachefs.origin.s3 import Bucket, S3Client, s3_client
 LIMITS = Limits(UNLIMITED, 1, UNLIMITED, 0, UNLIMITED, directories=True, longest_key=UNLIMITED)
 
 VERSIONS = ("ETag", "etag", "e_tag", "blob_id", "sha", "hex")
-"""Fields of an entry that name its version. The last three are those of Hugging Face, GitHub and git, which tell no
-times."""
+"""Fields of an entry that name its version: the last three for Hugging Face, GitHub and git, which tell no times."""
 
 BROKEN = ("Timeout", "Connect", "Client", "Service", "Incomplete", "Payload", "Response")
 """Words in the libraries' names of errors that mean a connection, a timeout (fsspec's, asyncio's) or a broken body."""
@@ -72,7 +71,7 @@ class FsspecClient(Writer):
     ) -> None:
         self.writer: Writer | None = self
         self._root = root
-        self._label = label
+        self._label = self.source = label
         self._advice = advice
         self._open_filesystem, self._credentials = open_filesystem, credentials
         self._filesystem: Any = None
@@ -117,8 +116,7 @@ class FsspecClient(Writer):
         yield data
 
     def renew(self, since: float) -> bool:
-        """Open the filesystem again at the next request. True always: only the origin can tell whether the credentials
-        changed."""
+        """As `Client.renew`. True always: only the origin can tell whether the credentials changed."""
         if self._opened_at <= since:
             self._filesystem = None
         return True
@@ -251,8 +249,7 @@ def _text(value: object) -> str:
 
 
 def _refusal(exc: BaseException, name: str, advice: str) -> CachefsError | None:
-    """The error for the reply that an exception of botocore, azure-core, aiohttp or gcsfs carries; None if it has no
-    status."""
+    """The error for the reply that an exception of botocore, azure-core, aiohttp or gcsfs carries; None if it has none."""
     refused = partial(refusal, name=name, advice=advice)
     response = getattr(exc, "response", None)
     if isinstance(response, dict) and "Error" in response:
@@ -289,8 +286,8 @@ def _mtime_ns(entry: dict[str, Any]) -> int:
     return 0
 
 
-def any_filesystem(url: str, scheme: str) -> tuple[FsspecClient, str]:
-    """(the client, the origin's identity) for a URL of any scheme that fsspec knows."""
+def any_filesystem(url: str, scheme: str) -> FsspecClient:
+    """A client for a URL of any scheme that fsspec knows."""
     import fsspec
 
     try:
@@ -308,8 +305,7 @@ def any_filesystem(url: str, scheme: str) -> tuple[FsspecClient, str]:
         return fsspec.filesystem(scheme, **{**options, **NO_CACHES})
 
     root = str(kind._strip_protocol(url)).rstrip("/")
-    label = url.rstrip("/")
-    return FsspecClient(open_filesystem, root=root, label=label), label
+    return FsspecClient(open_filesystem, root=root, label=url.rstrip("/"))
 
 
 # S3 through s3fs and Azure through adlfs, with conditional reads, which their fsspec interfaces lack.
@@ -332,7 +328,7 @@ class _StoreClient(FsspecClient):
             advice=lambda: place.credentials.advice,
             credentials=place.credentials.current,
         )
-        self.writer = curl.writer
+        self.source, self.writer = place.source, curl.writer
         self._curl, self._stall_s = curl, curl.patience_s
 
     def list_page(self, prefix: str, token: str | None, limit: int) -> ListPage:
@@ -408,8 +404,7 @@ class S3fsClient(_StoreClient):
 
 
 class AdlfsClient(_StoreClient):
-    """An Azure container through adlfs. The bytes of a read come in one chunk: azure-storage-blob fetches them
-    piecewise."""
+    """An Azure container through adlfs. A read is one chunk: azure-storage-blob fetches it piecewise."""
 
     def __init__(self, container: Container, stall_s: float) -> None:
         super().__init__(container, container.container, AzureClient(container, stall_s))

@@ -1,8 +1,6 @@
 """Google Cloud Storage through its XML interface, whose protocol is S3's. Listings and reads show the same etags there; the
-JSON interface shows others.
-
-Credentials come from google-auth's own chain: GOOGLE_APPLICATION_CREDENTIALS, gcloud's, the metadata server.
-"""
+JSON interface shows others. Credentials come from google-auth's own chain: GOOGLE_APPLICATION_CREDENTIALS, gcloud's, the
+metadata server."""
 
 from __future__ import annotations
 
@@ -110,7 +108,6 @@ class Bucket:
 
     @property
     def source(self) -> str:
-        """The origin's identity."""
         return self.label if self.endpoint == PUBLIC else f"{self.label}@{self.endpoint}"
 
     def url(self) -> str:

@@ -1,8 +1,7 @@
 """HTTP to object stores: signed requests, the client that all origins over HTTP share, and what it is made of.
 
 A vendor's client says what to send (`Request`) and reads the reply. Its base class, `HttpClient`, makes the URL, has it
-signed, and turns refusals into errors. `Transport` exchanges the bytes, and `Md5Etags` compares whole objects with their
-etags."""
+signed, and turns refusals into errors. `Transport` exchanges the bytes. `Md5Etags` compares objects with their etags."""
 
 from __future__ import annotations
 
@@ -94,6 +93,10 @@ class Place(Protocol):
         """Its URL as users write it, for messages."""
 
     @property
+    def source(self) -> str:
+        """As `Client.source`."""
+
+    @property
     def credentials(self) -> Credentials: ...
 
     def url(self) -> str:
@@ -111,7 +114,7 @@ class HttpClient:
     """What the clients of all origins over HTTP have in common: signed requests to the objects of one place, and reading."""
 
     def __init__(self, place: Place, transport: Transport) -> None:
-        self.place, self.transport = place, transport
+        self.place, self.transport, self.source = place, transport, place.source
         self.writer: Writer | None = None
         self.patience_s = transport.stall_s
         self.renew, self.close = place.credentials.renew, transport.close
@@ -392,8 +395,7 @@ CONNECT_S = 5.0
 
 AT_ONCE = 256 << 10
 """A body of up to so many bytes is handed over in one piece and hashed by the loop thread; a larger one in several pieces,
-so that its first reader can be woken early. Derived: its MD5 takes 0.4 ms at 650 MB/s, and all of it comes within 1 ms at 2
-Gbit/s."""
+to wake its first reader early. Derived: its MD5 takes 0.4 ms at 650 MB/s, and all of it comes within 1 ms at 2 Gbit/s."""
 
 CHUNK = 128 << 10
 """The least bytes of one piece of a larger body. Borrowed from obstore, for which it was measured: each piece costs a call
@@ -410,8 +412,7 @@ LONGEST_REFUSAL = 64 << 10
 """Bytes of a refusal's body that are kept. Derived: stores explain themselves in a few hundred."""
 
 KEPT_CONNECTIONS = 256
-"""Idle connections kept, of all hosts of one origin. Derived: four times the usual concurrency; libcurl closes those that
-were idle for two minutes."""
+"""Idle connections kept for an origin. Derived: four times the usual concurrency; libcurl closes them after two minutes."""
 
 UNSENT = 2
 """Pieces of a request's body that may wait for the connection. Derived: one is sent while the next is read."""
@@ -433,8 +434,7 @@ class Reply:
 
 
 class Receiver(Taker, Protocol):
-    """Takes the head and the body of a reply, one call at a time: from the loop thread, or if it `waits`, from worker
-    threads."""
+    """Takes the head and the body of a reply: from the loop thread, or if it `waits`, from worker threads."""
 
     def begin(self, status: int, headers: Mapping[str, str]) -> bool:
         """Take the head of the reply. True: the body goes to `take`. False: the body is kept as `Exchange.body`."""
@@ -530,8 +530,7 @@ class Exchange:
         return data
 
     def on_body(self, data: bytes) -> object:
-        """Take bytes of the reply's body. Returning 0 ends the exchange. After a pause, libcurl passes the same bytes
-        again."""
+        """Take bytes of the reply's body; 0 ends the exchange. After a pause, libcurl passes the same bytes again."""
         self.active_at = time.monotonic()
         if self._receives is None:
             self.begin()
@@ -645,8 +644,7 @@ class Transport:
             raise exchange.error
 
     def begin(self, exchange: Exchange, ended: Callable[[], None]) -> Callable[[], None]:
-        """On the trio thread: begin an exchange; `ended` is called there when it is over. Returns a function that ends it
-        early."""
+        """On the trio thread: begin an exchange; `ended` is called there at its end. Returns what ends it early."""
         loop = self._loop_for(exchange)
         if loop.token is None:
             loop.token = trio.lowlevel.current_trio_token()
@@ -1197,8 +1195,7 @@ class Md5Etags:
         self._refused: dict[str, str] = {}  # key → MD5 of what came, which was unlike its etag
 
     def verify(self, how: str) -> None:
-        """Apply the option `--verify`: `full` compares every object, `first` as many as `HASHED_PER_S` allows, `none` no
-        object."""
+        """Apply `--verify`: `full` compares every object, `first` as many as `HASHED_PER_S` allows, `none` no object."""
         self._largest = LARGEST_COMPARED_OF_ALL if how == "full" else LARGEST_COMPARED
         self._bytes_per_s = {"full": math.inf, "first": HASHED_PER_S, "none": 0.0}[how]
         self._left = self._bytes_per_s

@@ -8,8 +8,7 @@ A written file appears under its name when it is whole and on disk: it is writte
 synced, renamed, and the directory is synced. A daemon that is killed leaves hidden names behind. They are no keys. Listings
 remember those that they meet, and the next save removes the ones that no client can still be writing. Parts of an upload
 are files in a hidden directory at the root; the kernel puts them together. A condition on a version (`if_match`) is not one
-step with the write here: a file that another process replaces between the comparison and the rename is lost. `if_absent` is
-one step (a hard link)."""
+step with the write: a file that another process replaces between comparison and rename is lost. `if_absent` is one step."""
 
 from __future__ import annotations
 
@@ -99,13 +98,15 @@ TOKEN = "user.cachefs-stamp"
 
 
 class LocalClient(Writer):
-    """Lists, reads and writes the tree below `root`. Keys are paths relative to it; bytes that are not UTF-8 are
-    surrogates, as in `os`."""
+    """The tree below `root`. Keys are paths relative to it; bytes that are not UTF-8 are surrogates, as in `os`."""
 
     conditions = HONOURED
 
     def __init__(self, root: str) -> None:
+        if not Path(root).is_dir():
+            raise NotFound(f"{root}: no such directory")
         self.root = os.path.realpath(root)
+        self.source = f"file://{self.root}"
         longest = PATH_MAX - len(os.fsencode(self.root)) - len(f"/{HIDDEN}") - 2 * RANDOM_BYTES - len("/\0")
         self.limits = replace(LIMITS, longest_key=longest, largest_object=_size_of_disk(self.root))
         self.writer: Writer = self
@@ -312,8 +313,7 @@ class LocalClient(Writer):
 
     def _sorted_names(self, prefix: str, fresh: bool) -> list[str]:
         """The names in a directory, in the order of an origin's keys; those of directories end in a slash. "" is the marker
-        of the directory itself, which the root does not have. Only `fresh` scans a directory again that is being paged
-        through."""
+        of the directory itself, which the root does not have. `fresh` scans a directory again that is paged through."""
         if not fresh and self._names[0] == prefix:
             return self._names[1]
         names = [""] if prefix else []
@@ -444,8 +444,7 @@ class LocalClient(Writer):
 
 
 def _is_older(path: str, age_s: float) -> bool:
-    """True if a file, or the names in a directory, have not changed for so long. By ctime, because a copy has the mtime of
-    its source while it is written."""
+    """True if a file, or the names in a directory, have not changed for so long; by ctime: a copy has its source's mtime."""
     return os.lstat(path).st_ctime + age_s <= time.time()
 
 
@@ -478,14 +477,6 @@ def version_of(about: os.stat_result) -> str:
     """The etag of a file. It contains the ctime, because programs set mtime back (`touch -r`, `cp -p`, `rsync -t`), but not
     ctime. The price: chmod, a new hard link and everything else that sets ctime makes a new version of the same bytes."""
     return f'"{about.st_ino:x}-{about.st_mtime_ns:x}-{about.st_ctime_ns:x}-{about.st_size:x}"'
-
-
-def local_client(path: str) -> tuple[LocalClient, str]:
-    """(the client, the origin's identity) for a directory."""
-    if not Path(path).is_dir():
-        raise NotFound(f"{path}: no such directory")
-    client = LocalClient(path)
-    return client, f"file://{client.root}"
 
 
 def _size_of_disk(path: str) -> int:

@@ -49,8 +49,7 @@ COPIED_PART = 1 << 30
 
 class Origin:
     """One origin. All methods raise only `cachefs.base.errors`. `source` is its identity (a URL), `prefix` the mounted key
-    prefix, "" or ending in "/". Methods that write raise `Unsupported` if nothing can be written. `read` and `begin` are
-    those of `Attempts`."""
+    prefix, "" or ending in "/". Methods that write raise `Unsupported` if nothing can be written."""
 
     def __init__(self, attempts: Attempts) -> None:
         self.source, self.prefix = attempts.source, attempts.prefix
@@ -212,8 +211,7 @@ class Origin:
         the object is not the version `if_match`, or with `if_absent` if there is one; then nothing was written. With a
         `token`, a caller can find out later whether a failed attempt wrote the object (see `ours`). Without `settle` no
         HEAD follows for the time alone: `mtime_ns` is 0 if the reply did not tell it. Raises `ObjectChanged` if another
-        client has replaced the object since. An exception of `source` is raised unchanged; `source` is not read after this
-        has returned or raised."""
+        client has replaced the object since. An exception of `source` is raised unchanged."""
         writer = self.writer
         if not token and (if_absent or if_match is not None):
             token = new_token()
@@ -325,8 +323,7 @@ class Origin:
 
 
 def inside_out(keys: Iterable[str]) -> list[list[str]]:
-    """Groups of keys in the order to delete them: files, then directories ("d/"), the deepest first. The keys of one group
-    may be deleted in any order."""
+    """Groups of keys in the order to delete them: files, then directories ("d/"), the deepest first."""
     groups: dict[int, list[str]] = {}
     for key in keys:
         groups.setdefault(key.count("/") if key.endswith("/") else -1, []).append(key)

@@ -2,8 +2,7 @@
 
 Each probe is made once for an `Origin`, when the first write needs its result; writes that come meanwhile wait for it. A
 probe writes to keys of its own, `.cachefs-probe-…` below the mounted prefix, and deletes them; a daemon that is killed
-during a probe may leave one. An origin that does not permit these keys counts as one that does not honour the condition.
-"""
+during a probe may leave one. An origin that does not permit these keys counts as one that does not honour the condition."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ ACTION = "finding out which conditions the origin honours"
 
 
 class Probes:
-    """Fills in the `Conditions` of an origin's writer. All methods raise the errors of their requests, and record nothing
-    then."""
+    """Fills in the `Conditions` of an origin's writer. Methods raise what their requests raise, and record nothing then."""
 
     def __init__(self, attempts: Attempts) -> None:
         self._attempts = attempts
@@ -42,8 +40,7 @@ class Probes:
         return await self._honours(Condition.COPY, lambda: self._copy(key))
 
     async def copies_parts(self, to: str, upload: str, key: str) -> bool:
-        """True if UploadPartCopy compares it. The probe writes part 1 of an upload without parts; the real part replaces
-        it."""
+        """The same of UploadPartCopy. The probe writes part 1 of an upload without parts; the real part replaces it."""
         return await self._honours(Condition.COPY_PART, lambda: self._copy_part(to, upload, key))
 
     async def puts(self, preconditions: Preconditions) -> bool:

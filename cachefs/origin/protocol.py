@@ -4,8 +4,7 @@ A small object is written by one request. A large one is a *multipart upload*: n
 time, that become the object when the upload is completed; until then the key shows its old version.
 
 The reply to a write can get lost. The repeated request may then be refused because the first one succeeded. So a write that
-must happen once carries an *idempotency token*, a random word in the object's metadata, by which this daemon knows it again.
-"""
+must happen once carries an *idempotency token*, a random word in the object's metadata, by which the daemon knows it."""
 
 from __future__ import annotations
 
@@ -305,8 +304,7 @@ class Writer(Protocol):
 
     def put(self, key: str, body: Body, preconditions: Preconditions) -> Written: ...
     async def put_now(self, key: str, body: Body, preconditions: Preconditions) -> Written | None:
-        """As `put`, on the trio thread, for a small body in memory: it needs no thread. None, and nothing was sent: use
-        `put`."""
+        """As `put`, on the trio thread, for a small body in memory. None if nothing was sent: use `put`."""
         return None
 
     def copy(self, key: str, to: str, etag: str | None) -> Written:
@@ -316,7 +314,7 @@ class Writer(Protocol):
         """Delete an object; a missing object is no error."""
 
     async def delete_now(self, key: str) -> bool | None:
-        """As `delete`, on the trio thread: it needs no thread. None, and nothing was sent: use `delete`."""
+        """As `delete`, on the trio thread. None if nothing was sent: use `delete`."""
         return None
 
     def delete_many(self, keys: Sequence[str]) -> dict[str, CachefsError]:
@@ -360,7 +358,9 @@ class Client(Protocol):
 
     A client reads in the calling thread, by `read(*ByteRange)`: that yields chunks, and raises `ObjectChanged` if the object
     is another version, by the etag of the reply (or of a HEAD) if the store has no conditional reads. Or it reads without a
-    thread for each request (`HttpClient.fetch`, `begin_fetch`)."""
+    thread for each request (`HttpClient.fetch`, `begin_fetch`). `source` is the origin's identity (a URL)."""
+
+    source: str
 
     @property
     def writer(self) -> Writer | None:

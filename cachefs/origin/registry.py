@@ -39,7 +39,7 @@ def open_origin(
         raise ConfigError(f"the endpoint {endpoint_url!r} must begin with http:// or https://")
     scheme, place = split_url(url)
     made: Client
-    source, prefix = "", ""
+    prefix = ""
     if (requester_pays or sse_kms_key) and (scheme not in ("s3", "s3a") or client == "fsspec"):
         name = "--requester-pays" if requester_pays else "--sse-kms-key"
         raise ConfigError(f"{name} is for s3:// with curl, not for {url} with --client {client}")
@@ -47,15 +47,10 @@ def open_origin(
         from cachefs.origin.s3 import AwsCredentials, Bucket, s3_client
 
         name, prefix = split_bucket(url, place)
+        credentials = AwsCredentials(profile, anonymous)
         bucket = Bucket(
-            name,
-            endpoint_url,
-            region,
-            AwsCredentials(profile, anonymous),
-            requester_pays=requester_pays,
-            sse_kms_key=sse_kms_key,
+            name, endpoint_url, region, credentials, requester_pays=requester_pays, sse_kms_key=sse_kms_key
         )
-        source = bucket.source
         if client == "fsspec":
             from cachefs.origin.fsspec_client import S3fsClient
 
@@ -67,7 +62,6 @@ def open_origin(
 
         name, prefix = split_bucket(url, place)
         container = container_of(name, endpoint_url, anonymous)
-        source = container.source
         if client == "fsspec":
             from cachefs.origin.fsspec_client import AdlfsClient
 
@@ -78,25 +72,24 @@ def open_origin(
         from cachefs.origin import google
 
         name, prefix = split_bucket(url, place)
-        google_bucket = google.Bucket(name, endpoint_url, anonymous)
-        made, source = google.google_client(google_bucket, stall_s), google_bucket.source
+        made = google.google_client(google.Bucket(name, endpoint_url, anonymous), stall_s)
     elif scheme in ("http", "https") and client != "fsspec":
         from cachefs.origin.web import web_client
 
-        made, source, prefix = web_client(url, stall_s=stall_s)
+        made, prefix = web_client(url, stall_s)
     elif scheme == "file" and client != "fsspec":
-        from cachefs.origin.local import local_client
+        from cachefs.origin.local import LocalClient
 
-        made, source = local_client(place)
+        made = LocalClient(place)
     elif client == "curl":
         raise ConfigError(f"curl knows no {scheme}://; use --client fsspec")
     else:
         from cachefs.origin.fsspec_client import any_filesystem
 
-        made, source = any_filesystem(url, scheme)
+        made = any_filesystem(url, scheme)
     attempts = Attempts(
         made,
-        source=source,
+        source=made.source,
         prefix=prefix,
         concurrency=concurrency,
         download_limit=download_limit,
@@ -135,8 +128,7 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def split_bucket(url: str, place: str) -> tuple[str, str]:
-    """(bucket, prefix) of the part of a URL after its scheme. The prefix is "" or ends in "/", and is otherwise as
-    written."""
+    """(bucket, prefix) of the part of a URL after its scheme. The prefix is "" or ends in "/"."""
     bucket, _, prefix = place.partition("/")
     if not bucket:
         raise ConfigError(f"{url!r} names no bucket; write s3://BUCKET or s3://BUCKET/PREFIX")

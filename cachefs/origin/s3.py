@@ -229,7 +229,6 @@ class Bucket:
 
     @property
     def source(self) -> str:
-        """The origin's identity."""
         return self.label + (f"@{self.endpoint_url.rstrip('/')}" if self.endpoint_url else "")
 
     def url(self) -> str:
@@ -241,8 +240,7 @@ class Bucket:
         return f"https://s3.{self.region}.{domain}/{self.name}"
 
     def moved(self, reply: Reply) -> bool:
-        """Take the region that a reply names, if it is another one (301, 307 and 400 do that, on AWS). True if it was
-        taken."""
+        """Take the region that a reply names (301, 307 and 400 do that, on AWS). True if it is another one."""
         region = reply.headers.get("x-amz-bucket-region")
         if not region or region == self.region or self.endpoint_url:
             return False
@@ -250,8 +248,7 @@ class Bucket:
         return True
 
     def sign(self, method: str, url: str, headers: Mapping[str, str], body: Body | bytes) -> Signed:
-        """As `Place.sign`. A body from a source is read for a digest, which the origin compares, only without TLS: TLS
-        protects the bytes already."""
+        """As `Place.sign`. Without TLS, a body from a source is read for a digest, which the origin compares."""
         return self._signed(self.credentials.current(), method, url, headers, body)
 
     def signer(self) -> Sign | None:

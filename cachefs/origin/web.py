@@ -1,8 +1,7 @@
 """A web server as an origin: index pages list, plain GETs read.
 
 Python's http.server, nginx, Apache and Caddy write index pages. The names are the links of a page that lead one step down;
-sizes and times come from a HEAD per name, when they are needed. Keys are paths on the host, without the leading slash,
-percent-decoded."""
+sizes and times come from a HEAD per name, when they are needed. Keys are percent-decoded paths, without the first slash."""
 
 from __future__ import annotations
 
@@ -34,7 +33,8 @@ class Host:
     """A web server; `label` is its URL."""
 
     def __init__(self, label: str) -> None:
-        self.label, self.credentials = label, NoCredentials()
+        self.label = self.source = label
+        self.credentials = NoCredentials()
 
     def url(self) -> str:
         return self.label
@@ -47,8 +47,7 @@ class Host:
 
 
 class WebClient(HttpClient):
-    """Reads the files of a host, and lists them by its index pages. An index page is read whole and cut into pages of names
-    in order."""
+    """Reads the files of a host. An index page is read whole and cut into pages of names in order."""
 
     def _described(self, key: str, reply: Reply) -> ObjectInfo:
         if not key.endswith("/"):
@@ -107,12 +106,8 @@ class _Links(HTMLParser):
             self.found += [value for name, value in attrs if name == "href" and value]
 
 
-OpenedClient = tuple[WebClient, str, str]
-"""The client, the origin's identity, and the key prefix."""
-
-
-def web_client(url: str, *, stall_s: float) -> OpenedClient:
-    """A client of the web server that `url` names."""
+def web_client(url: str, stall_s: float) -> tuple[WebClient, str]:
+    """A client of the web server that `url` names, and the key prefix."""
     parts = urlsplit(url)
     if not parts.hostname:
         raise ConfigError(f"{url!r} names no host")
@@ -128,4 +123,4 @@ def web_client(url: str, *, stall_s: float) -> OpenedClient:
     prefix = unquote(parts.path.lstrip("/"), errors="surrogateescape")
     if prefix and not prefix.endswith("/"):
         prefix += "/"
-    return WebClient(host, Transport(stall_s, follow=True)), host.label, prefix
+    return WebClient(host, Transport(stall_s, follow=True)), prefix
