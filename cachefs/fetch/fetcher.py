@@ -20,7 +20,7 @@ from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count, blocks_
 from cachefs.base.tasks import contained
 from cachefs.fetch.readahead import Budget, Readahead
 from cachefs.fetch.upstream import WHOLE_BYTES, Comparing, Upstream
-from cachefs.origin import ByteRange, Origin, Ticket
+from cachefs.origin import ByteRange, Origin, Ticket, each
 from cachefs.peers.wire import Busy
 from cachefs.store import Backing, CachedObject, CacheWrite, Run, Settled, Store, Tier, TierWrite, WriteClosed
 from cachefs.store.space import IN_FLIGHT_BYTES
@@ -635,31 +635,16 @@ class Fetcher:
         missing = (b for b in blocks if not self._store.has(obj, b))
         parts = runs(missing, partial(self._part, object_id))
         fetched = 0
-        failures: list[CachefsError] = []
 
-        async def prefetch_runs() -> None:
+        async def fetch_part(part: tuple[int, int]) -> None:
             nonlocal fetched
-            try:
-                for first, last in parts:
-                    if failures:
-                        break
-                    async with self._prefetching:
-                        count = await self._prefetch_run(
-                            origin, obj, first, last, prefetched=prefetched, keep=keep
-                        )
-                    fetched += count
-            except CachefsError as exc:
-                failures.append(exc)
+            async with self._prefetching:
+                count = await self._prefetch_run(origin, obj, *part, prefetched=prefetched, keep=keep)
+            fetched += count
 
         with obj.held():
-            if len(blocks) <= self._part_blocks:
-                await prefetch_runs()  # no more than one part, or two across the end of an extent
-            else:
-                async with trio.open_nursery() as nursery:
-                    for _ in range(min(PARTS_AT_ONCE, -(-len(blocks) // self._part_blocks))):
-                        nursery.start_soon(prefetch_runs)
-            if failures:
-                raise failures[0]
+            at_once = min(PARTS_AT_ONCE, -(-len(blocks) // self._part_blocks))
+            await each(fetch_part, parts, at_once, abort=False)
             if self.passthrough:
                 self._store.prepare_later(obj)
             return fetched

@@ -23,7 +23,7 @@ from cachefs.base.errors import CachefsError
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId
 from cachefs.base.tasks import contained, in_thread
-from cachefs.origin import Origin
+from cachefs.origin import Origin, each
 from cachefs.origin.attempts import Concurrency, Gate, Ticket
 from cachefs.origin.protocol import MD5_ETAG
 from cachefs.peers.client import CONNECTIONS_PER_PEER
@@ -155,26 +155,14 @@ class Upstream:
             for start, stop in waiting:
                 await fetch_here(start, stop)
             return 0
-        failures: list[CachefsError] = []
         elsewhere = 0
 
-        async def work() -> None:
+        async def fetch(extent: tuple[int, int]) -> None:
             nonlocal elsewhere
-            for start, stop in waiting:
-                if failures:
-                    return
-                try:
-                    fetched_here = await self._fetch_extent(cluster, object_id, start, stop, fetch_here)
-                except CachefsError as exc:
-                    failures.append(exc)
-                else:
-                    elsewhere += 0 if fetched_here else stop - start
+            fetched_here = await self._fetch_extent(cluster, object_id, *extent, fetch_here)
+            elsewhere += 0 if fetched_here else extent[1] - extent[0]
 
-        async with trio.open_nursery() as nursery:
-            for _ in range(EXTENTS_AT_ONCE):
-                nursery.start_soon(work)
-        if failures:
-            raise failures[0]
+        await each(fetch, waiting, EXTENTS_AT_ONCE, abort=False)
         return elsewhere
 
     async def _fetch_extent(

@@ -239,16 +239,18 @@ class Origin:
         writer = self.writer
         if not writer.limits.most_parts:
             raise Unsupported(f"{self._attempts.label}: this origin takes no parts; put the object whole")
-        preconditions = Preconditions(token=new_token())
-        begin, what = partial(writer.begin, key, preconditions), f"beginning to write {self.name(key)}"
+        token = new_token()
+        begin, what = (
+            partial(writer.begin, key, Preconditions(token=token)),
+            f"beginning to write {self.name(key)}",
+        )
         name = await self._attempts.call(begin, what, "origin_upload", key)
-        return Upload(self, key, name, preconditions, {})
+        return Upload(self, key, name, token, {})
 
     def resume_upload(self, key: str, state: Mapping[str, Any]) -> Upload:
         """The upload that has this `Upload.state`. Sends no request; `Upload.parts` does."""
-        preconditions = Preconditions(token=state.get("stamp", ""))
         known = {int(number): Part(etag, size) for number, (etag, size) in state.get("parts", {}).items()}
-        upload = Upload(self, key, state["id"], preconditions, known)
+        upload = Upload(self, key, state["id"], state.get("stamp", ""), known)
         upload.perhaps_complete = True  # the process that took the state may have completed it
         return upload
 
@@ -316,8 +318,7 @@ class Origin:
                 await self._unchanged(key, wanted)
             return await upload.complete()
         except BaseException:
-            deadline_s = self._attempts.deadline_s
-            with suppress(CachefsError), trio.CancelScope(shield=True), trio.move_on_after(deadline_s):
+            with suppress(CachefsError), trio.move_on_after(self._attempts.deadline_s, shield=True):
                 await upload.abort()
             raise
 
@@ -335,19 +336,29 @@ def new_token() -> str:
     return secrets.token_hex(8)
 
 
-async def each(work: Callable[[T], Awaitable[None]], items: Iterable[T], at_once: int) -> None:
-    """Run `work` on every item, `at_once` at a time. The first error cancels the others and is raised unchanged."""
+async def each(
+    work: Callable[[T], Awaitable[None]], items: Iterable[T], at_once: int, *, abort: bool = True
+) -> None:
+    """Run `work` on every item, `at_once` at a time. After the first error no other begins, and it is raised unchanged:
+    at once (`abort`: it cancels those under way), or when they have ended."""
     pending = iter(items)
     failed: list[CachefsError] = []
 
     async def worker() -> None:
         for item in pending:
+            if failed:
+                return
             try:
                 await work(item)
             except CachefsError as exc:
                 failed.append(exc)
-                nursery.cancel_scope.cancel()
+                if abort:
+                    nursery.cancel_scope.cancel()
 
+    if at_once == 1:  # without the cost of a nursery
+        for item in pending:
+            await work(item)
+        return
     async with trio.open_nursery() as nursery:
         for _ in range(at_once):
             nursery.start_soon(worker)
@@ -361,18 +372,16 @@ class Upload:
     Parts may be sent in any order and several at once; the gate bounds how many are in flight. Sending a number again
     replaces its part. The object is its parts in the order of their numbers."""
 
-    def __init__(
-        self, origin: Origin, key: str, name: str, preconditions: Preconditions, known: dict[int, Part]
-    ) -> None:
+    def __init__(self, origin: Origin, key: str, name: str, token: str, known: dict[int, Part]) -> None:
         self.key, self.id, self.known = key, name, known
-        self._origin, self._attempts, self._preconditions = origin, origin._attempts, preconditions
+        self._origin, self._attempts, self._token = origin, origin._attempts, token
         self.perhaps_complete = False
 
     def state(self) -> dict[str, Any]:
         """The upload in JSON's types, for `Origin.resume_upload`. `parts` finds the parts that were written after this."""
         return {
             "id": self.id,
-            "stamp": self._preconditions.token,
+            "stamp": self._token,
             "parts": {str(number): [part.etag, part.size] for number, part in self.known.items()},
         }
 
@@ -414,21 +423,18 @@ class Upload:
         another client replaces it. `settle` is as in `Origin.put`. Raises `NoSuchUpload` if the upload is gone and the
         object has another token, and `Conflict` if the condition does not hold; then the upload remains."""
         origin, writer = self._origin, self._origin.writer
-        if parts is None:
-            parts = {number: part.etag for number, part in self.known.items()}
-        if not parts:
+        given = {number: part.etag for number, part in self.known.items()} if parts is None else parts
+        if not given:
             raise OriginFailed(f"{self._label}: an upload without parts cannot be completed")
-        given = {number: parts[number] for number in sorted(parts)}
-        preconditions = Preconditions(if_match, if_absent, self._preconditions.token)
-        size = None
-        if given.keys() <= self.known.keys():
-            size = sum(self.known[number].size for number in given)
+        preconditions, token = Preconditions(if_match, if_absent, self._token), self._token
+        known = given.keys() <= self.known.keys()
+        size = sum(self.known[number].size for number in given) if known else None
 
         def attempt() -> Written:
-            if self.perhaps_complete and preconditions.token:
+            if self.perhaps_complete and token:
                 with suppress(NotFound):
                     info, found_token = writer.look(self.key)
-                    if found_token == preconditions.token:
+                    if found_token == token:
                         return Written(info.etag, info.mtime_ns)
             self.perhaps_complete = True
             try:
@@ -442,10 +448,10 @@ class Upload:
             action = f"completing {self._label}"
             written = await self._attempts.call(attempt, action, "origin_upload", self.key, patience=PATIENCE)
         except (NoSuchUpload, Conflict) as exc:  # an abandoned attempt may have succeeded meanwhile
-            return await origin.ours(self.key, preconditions.token, size, exc)
-        if not written.etag and preconditions.token:
+            return await origin.ours(self.key, token, size, exc)
+        if not written.etag and token:
             replaced = ObjectChanged(f"{origin.name(self.key)}: was replaced as soon as it was written")
-            return await origin.ours(self.key, preconditions.token, size, replaced)
+            return await origin.ours(self.key, token, size, replaced)
         if size is None:
             size = (await origin.head(self.key)).size
         return await origin._settled(self.key, size, written, untimed=not settle)

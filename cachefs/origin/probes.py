@@ -114,7 +114,7 @@ class Probes:
             refused = await _refused(self._call("origin_upload", name, complete, PATIENCE))
         finally:
             if refused:
-                with trio.CancelScope(shield=True), trio.move_on_after(attempts.deadline_s):
+                with trio.move_on_after(attempts.deadline_s, shield=True):
                     await self._call("origin_upload", name, partial(writer.abort, name, upload))
         return refused
 
@@ -137,8 +137,7 @@ class Probes:
             yield name, await self._write(name, Preconditions())
         finally:
             # Bounded, because where requests wait for an origin that is out, the end of a mount would wait with them.
-            deadline_s = self._attempts.deadline_s
-            with suppress(CachefsError), trio.CancelScope(shield=True), trio.move_on_after(deadline_s):
+            with suppress(CachefsError), trio.move_on_after(self._attempts.deadline_s, shield=True):
                 await self._delete(name)
 
     def _saw(self, condition: Condition, honoured: bool) -> None:
