@@ -323,8 +323,7 @@ node, opened by four readers as they come, 42 to 53 were opened in passthrough, 
 
 
 def soon_whole(store: Store, in_flight: Mapping[int, InFlightFetch], obj: CachedObject) -> bool:
-    """True if every block is cached or in flight, at least one is in flight, and all should be in a tier within
-    `OPEN_WAITS_S`."""
+    """True if all blocks that are not cached, one at least, are in flight and should be in a tier within `OPEN_WAITS_S`."""
     return (
         bool(in_flight)
         and all(f.left_s() <= OPEN_WAITS_S and not f.cache_write.kept for f in set(in_flight.values()))
@@ -453,8 +452,7 @@ class Fetcher:
         self._withheld: Container[bytes] = frozenset()
 
     def _raise_bounds(self) -> None:
-        """Derive the bounds of prefetch and readahead from what the tiers may hold. That grows when a disk that was full at
-        the start has space again. The bounds never sink."""
+        """Derive the bounds of prefetch and readahead from what the tiers hold: more when a full disk has space again."""
         eighth = sum(tier.limit_bytes() for tier in self._store.tiers) // 8
         if eighth <= self._eighth_bytes:
             return

@@ -283,8 +283,7 @@ class Comparing:
     async def received(
         self, candidate: Candidate, origin: Origin, object_id: ObjectId, cache_write: CacheWrite, start: int
     ) -> None:
-        """Decide on a sample after a peer has delivered bytes [start, cache_write.written) of an open cache write, and
-        compare it in a task of its own."""
+        """Decide on a sample of the bytes [start, cache_write.written) that a peer has delivered. A task compares it."""
         wanted = self.sampler.take(start, cache_write.written, cache_write.block_size)
         md5 = ""
         if start == 0 and cache_write.written == object_id.size <= WHOLE_BYTES:

@@ -693,8 +693,7 @@ class Attempts:
         patience: int = 1,
         now: Callable[[], Awaitable[T | None]] | None = None,
     ) -> T:
-        """As `repeat`, for an `attempt` that blocks: it runs in a worker thread. `now` does the same on the trio thread; if
-        it returns None, `attempt` is made."""
+        """As `repeat`, for an `attempt` that blocks. `now` does the same on the trio thread, or returns None."""
 
         async def once() -> T:
             found = await now() if now is not None else None
@@ -984,8 +983,7 @@ class Receiving(Transfer):
 
     @property
     def complete(self) -> bool:
-        """True if it brought the last byte. That its connection broke afterwards, as within the end of a chunked body, is no
-        failure then: there are no bytes left to ask for."""
+        """True if it brought the last byte: that the connection broke after that is no failure."""
         return self.gained and self.position == self._stop
 
     def drain(self, chunks: Generator[memoryview | bytes, None, None]) -> None:
@@ -1166,8 +1164,7 @@ class Outage:
 
 
 class Breaker:
-    """The circuit breaker of one origin, told what `Outage` is told. `probe` blocks; `deadline_s` is the requests' deadline,
-    and an outage is found within it."""
+    """The circuit breaker of one origin. `probe` blocks. An outage is found within `deadline_s`, the requests' deadline."""
 
     def __init__(
         self, name: str, probe: Callable[[], object], how: OnOutage, deadline_s: float, metrics: Metrics

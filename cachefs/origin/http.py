@@ -136,8 +136,7 @@ class HttpClient:
         return self.transport.send(exchange, body if isinstance(body, bytes) else body.chunks())
 
     async def ask_now(self, request: Request) -> Reply | None:
-        """As `ask`, on the trio thread, for a request without a body, or a PUT of a small body in memory. None, and nothing
-        is sent, if signing it would have to wait."""
+        """As `ask`, on the trio thread, for a small body in memory. None, and nothing is sent, if signing it would wait."""
         reply = await self.exchange_now(request)
         return None if reply is None else self.checked(request, reply)
 
@@ -1183,8 +1182,7 @@ ENCRYPTED = frozenset(
 
 
 class Md5Etags:
-    """Decides which objects of one origin are compared, and compares them. `choose` is called on the trio thread, `compare`
-    on any, for one object at a time."""
+    """Compares objects of one origin. `choose` is called on the trio thread, `compare` on any, one object at a time."""
 
     def __init__(self) -> None:
         self.compared = self.unlike = 0

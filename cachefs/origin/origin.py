@@ -146,8 +146,7 @@ class Origin:
     # a HEAD follows a write.
 
     async def ours(self, key: str, token: str, size: int | None, error: CachefsError) -> ObjectInfo:
-        """The object, if it has the idempotency token: then an earlier attempt wrote it, and only the reply was lost. Else
-        raises `error`. `size` None: of any size."""
+        """The object, if it has this token and size: only the reply of an earlier attempt was lost. Else raises `error`."""
         try:
             info, found_token = await self.look(key)
         except NotFound:
@@ -164,8 +163,7 @@ class Origin:
     async def _to_send(
         self, key: str, preconditions: Preconditions, honours: Callable[[Preconditions], Awaitable[bool]]
     ) -> Preconditions:
-        """The preconditions to send with a write. Those that the origin does not honour are checked here with a HEAD and
-        not sent. Raises `Conflict` if they do not hold."""
+        """The preconditions to send with a write. Those that the origin ignores are checked here: raises `Conflict`."""
         if not preconditions.conditional or await honours(preconditions):
             return preconditions
         with conflicts(preconditions):
