@@ -8,6 +8,7 @@ are served one by one as they are written, as ranges of the tiers' files."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import trio
 
@@ -23,14 +24,14 @@ LOOKUPS_AT_ONCE = 1024
 """Blocks that are looked up before other tasks get a turn: about 1 ms."""
 
 
+@dataclass(eq=False)
 class Serving:
     """`cachefs.peers.wire.Shares` over the store and the fetcher of this node."""
 
-    def __init__(self, store: Store, fetcher: Fetcher, cluster: Cluster, origins: Sequence[Origin]) -> None:
-        self.store = store
-        self.fetcher = fetcher
-        self.cluster = cluster
-        self._origins = origins
+    store: Store
+    fetcher: Fetcher
+    cluster: Cluster
+    _origins: Sequence[Origin]
 
     async def open(self, request: BlockRequest, peer: str, *, background: bool = False) -> Reply:
         reply = Reply(self, self._origin_of(request.object), request, peer, background)

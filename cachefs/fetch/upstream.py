@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
 from typing import NamedTuple, Protocol
@@ -258,27 +259,22 @@ class Transfer(Protocol):
         """Return when it is over."""
 
 
+@dataclass(eq=False)
 class Comparing:
     """Compares samples of what peers deliver with the origin, one at a time. On the trio thread only. `on_lie` is called
     with an object of which a peer sent wrong bytes."""
 
-    def __init__(
-        self,
-        store: Store,
-        transfers_of: Callable[[CachedObject], Mapping[int, Transfer]],
-        cluster: Cluster,
-        nursery: trio.Nursery,
-        metrics: Metrics,
-    ) -> None:
-        self.sampler = Sampler(store.block_size)
-        self.on_lie: Callable[[Origin, ObjectId], Awaitable[object]] | None = None
-        self._store = store
-        self._transfers_of = transfers_of
-        self._cluster = cluster
-        self._nursery = nursery
-        self._metrics = metrics
-        self._busy = False
-        self._not_md5_sources: set[str] = set()  # sources whose etags look like an MD5 but are none
+    _store: Store
+    _transfers_of: Callable[[CachedObject], Mapping[int, Transfer]]
+    _cluster: Cluster
+    _nursery: trio.Nursery
+    _metrics: Metrics
+    on_lie: Callable[[Origin, ObjectId], Awaitable[object]] | None = None
+    _busy: bool = False
+    _not_md5_sources: set[str] = field(default_factory=set)  # whose etags look like an MD5 but are none
+
+    def __post_init__(self) -> None:
+        self.sampler = Sampler(self._store.block_size)
 
     async def received(
         self, candidate: Candidate, origin: Origin, object_id: ObjectId, cache_write: CacheWrite, start: int

@@ -320,10 +320,12 @@ CHUNK = 1 << 20
 class _StoreClient(FsspecClient):
     """The common part of both."""
 
-    def __init__(self, place: Bucket | Container, root: str, curl: S3Client | AzureClient) -> None:
+    def __init__(
+        self, place: Bucket | Container, curl: S3Client | AzureClient, open_filesystem: Callable[[], Any]
+    ) -> None:
         super().__init__(
-            self._open,
-            root=root,
+            open_filesystem,
+            root="",
             label=place.label,
             advice=lambda: place.credentials.advice,
             credentials=place.credentials.current,
@@ -353,15 +355,12 @@ class _StoreClient(FsspecClient):
             filesystem = self.opened()
             return sync(filesystem.loop, call, filesystem, timeout=self._stall_s + CONNECT_S)
 
-    def _open(self) -> Any:
-        raise NotImplementedError
-
 
 class S3fsClient(_StoreClient):
     """An S3 bucket through s3fs."""
 
     def __init__(self, bucket: Bucket, stall_s: float) -> None:
-        super().__init__(bucket, bucket.name, s3_client(bucket, stall_s))
+        super().__init__(bucket, s3_client(bucket, stall_s), self._open)
         self._bucket = bucket
 
     def read(
@@ -407,7 +406,7 @@ class AdlfsClient(_StoreClient):
     """An Azure container through adlfs. A read is one chunk: azure-storage-blob fetches it piecewise."""
 
     def __init__(self, container: Container, stall_s: float) -> None:
-        super().__init__(container, container.container, AzureClient(container, stall_s))
+        super().__init__(container, AzureClient(container, stall_s), self._open)
         self._container = container
 
     def read(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -145,13 +145,13 @@ class Origin:
     # Writing. A write returns the object as a later HEAD or LIST shows it. Most stores tell an object's time only there, so
     # a HEAD follows a write.
 
-    async def ours(self, key: str, token: str, size: int | None, error: CachefsError) -> ObjectInfo:
+    async def ours(self, key: str, token: str, size: int, error: CachefsError) -> ObjectInfo:
         """The object, if it has this token and size: only the reply of an earlier attempt was lost. Else raises `error`."""
         try:
             info, found_token = await self.look(key)
         except NotFound:
             found_token = ""
-        if token and found_token == token and size in (None, info.size):
+        if token and found_token == token and info.size == size:
             return info
         raise error
 
@@ -409,24 +409,23 @@ class Upload:
 
     async def complete(
         self,
-        parts: Mapping[int, str] | None = None,
+        numbers: Collection[int] | None = None,
         *,
         if_match: str | None = None,
         if_absent: bool = False,
         settle: bool = True,
     ) -> ObjectInfo:
-        """Make the object of `parts` (number → etag; default: all that are known), replacing the object at the key.
+        """Make the object of the parts `numbers` (default: all that are known), replacing the object at the key.
 
         Repeating this is harmless, even by another process after a crash: after a success it returns the object, until
         another client replaces it. `settle` is as in `Origin.put`. Raises `NoSuchUpload` if the upload is gone and the
         object has another token, and `Conflict` if the condition does not hold; then the upload remains."""
         origin, writer = self._origin, self._origin.writer
-        given = {number: part.etag for number, part in self.known.items()} if parts is None else parts
+        given = {number: self.known[number] for number in (self.known if numbers is None else numbers)}
         if not given:
             raise OriginFailed(f"{self._label}: an upload without parts cannot be completed")
+        etags, size = {n: part.etag for n, part in given.items()}, sum(part.size for part in given.values())
         preconditions, token = Preconditions(if_match, if_absent, self._token), self._token
-        known = given.keys() <= self.known.keys()
-        size = sum(self.known[number].size for number in given) if known else None
 
         def attempt() -> Written:
             if self.perhaps_complete and token:
@@ -436,7 +435,7 @@ class Upload:
                         return Written(info.etag, info.mtime_ns)
             self.perhaps_complete = True
             try:
-                return writer.complete(self.key, self.id, given, sent)
+                return writer.complete(self.key, self.id, etags, sent)
             except CompletionInProgress:
                 writer.parts(self.key, self.id)  # raises NoSuchUpload if the upload is gone, not in progress
                 raise
@@ -450,8 +449,6 @@ class Upload:
         if not written.etag and token:
             replaced = ObjectChanged(f"{origin.name(self.key)}: was replaced as soon as it was written")
             return await origin.ours(self.key, token, size, replaced)
-        if size is None:
-            size = (await origin.head(self.key)).size
         return await origin._settled(self.key, size, written, untimed=not settle)
 
     async def abort(self) -> None:

@@ -349,10 +349,10 @@ class Sender:
                 break
         upload = self.upload
         assert upload is not None
-        etags = {piece.number: upload.known[piece.number].etag for piece in pieces}
+        numbers = [piece.number for piece in pieces]
         self.final = True
         info = await upload.complete(
-            etags, if_match=preconditions.if_match, if_absent=preconditions.if_absent, settle=False
+            numbers, if_match=preconditions.if_match, if_absent=preconditions.if_absent, settle=False
         )
         self.upload = None
         parts.forget()

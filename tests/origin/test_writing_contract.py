@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from cachefs.base.errors import Conflict, NoSuchUpload, NotFound, ObjectChanged, OriginFailed, Unsupported
-from cachefs.origin import FileRange, InMemory, Origin
+from cachefs.origin import FileRange, InMemory, Origin, Part
 from tests.origin.pending import pending
 from tests.origin.reading import content, one_a_vendor, run
 from tests.origin.servers import Server
@@ -244,14 +244,14 @@ def test_resuming(place: Origin, moto: bool, tmp_path: Path) -> None:
             }
             last = await resumed.part(3, FileRange(fd, 2 * LEAST), len(THREE) - 2 * LEAST)
             assert resumed.known[3].etag == last
-        given = {number: part.etag for number, part in resumed.known.items()}
-        info = await resumed.complete(given)
+        state = resumed.state()
+        info = await resumed.complete()
         await as_shown(there, info, THREE)
         # A crash after that, and before anybody wrote down that it is complete.
-        assert await there.resume_upload("r/x", state).complete(given) == info
+        assert await there.resume_upload("r/x", state).complete([1, 2, 3]) == info
         await there.put("r/x", InMemory(b"other"), 5)
         with pytest.raises(OriginFailed if moto else NoSuchUpload):
-            await there.resume_upload("r/x", state).complete(given)
+            await there.resume_upload("r/x", state).complete()
 
     run(place, use)
 
@@ -261,11 +261,11 @@ def test_aborting(place: Origin, moto: bool, tmp_path: Path) -> None:
         azure = there.source.startswith("az")
         upload = await there.begin_upload("a/x y&z")
         with file_of(tmp_path / "f", THREE) as fd:
-            etag = await upload.part(1, FileRange(fd, 0), LEAST)
+            await upload.part(1, FileRange(fd, 0), LEAST)
             if not azure:
                 found = [p for p in await pending(there, "a/") if p.id == upload.id]
                 assert [p.key for p in found] == ["a/x y&z"]
-                upload = there.resume_upload(upload.key, {"id": upload.id})
+                upload = there.resume_upload(upload.key, upload.state())
             for _ in range(2):
                 await upload.abort()
             if not azure:
@@ -276,7 +276,7 @@ def test_aborting(place: Origin, moto: bool, tmp_path: Path) -> None:
                     with pytest.raises(NoSuchUpload):
                         await upload.part(2, FileRange(fd, 0), LEAST)
                     with pytest.raises(NoSuchUpload):
-                        await upload.complete({1: etag})
+                        await upload.complete()
         with pytest.raises(NotFound):
             await there.head("a/x y&z")
 
@@ -429,8 +429,9 @@ def test_a_local_upload_of_another_key_is_no_upload(start: Callable[[str], Serve
         for key, name in (("own/y", upload.id), ("own/x", "../own"), ("own/x", "nothing")):
             with pytest.raises(NoSuchUpload):
                 await there.resume_upload(key, {"id": name}).parts()
+        upload.known[1] = Part('"another"', 1)
         with pytest.raises(OriginFailed, match="is not the one that was sent"):
-            await upload.complete({1: '"another"'})
+            await upload.complete()
         await upload.part(1, InMemory(b"yy"), 2)  # instead of the first
         await as_shown(there, await upload.complete(), b"yy")
 

@@ -279,7 +279,7 @@ class ScriptedUpload:
 
     async def complete(
         self,
-        parts: dict[int, str],
+        numbers: list[int],
         *,
         if_match: str | None = None,
         if_absent: bool = False,
@@ -288,9 +288,9 @@ class ScriptedUpload:
         async with self.store.request("complete", self.key):
             held = self._parts()
             self.store._check(self.key, if_match, if_absent)
-            for number, etag in parts.items():
-                assert etag == f'"{hashlib.md5(held[number]).hexdigest()}"'
-            info = self.store.show(self.key, b"".join(held[n] for n in sorted(parts)))
+            for number in numbers:
+                assert self.known[number].etag == f'"{hashlib.md5(held[number]).hexdigest()}"'
+            info = self.store.show(self.key, b"".join(held[n] for n in sorted(numbers)))
             self.store.tokens[self.key] = (info.etag, f"token of {self.id}")
             del self.store.uploads[self.id]
         return info
