@@ -132,7 +132,7 @@ class Readahead:
         return stream
 
     def _measure_density(self, stream: Stream) -> None:
-        """Adjust a stream's window to its density. A stream that skips most gets none: random reads may be near."""
+        """Adjust a stream's window to its density. One that skips most gets none: random reads may be near each other."""
         advance = stream.position - stream.mark
         dense = 2 * stream.covered >= advance
         if stream.hits >= 2 and dense:

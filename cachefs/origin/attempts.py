@@ -43,7 +43,6 @@ from cachefs.base.names import ERRORS, OnOutage
 from cachefs.base.tasks import Stoppable, in_thread
 from cachefs.origin.protocol import (
     AskedToWait,
-    Body,
     ByteRange,
     Client,
     ConnectionEnded,
@@ -643,7 +642,7 @@ class Attempts:
 
     async def send(
         self,
-        request: Callable[[Body], T],
+        request: Callable[[Sending], T],
         source: Source,
         size: int,
         action: str,

@@ -268,7 +268,7 @@ async def test_an_owner_that_has_lost_the_store_is_not_waited_for_to_the_end(
         owner, reader = cluster
         files = [content(number, BLOCK) for number in range(4)]
         ids = [cluster.put_owned_by(owner, f"file{n}-", data) for n, data in enumerate(files)]
-        owner.serving._origins = [(Lost(), "")]  # type: ignore[list-item]
+        owner.serving._origins = [Lost()]  # type: ignore[list-item]
         waits = []
         for object_id, data in zip(ids, files, strict=True):
             begun = trio.current_time()
@@ -388,7 +388,7 @@ async def test_a_store_that_fails_at_the_owner_is_asked_by_the_reader_itself(cac
 async def test_what_is_not_shown_here_is_not_given(cache_dir: Path) -> None:
     async with nodes(cache_dir, 2) as cluster:
         owner, reader = cluster
-        owner.serving._origins = [(cluster.origin, "data/")]  # type: ignore[list-item]
+        cluster.origin.prefix = "data/"  # type: ignore[attr-defined]
         wrong = [
             ObjectId(SOURCE, "other/key", "e", 100),
             ObjectId(SOURCE, "data", "e", 100),
