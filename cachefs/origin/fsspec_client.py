@@ -254,11 +254,11 @@ def _refusal(exc: BaseException, name: str, advice: str) -> CachefsError | None:
     response = getattr(exc, "response", None)
     if isinstance(response, dict) and "Error" in response:
         error, metadata = response["Error"], response.get("ResponseMetadata", {})
-        code, date = _text(error.get("Code")), _text(metadata.get("HTTPHeaders", {}).get("date"))
+        code, headers = _text(error.get("Code")), metadata.get("HTTPHeaders", {})
         if code.isdigit():  # the reply to a HEAD has no body: botocore puts the status in place of the code
             code = ""
         status: Any = int(metadata.get("HTTPStatusCode", 0))
-        return refused(status, code=code, message=_text(error.get("Message")), date=date)
+        return refused(status, code=code, message=_text(error.get("Message")), headers=headers)
     # Only gcsfs's `code` is a status; aiohttp's is 400 for a body that breaks.
     for attribute in ("code",) if type(exc).__name__ == "HttpError" else ("status_code", "status"):
         status = getattr(exc, attribute, None)

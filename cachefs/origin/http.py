@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 from urllib.parse import quote, urlsplit
 from xml.etree import ElementTree
@@ -241,15 +242,8 @@ class HttpClient:
         return f"{self.place.url()}/{quote(key, errors='surrogateescape')}" if key else self.place.url()
 
     def refusal(self, status: int, headers: Mapping[str, str], body: bytes, name: str) -> CachefsError:
-        return refusal(
-            status,
-            body.decode("utf-8", "replace"),
-            name=name,
-            code=headers.get("x-ms-error-code", ""),
-            advice=self.place.credentials.advice,
-            retry_after=headers.get("retry-after"),
-            date=headers.get("date"),
-        )
+        advice, text = self.place.credentials.advice, body.decode("utf-8", "replace")
+        return refusal(status, text, name=name, advice=advice, headers=headers)
 
 
 class _Reading:
@@ -1060,13 +1054,12 @@ def refusal(
     code: str = "",
     message: str = "",
     advice: str = "check the credentials",
-    retry_after: str | None = None,
-    date: str | None = None,
+    headers: Mapping[str, str] = MappingProxyType({}),
 ) -> CachefsError:
     """The error for an HTTP reply that is not a success. `name` names the object; `advice` tells what to change when the
     store does not accept the credentials; `body` (XML, JSON, or a library's text with one of them in it) is searched for
-    the code and message when they are not given. `date` is the reply's header, the origin's clock."""
-    code = code or _tag("Code", body)
+    the code and message when they are not given. `headers` are the reply's, by lower-case names."""
+    code = code or headers.get("x-ms-error-code") or _tag("Code", body)
     message = message or _tag("Message", body)
     answer = f"{status} {code}".strip() + (f" ({message})" if message else "")
     line = one_line(f"{name}: the origin answered {answer}")
@@ -1081,14 +1074,14 @@ def refusal(
     if code in OCCUPIED:
         return ObjectChanged(f"{name}: there is such an object at the origin")
     if code in BUSY or status in (429, 503):
-        seconds = _seconds(retry_after)
+        seconds = _seconds(headers.get("retry-after"))
         return Throttled(line) if seconds is None else AskedToWait(line, seconds)
     if code == "InternalError" and "completion is already in progress" in message:
         return CompletionInProgress(line)
     if code in BROKEN or status in (408, 500, 502, 504, *OF_CLOUDFLARE):
         return Transient(line)
     if code in CLOCK_IS_OFF:
-        return PermissionDenied(f"{line}; {_clock(date or _tag('ServerTime', body))}")
+        return PermissionDenied(f"{line}; {_clock(headers.get('date') or _tag('ServerTime', body))}")
     if code in ARCHIVED:
         return OriginFailed(one_line(f"{line}; the object is archived: restore it first"))
     # A HEAD's reply has no body. On S3, a 400 without one means an expired token or a wrong region.

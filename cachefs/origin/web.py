@@ -63,7 +63,7 @@ class WebClient(HttpClient):
         if reply.status == 403:  # nginx and Apache, for a directory without an index
             raise Unsupported(f"{url}: the server shows no index of it; names can be opened but not listed")
         if reply.status != 200:
-            raise refusal(reply.status, name=url, retry_after=reply.headers.get("retry-after"))
+            raise refusal(reply.status, name=url, headers=reply.headers)
         if "html" not in reply.headers.get("content-type", ""):
             raise Unsupported(f"{url}: no index page there; names can be opened but not listed")
         names = names_in(reply.body.decode("utf-8", "replace"), reply.url)

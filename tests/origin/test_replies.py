@@ -166,7 +166,9 @@ def test_a_clock_that_is_off_is_said(off_s: int, word: str) -> None:
     body = f"<Error><Code>RequestTimeTooSkewed</Code><ServerTime>{iso}</ServerTime></Error>"
     for said in (
         refusal(403, body, name="s3://b/k"),
-        refusal(403, name="s3://b/k", code="RequestTimeTooSkewed", date=formatdate(then, usegmt=True)),
+        refusal(
+            403, name="s3://b/k", code="RequestTimeTooSkewed", headers={"date": formatdate(then, usegmt=True)}
+        ),
         in_our_words(_Refused("RequestTimeTooSkewed", formatdate(then, usegmt=True)), "s3://b/k", "advice"),
     ):
         assert isinstance(said, PermissionDenied)
@@ -178,7 +180,10 @@ def test_a_clock_that_is_off_is_said(off_s: int, word: str) -> None:
 def test_the_origins_time_is_read_on_any_day_of_the_week(day: int) -> None:
     said = str(
         refusal(
-            403, name="s3://b/k", code="RequestTimeTooSkewed", date=formatdate(day * 86400.0, usegmt=True)
+            403,
+            name="s3://b/k",
+            code="RequestTimeTooSkewed",
+            headers={"date": formatdate(day * 86400.0, usegmt=True)},
         )
     )
     assert " s ahead: set it" in said
