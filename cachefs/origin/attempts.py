@@ -121,7 +121,7 @@ class Concurrency:
     # Replies.
 
     def succeeded(self) -> None:
-        """A request was answered: after as many as the limit, it grows by one."""
+        """A request was answered. After as many as the limit, the limit grows by one."""
         if self.limit >= self._ceiling:
             return
         self._successes += 1

@@ -427,7 +427,8 @@ class Reply:
 
 
 class Receiver(Taker, Protocol):
-    """Takes the head and the body of a reply: from the loop thread, or if it `waits`, from worker threads."""
+    """Takes the head and the body of a reply, one call at a time: from the loop thread, or if it `waits`, from worker
+    threads."""
 
     def begin(self, status: int, headers: Mapping[str, str]) -> bool:
         """Take the head of the reply. True: the body goes to `take`. False: the body is kept as `Exchange.body`."""
@@ -637,7 +638,8 @@ class Transport:
             raise exchange.error
 
     def begin(self, exchange: Exchange, ended: Callable[[], None]) -> Callable[[], None]:
-        """On the trio thread: begin an exchange; `ended` is called there at its end. Returns what ends it early."""
+        """On the trio thread: begin an exchange; `ended` is called there when it is over. Returns a function that ends it
+        early."""
         loop = self._loop_for(exchange)
         if loop.token is None:
             loop.token = trio.lowlevel.current_trio_token()
