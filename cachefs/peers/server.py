@@ -20,8 +20,7 @@ import ssl
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -80,7 +79,11 @@ READ_BYTES = 16 << 10
 
 
 class Gone(Exception):
-    """The connection is lost, or its reply cannot be completed: it must be closed. With an argument, that is logged."""
+    """The reply cannot be completed, so the connection must be closed. With an argument, that is logged."""
+
+
+LOST = (OSError, trio.BrokenResourceError)
+"""A connection that is lost, or a worker thread that cannot be started (`ssl.SSLError` is an OSError)."""
 
 
 class Threads(NamedTuple):
@@ -92,7 +95,8 @@ class Threads(NamedTuple):
 
 
 class Wire(ABC):
-    """One accepted connection. Takes over its non-blocking socket. Every method raises `Gone` if the connection is lost."""
+    """One accepted connection over a non-blocking socket, which the caller closes. Every method may raise `LOST`, and `Gone`
+    if a file is shorter than it should be."""
 
     def __init__(self, sock: socket.socket, threads: Threads) -> None:
         self.file_bytes = 0
@@ -109,11 +113,7 @@ class Wire(ABC):
         """Receive some bytes; b"" if the client has closed its side."""
 
     @abstractmethod
-    async def send(self, data: bytes, *, more: bool) -> None:
-        """Send all of `data`. With `more`, `send_run` follows at once, and both may be sent together."""
-
-    @abstractmethod
-    async def send_run(self, run: Sequence[Piece | bytes], progressed: Callable[[], None]) -> None:
+    async def send(self, run: Iterable[Piece | bytes], progressed: Callable[[], None] = lambda: None) -> None:
         """Send all of these pieces and bytes. Calls `progressed` whenever it must wait and the client has taken some
         bytes."""
 
@@ -128,9 +128,6 @@ class Wire(ABC):
             return
         if early:  # bytes of the next request: reading it will show whether the client is still there
             await trio.sleep_forever()
-
-    def close(self) -> None:
-        self._socket.close()  # without TLS's close_notify, which is not needed: a reply has a length
 
 
 class PlainWire(Wire):
@@ -147,15 +144,8 @@ class PlainWire(Wire):
             return self._socket.recv(READ_BYTES)
         except BlockingIOError:
             return await self.receive()
-        except OSError as exc:
-            raise Gone from exc
 
-    async def send(self, data: bytes, *, more: bool) -> None:
-        self._out.append(data)
-        if not more:
-            await self._flush(lambda: None, None)
-
-    async def send_run(self, run: Sequence[Piece | bytes], progressed: Callable[[], None]) -> None:
+    async def send(self, run: Iterable[Piece | bytes], progressed: Callable[[], None] = lambda: None) -> None:
         thread: trio.CapacityLimiter | None = None
         for item in run:
             if not isinstance(item, Piece):
@@ -171,10 +161,7 @@ class PlainWire(Wire):
         await self._flush(progressed, thread)
 
     def _read(self, piece: Piece) -> bytes:
-        try:
-            data = os.pread(piece.fd, piece.length, piece.offset)
-        except OSError as exc:
-            raise Gone from exc
+        data = os.pread(piece.fd, piece.length, piece.offset)
         if len(data) < piece.length:
             raise Gone("the file is shorter than it should be")
         self.file_bytes += piece.length
@@ -184,8 +171,7 @@ class PlainWire(Wire):
         while True:
             if thread is not None:
                 # Not abandoned on cancellation: the thread uses the descriptors.
-                with _raising_gone():
-                    sent = await in_thread(partial(self._push, PATIENCE_S), limiter=thread)
+                sent = await in_thread(partial(self._push, PATIENCE_S), limiter=thread)
             else:
                 sent = self._push(0.0)
             if not self._out:
@@ -204,8 +190,6 @@ class PlainWire(Wire):
             except BlockingIOError:
                 if not patience_s or not self._writable(patience_s):
                     break
-            except OSError as exc:
-                raise Gone from exc
             if time.monotonic() > until:
                 break
         return sent
@@ -242,14 +226,6 @@ class PlainWire(Wire):
         return bool(poll.poll(seconds * 1000))
 
 
-@contextmanager
-def _raising_gone() -> Iterator[None]:
-    try:
-        yield
-    except (OSError, trio.BrokenResourceError) as exc:  # an `ssl.SSLError` is an OSError
-        raise Gone from exc
-
-
 class TlsWire(Wire):
     """With TLS."""
 
@@ -259,38 +235,27 @@ class TlsWire(Wire):
         self._stream = trio.SSLStream(transport, context, server_side=True, https_compatible=True)
 
     async def begin(self) -> None:
-        with _raising_gone():
-            await self._stream.do_handshake()
+        await self._stream.do_handshake()
 
     async def receive(self) -> bytes:
-        with _raising_gone():
-            return bytes(await self._stream.receive_some(READ_BYTES))
+        return bytes(await self._stream.receive_some(READ_BYTES))
 
-    async def send(self, data: bytes, *, more: bool) -> None:
-        with _raising_gone():
-            await self._stream.send_all(data)
-
-    async def send_run(self, run: Sequence[Piece | bytes], progressed: Callable[[], None]) -> None:
+    async def send(self, run: Iterable[Piece | bytes], progressed: Callable[[], None] = lambda: None) -> None:
         for item in run:
             if isinstance(item, Piece):
                 await self._send_file(item, progressed)
             else:
-                await self.send(item, more=True)
+                await self._stream.send_all(item)
 
     async def _send_file(self, piece: Piece, progressed: Callable[[], None]) -> None:
-        fd, offset, left, in_ram, _ = piece
-        while left:
-            count, disk = min(left, TLS_SLICE), self._threads.disk
-            with _raising_gone():
-                if in_ram:
-                    data = os.pread(fd, count, offset)
-                else:
-                    data = await in_thread(partial(os.pread, fd, count, offset), limiter=disk)
+        at, stop = piece.offset, piece.offset + piece.length
+        while at < stop:
+            read = partial(os.pread, piece.fd, min(stop - at, TLS_SLICE), at)
+            data = read() if piece.in_ram else await in_thread(read, limiter=self._threads.disk)
             if not data:
                 raise Gone("the file is shorter than it should be")
-            await self.send(data, more=True)
-            offset += len(data)
-            left -= len(data)
+            await self._stream.send_all(data)
+            at += len(data)
             self.file_bytes += len(data)
             progressed()
 
@@ -376,8 +341,8 @@ class Server:
             await trio.sleep(0.02)
 
     async def _accepted(self, stream: trio.SocketStream) -> None:
-        sock = socket.socket(fileno=stream.socket.detach())
-        with sock:
+        # Closed without TLS's close_notify, which is not needed: a reply has a length.
+        with socket.socket(fileno=stream.socket.detach()) as sock:
             try:
                 sock.setblocking(False)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -388,6 +353,11 @@ class Server:
                 return
             try:
                 await self._converse(sock, host)
+            except LOST as exc:
+                log.debug("the connection of peer %s is lost: %s", host, exc)
+            except Gone as exc:
+                if exc.args:
+                    log.warning("reply to peer %s broken off: %s", host, exc)
             finally:
                 self._connections.leave(host)
 
@@ -395,18 +365,10 @@ class Server:
         wire: Wire = (
             PlainWire(sock, self._threads) if self._tls is None else TlsWire(sock, self._threads, self._tls)
         )
-        try:
-            with trio.move_on_after(self._limits.head_s) as handshake_scope:
-                await wire.begin()
-            if not handshake_scope.cancelled_caught:
-                await _Conversation(self, wire, host).run()
-        except Gone as exc:
-            if exc.args:
-                log.warning("reply to peer %s broken off: %s", host, exc)
-        except Exception:
-            log.exception("serving peer %s failed", host)
-        finally:
-            wire.close()
+        with trio.move_on_after(self._limits.head_s) as handshake_scope:
+            await wire.begin()
+        if not handshake_scope.cancelled_caught:
+            await _Conversation(self, wire, host).run()
 
 
 class _Admitted:
@@ -450,7 +412,7 @@ class _Conversation:
         self._macs: Macs | None = None
 
     async def run(self) -> None:
-        """Serve until either side ends the conversation. Raises `Gone`."""
+        """Serve until either side ends the conversation. Raises `LOST`, `Gone`."""
         with self._scope:
             while not self._is_last:
                 self._macs = None
@@ -471,7 +433,7 @@ class _Conversation:
         self._scope.deadline = trio.current_time() + seconds
 
     async def _next_request(self) -> Request | None:
-        """Receive a request. None if the client closes the connection. Raises `_Refusal`, `Gone`."""
+        """Receive a request. None if the client closes the connection. Raises `_Refusal`, `LOST`."""
         limits, data = self._server._limits, self._early
         self._is_last = True  # until a whole request was read
         try:
@@ -588,11 +550,10 @@ class _Conversation:
             self._scope.deadline = until
             piece = await self._arrived(served, working=True)
         progressed()
-        await wire.send(self._head(200, length, b""), more=True)
+        run: list[Piece | bytes] = [self._head(200, length, b"")]
         block, left, before = wanted.start_block, wanted.length(wanted.start_block), wire.file_bytes
         try:
             while True:
-                run: list[Piece | bytes] = []
                 while piece is not None:
                     if piece.length > left or (piece.checksum is None) != (piece.length < left):
                         raise Gone("the pieces are not the blocks that were asked for")
@@ -605,7 +566,8 @@ class _Conversation:
                             break
                         left = wanted.length(block)
                     piece = served.take()
-                await wire.send_run(run, progressed)
+                await wire.send(run, progressed)
+                run = []
                 if block == wanted.stop_block:
                     break
                 self._scope.deadline = until  # the reply waits for bytes now, not for the client
@@ -630,19 +592,19 @@ class _Conversation:
             watched.cancel_scope.cancel()
 
         piece: Piece | None = None
-        failure: CachefsError | Gone | None = None
+        failure: Exception | None = None
         async with trio.open_nursery() as watched:
             watched.start_soon(watch)
             try:
                 while piece is None and failure is None:
                     if working:
-                        await self._wire.send(WORKING, more=False)
+                        await self._wire.send([WORKING])
                     with trio.move_on_after(WORKING_EVERY_S) as pause:
                         await served.wait()
                     piece = served.take()
                     if piece is None and pause.cancelled_caught and not working:
                         failure = Gone()  # the client requests the rest again, and gets signs of life
-            except (CachefsError, Gone) as exc:  # raised below, without the nursery's exception group
+            except (CachefsError, *LOST) as exc:  # raised below, without the nursery's exception group
                 failure = exc
             watched.cancel_scope.cancel()
         if piece is None:
@@ -655,7 +617,7 @@ class _Conversation:
 
     async def _reply(self, status: int, body: bytes) -> None:
         self._within(self._server._limits.stall_s)
-        await self._wire.send(self._head(status, len(body), body) + body, more=False)
+        await self._wire.send([self._head(status, len(body), body) + body])
 
     def _head(self, status: int, length: int, body: bytes) -> bytes:
         headers = {"Content-Length": str(length)}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import h11
 import pytest
@@ -15,6 +16,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cachefs.base import tasks
 from cachefs.base.http1 import MAX_HEAD_BYTES
 from cachefs.peers import server as serving_module
 from cachefs.peers.auth import Signer, Verifier
@@ -390,23 +392,16 @@ def replies_are_http(received: bytes) -> None:
         parser = h11.Connection(h11.CLIENT)
 
 
-class trio_logs_nothing:
-    """A traceback in the server's log fails the test."""
+@contextmanager
+def trio_logs_nothing() -> Iterator[None]:
+    """A traceback in the log of the server's task fails the test."""
 
-    def __enter__(self) -> None:
-        from cachefs.peers import server
+    def fail(*args: object, **how: object) -> None:
+        raise AssertionError(args)
 
-        self._old: Callable[..., None] = server.log.exception
-
-        def fail(*args: object) -> None:
-            raise AssertionError(args)
-
-        server.log.exception = fail  # type: ignore[assignment, method-assign]
-
-    def __exit__(self, *exc: object) -> None:
-        from cachefs.peers import server
-
-        server.log.exception = self._old  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tasks.log, "exception", fail)
+        yield
 
 
 def test_counters_are_bounded() -> None:
