@@ -57,12 +57,7 @@ class Key:
     """The shared secret."""
 
     def __init__(self, secret: bytes) -> None:
-        if len(secret) < MIN_KEY_BYTES:
-            raise ConfigError(f"the peers' key has {len(secret)} bytes: at least {MIN_KEY_BYTES} are needed")
         self._keyed = hmac.new(secret, digestmod="sha256")
-
-    def __repr__(self) -> str:
-        return "Key(…)"
 
     def mac(self, label: bytes, *parts: bytes) -> bytes:
         """HMAC-SHA256 over a label and parts. Each is preceded by its length, so that no two lists of parts look the
@@ -72,8 +67,8 @@ class Key:
         mac.update(text)
         return mac.digest()
 
-    def request_mac(self, method: str, target: str, host: str, when: str, nonce: bytes) -> bytes:
-        return self.mac(b"request", method.encode(), target.encode(), host.encode(), when.encode(), nonce)
+    def request_mac(self, target: str, host: str, when: str, nonce: bytes) -> bytes:
+        return self.mac(b"request", b"GET", target.encode(), host.encode(), when.encode(), nonce)
 
 
 class Macs(NamedTuple):
@@ -103,13 +98,6 @@ def read_key(path: Path) -> Key:
     return Key(secret)
 
 
-class Signed(NamedTuple):
-    """A signature: `authorization` is the header's value, and the reply will carry `macs`."""
-
-    authorization: str
-    macs: Macs
-
-
 class Signer:
     """Signs the requests of one process. It has a session for each server, because requests to other servers must not move
     the window of a server that receives its requests late."""
@@ -119,15 +107,16 @@ class Signer:
         self._clock = clock
         self._sessions: dict[str, tuple[bytes, Iterator[int]]] = {}
 
-    def sign(self, method: str, target: str, host: str) -> Signed:
+    def sign(self, target: str, host: str) -> tuple[str, Macs]:
+        """Sign a GET. Returns the value of its header Authorization, and the MACs that the reply will carry."""
         found = self._sessions.get(host)
         if found is None:
             found = self._sessions[host] = (os.urandom(SESSION_BYTES), itertools.count(1))
         session, counter = found
         nonce = session + next(counter).to_bytes(8, "big")
         when = str(int(self._clock()))
-        mac = self.key.request_mac(method, target, host, when, nonce)
-        return Signed(f"{SCHEME} {when} {nonce.hex()} {mac.hex()}", Macs(self.key, nonce))
+        mac = self.key.request_mac(target, host, when, nonce)
+        return f"{SCHEME} {when} {nonce.hex()} {mac.hex()}", Macs(self.key, nonce)
 
     def forget(self, host: str) -> None:
         """Drop the session of a member that left."""
@@ -166,8 +155,8 @@ class Verifier:
         self._clock = clock
         self._sessions: dict[bytes, _Session] = {}
 
-    def verify(self, method: str, target: str, host: str, authorization: str) -> Macs:
-        """Check a request. Returns the MACs of its reply. Raises `Unauthorized`. Only a request with a valid MAC takes
+    def verify(self, target: str, host: str, authorization: str) -> Macs:
+        """Check a GET. Returns the MACs of its reply. Raises `Unauthorized`. Only a request with a valid MAC takes
         memory."""
         try:
             scheme, when, nonce_hex, mac_hex = authorization.split(" ")
@@ -177,7 +166,7 @@ class Verifier:
             scheme = ""
         if scheme != SCHEME or len(nonce) != NONCE_BYTES:
             raise Unauthorized("this node wants requests signed with its key")
-        if not hmac.compare_digest(mac, self.key.request_mac(method, target, host, when, nonce)):
+        if not hmac.compare_digest(mac, self.key.request_mac(target, host, when, nonce)):
             raise Unauthorized("signed with another key, or for another node")
         now = self._clock()
         if abs(now - sent_at) > WINDOW_S:

@@ -181,7 +181,10 @@ class Connection:
         `silence_s` (see `hand_over`); it may take up to twice that."""
         if self._tls is not None:
             for event in self.read_into(view):
-                self._wait(event)
+                poll = select.poll()
+                poll.register(self._socket, event)
+                if not poll.poll(self._silence_s * 1000):
+                    raise self.silent()
             return
         at, woken_until = self._take_early(view), len(view) - WAKE_BYTES
         if at < woken_until:
@@ -217,12 +220,6 @@ class Connection:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def _wait(self, event: int) -> None:
-        poll = select.poll()
-        poll.register(self._socket, event)
-        if not poll.poll(self._silence_s * 1000):
-            raise self.silent()
-
     def silent(self) -> PeerFailed:
         return PeerFailed("timeout", f"{self.address} was silent for too long")
 
@@ -252,7 +249,7 @@ class Connection:
         that `fill` waits for a byte."""
         self._handed_over = True
         self._silence_s = silence_s
-        if self._tls is None:  # with TLS, `_wait` does the waiting
+        if self._tls is None:  # with TLS, `fill` polls
             silence = _TIMEVAL.pack(*divmod(int(silence_s * 1e6), 1_000_000))
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, silence)
             self._socket.setblocking(True)
@@ -282,13 +279,6 @@ class Connection:
         return PeerFailed("reset", f"{self.address}: {exc.strerror or exc}")
 
 
-class Checked(NamedTuple):
-    """A received block and its checksum, which matched. The data is valid until the next block is received."""
-
-    data: memoryview
-    checksum: int
-
-
 class Delivery(Stoppable):
     """A sink that can be closed while another thread writes to it."""
 
@@ -300,15 +290,15 @@ class Delivery(Stoppable):
         self._wrote_s = 0.0
         self._since: float | None = None  # when the present write began
 
-    def write(self, block: Checked) -> bool:
+    def write(self, data: memoryview, checksum: int) -> bool:
         """Write a block to the sink. False if the transfer should stop."""
         self._busy = True
         self._since = since = time.monotonic()
         try:
             if self._closed:
                 return False
-            self._sink.write_block(*block)
-            self.bytes += len(block.data)
+            self._sink.write_block(data, checksum)
+            self.bytes += len(data)
         except Exception as exc:
             self.error = exc
             return False
@@ -345,10 +335,10 @@ class Receiver:
         self,
         connection: Connection,
         head: Reply,
-        request: BlockRequest,
         macs: Macs | None,
-        delivery: Delivery,
         *,
+        request: BlockRequest,
+        delivery: Delivery,
         silence_s: float,
         sink_waits: bool,
         pace: Pace,
@@ -383,9 +373,9 @@ class Receiver:
                         raise connection.silent() if left_s > 0 else connection.slow()
                 block = checked(connection, index, received, macs)
                 if not sink_waits:
-                    delivery.write(block)
+                    delivery.write(*block)
                 else:
-                    await _in_thread(connection, partial(delivery.write, block), self._threads)
+                    await _in_thread(connection, partial(delivery.write, *block), self._threads)
                 if delivery.error is not None:
                     return
         finally:
@@ -426,7 +416,7 @@ class Receiver:
                 for block in range(request.start_block, request.stop_block):
                     received = view[: request.length(block) + check]
                     connection.fill(received)
-                    if not delivery.write(checked(connection, block, received, macs)):
+                    if not delivery.write(*checked(connection, block, received, macs)):
                         return
                 self._buffers.append(buffer)  # after a failure the buffer is dropped
             finally:
@@ -474,8 +464,11 @@ def _buffer(spare: deque[bytearray], size: int) -> bytearray:
     return buffer if len(buffer) >= size else bytearray(size)
 
 
-def checked(connection: Connection, block: int, received: memoryview, macs: Macs | None) -> Checked:
-    """The block in `received`, which ends in the block's check. Raises `PeerFailed` if the check does not match."""
+def checked(
+    connection: Connection, block: int, received: memoryview, macs: Macs | None
+) -> tuple[memoryview, int]:
+    """The block in `received`, which ends in the block's check, and its checksum. Raises `PeerFailed` if the check does not
+    match."""
     length = len(received) - check_bytes(macs is not None)
     data, check = received[:length], bytes(received[length:])
     checksum = xxhash.xxh3_64_intdigest(data)
@@ -484,7 +477,7 @@ def checked(connection: Connection, block: int, received: memoryview, macs: Macs
         raise PeerFailed("corrupt", f"{connection.address}: block {block} does not match its checksum")
     if macs is not None and not hmac.compare_digest(macs.block(block, packed), check[CHECKSUM.size :]):
         raise PeerFailed("corrupt", f"{connection.address}: block {block} is not signed with our key")
-    return Checked(data, checksum)
+    return data, checksum
 
 
 async def small_body(connection: Connection, head: Reply, macs: Macs | None, deadline_s: float) -> bytes:
@@ -661,18 +654,14 @@ class Client:
         With `sink_waits=False` the sink never waits for a disk, and small bodies are written on the trio thread."""
         delivery = Delivery(sink)
 
-        async def receive(connection: Connection, head: Reply, macs: Macs | None) -> None:
-            await self._receiver.blocks(
-                connection,
-                head,
-                request,
-                macs,
-                delivery,
-                silence_s=max(SILENCE_S, deadline_s),
-                sink_waits=sink_waits,
-                pace=pace,
-            )
-
+        receive = partial(
+            self._receiver.blocks,
+            request=request,
+            delivery=delivery,
+            silence_s=max(SILENCE_S, deadline_s),
+            sink_waits=sink_waits,
+            pace=pace,
+        )
         if total_s is None:
             total_s = TOTAL_S + pace.allowed_s(request.stop - request.start)
         try:
@@ -787,13 +776,12 @@ class Client:
     ) -> tuple[float, T]:
         """As `_ask`, on this connection. It is kept if the reply was received to its end, and closed otherwise."""
         address = connection.address
-        signed = self._signer.sign("GET", target, str(address)) if self._signer else None
-        macs = signed.macs if signed else None
+        authorization, macs = self._signer.sign(target, str(address)) if self._signer else (None, None)
         whole = False
         head: Reply | None = None
         try:
             try:
-                steps = connection.ask(target, signed.authorization if signed else None)
+                steps = connection.ask(target, authorization)
                 head, head_s = await _head(connection, steps, deadlines)
             except PeerFailed as exc:
                 if exc.kind == "reset" and connection.used:

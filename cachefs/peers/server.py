@@ -54,7 +54,6 @@ from cachefs.peers.wire import (
     Shares,
     pack_bitmap,
     parse_query,
-    parse_target,
 )
 
 log = logging.getLogger(__name__)
@@ -460,9 +459,9 @@ class _Conversation:
         if request.method != "GET":
             self._is_last = True  # a HEAD expects no body
             raise _Refusal(405, "only GET")
+        self._authenticate(request)
+        path, _, query = request.target.partition("?")
         try:
-            path, query = parse_target(request.target)
-            self._authenticate(request)
             if path == HANDSHAKE:
                 await self._reply(200, server._handshake(self._host).pack())
                 return
@@ -494,9 +493,7 @@ class _Conversation:
             self._authenticated = True
             return
         try:
-            self._macs = verifier.verify(
-                "GET", request.target, host, request.headers.get("authorization", "")
-            )
+            self._macs = verifier.verify(request.target, host, request.headers.get("authorization", ""))
         except Unauthorized as exc:
             raise _Refusal(401, str(exc)) from None
         self._authenticated = True

@@ -158,14 +158,6 @@ _QUERY = re.compile(
 )
 
 
-def parse_target(target: str) -> tuple[str, str]:
-    """(path, query) of a request target. Raises `Malformed`."""
-    if len(target) > MAX_TARGET_BYTES:
-        raise Malformed("the request target is too long")
-    path, _, query = target.partition("?")
-    return path, query
-
-
 def parse_query(query: str, block_size: int) -> BlockRequest:
     """The request that a query describes. Raises `Malformed`, also if the object has no such range or the block size is not
     `block_size`."""

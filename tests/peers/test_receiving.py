@@ -12,7 +12,7 @@ import xxhash
 
 from cachefs.base.http1 import Reply
 from cachefs.base.names import ObjectId
-from cachefs.peers.client import LITTLE, Checked, Delivery, Receiver
+from cachefs.peers.client import LITTLE, Delivery, Receiver
 from cachefs.peers.health import Pace
 from cachefs.peers.wire import CHECKSUM, BlockRequest, PeerFailed
 from tests import threads
@@ -76,13 +76,13 @@ FEW, MANY = LITTLE // BLOCK, LITTLE // BLOCK + 1
 def test_nothing_reaches_a_sink_behind_the_fence() -> None:
     sink = Sink(1)
     delivery = Delivery(sink)
-    block = Checked(memoryview(b"data"), 1)
-    assert delivery.write(block) and (sink.blocks, delivery.bytes) == (1, 4)
-    assert not delivery.write(block), "it has raised: there is no use in going on"
+    block = (memoryview(b"data"), 1)
+    assert delivery.write(*block) and (sink.blocks, delivery.bytes) == (1, 4)
+    assert not delivery.write(*block), "it has raised: there is no use in going on"
     assert isinstance(delivery.error, Full) and delivery.bytes == 4
     closed = Delivery(Sink())
     trio.run(closed.close)
-    assert closed.write(block) is False and not closed._sink.blocks  # type: ignore[attr-defined]
+    assert closed.write(*block) is False and not closed._sink.blocks  # type: ignore[attr-defined]
     assert closed.error is None and not closed.bytes
 
 
@@ -96,14 +96,21 @@ async def test_a_sink_that_raised_is_called_no_more_and_nothing_is_read_for_it(
     sink = Sink(1)
     with pytest.raises(Full):
         await Receiver().blocks(
-            line, head, request, None, Delivery(sink), silence_s=5, sink_waits=sink_waits, pace=Pace()
+            line,
+            head,
+            None,
+            request=request,
+            delivery=Delivery(sink),
+            silence_s=5,
+            sink_waits=sink_waits,
+            pace=Pace(),
         )
     assert sink.blocks == 2 and line.read == 2 and line.passthrough == line.returned == (blocks == MANY)
     line, request, head = asked(blocks)
     sink = Sink()
     delivery = Delivery(sink)
     await Receiver().blocks(
-        line, head, request, None, delivery, silence_s=5, sink_waits=sink_waits, pace=Pace()
+        line, head, None, request=request, delivery=delivery, silence_s=5, sink_waits=sink_waits, pace=Pace()
     )
     assert sink.blocks == blocks and delivery.bytes == blocks * BLOCK
 
@@ -129,7 +136,14 @@ async def test_a_thread_that_begins_after_its_reader_has_gone_touches_nothing(
             take = Receiver().blocks
             nursery.start_soon(
                 lambda: take(
-                    line, head, request, None, Delivery(sink), silence_s=5, sink_waits=False, pace=Pace()
+                    line,
+                    head,
+                    None,
+                    request=request,
+                    delivery=Delivery(sink),
+                    silence_s=5,
+                    sink_waits=False,
+                    pace=Pace(),
                 )
             )
             await reached.wait()
@@ -153,6 +167,13 @@ async def test_a_body_for_which_no_thread_can_be_started_is_a_failure_of_the_pee
         threads.none_starts(patch)
         with pytest.raises(PeerFailed, match="no thread"):
             await Receiver().blocks(
-                line, head, request, None, Delivery(sink), silence_s=5, sink_waits=True, pace=Pace()
+                line,
+                head,
+                None,
+                request=request,
+                delivery=Delivery(sink),
+                silence_s=5,
+                sink_waits=True,
+                pace=Pace(),
             )
     assert not sink.blocks and line.passthrough == line.returned

@@ -146,7 +146,7 @@ async def test_a_stranger_holds_a_connection_for_seconds() -> None:
             reply = await said(address, request)
             assert (status_of(reply) if reply else None) == status
             assert trio.current_time() - begun < 20
-        signed = Signer(KEY).sign("GET", "/v1/handshake", str(address)).authorization
+        signed, _ = Signer(KEY).sign("/v1/handshake", str(address))
         request = f"GET /v1/handshake HTTP/1.1\r\nHost: {address}\r\nAuthorization: {signed}\r\n\r\n"
         begun = trio.current_time()
         assert status_of(await said(address, request.encode())) == 200
@@ -278,10 +278,10 @@ async def test_a_signed_request_that_is_played_again_gets_nothing() -> None:
     signer = Signer(KEY)
     target = asking(version).target(BLOCKS)
     async with serving(plan_store, verifier=Verifier(KEY)) as (address, _):
-        signed = signer.sign("GET", target, str(address))
+        signed, _ = signer.sign(target, str(address))
         request = (
             f"GET {target} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n"
-            f"Authorization: {signed.authorization}\r\n\r\n"
+            f"Authorization: {signed}\r\n\r\n"
         ).encode()
         assert status_of(await said(address, request)) == 200
         assert status_of(await said(address, request)) == 401
