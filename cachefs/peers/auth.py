@@ -21,6 +21,7 @@ import hmac
 import itertools
 import os
 import ssl
+import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -87,14 +88,17 @@ class Macs(NamedTuple):
 
 
 def read_key(path: Path) -> Key:
-    """The key in a file, without white space around it. Raises `ConfigError`."""
+    """The key in a file, without white space around it. Raises `ConfigError`, also if every user can read the file."""
     try:
         with open(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
             secret = file.read(MAX_KEY_BYTES + 1).strip()
     except OSError as exc:
         raise ConfigError(f"cannot read the peers' key {path}: {exc.strerror}") from exc
     if not MIN_KEY_BYTES <= len(secret) <= MAX_KEY_BYTES:
         raise ConfigError(f"the peers' key {path} must have {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes")
+    if mode & stat.S_IROTH:
+        raise ConfigError(f"every user can read the peers' key {path}: chmod 600 {path}")
     return Key(secret)
 
 

@@ -641,7 +641,6 @@ class Client:
         *,
         deadline_s: float,
         working_s: float = TOTAL_S,
-        total_s: float | None = None,
         sink_waits: bool = True,
         pace: Pace = ANY_PACE,
     ) -> float:
@@ -662,8 +661,7 @@ class Client:
             sink_waits=sink_waits,
             pace=pace,
         )
-        if total_s is None:
-            total_s = TOTAL_S + pace.allowed_s(request.stop - request.start)
+        total_s = TOTAL_S + pace.allowed_s(request.stop - request.start)
         try:
             deadlines = Deadlines(deadline_s, working_s, total_s)
             head_s, _ = await self._ask(address, BLOCKS, request, receive, deadlines)

@@ -178,7 +178,7 @@ class Cluster:
 
     def failed_since(self, candidate: Candidate, moment: float) -> bool:
         """True if a request to this member has failed at or after `moment` (of trio's clock)."""
-        return self._health_of(candidate.member.name).failed_since(moment)
+        return self._health_of(candidate.member.name).failed_at >= moment
 
     async def prefetch(self, candidate: Candidate, version: ObjectId, start: int, stop: int) -> None:
         """Have the member fetch and cache bytes [start, stop) of one extent. Raises `PeerFailed`."""
@@ -227,7 +227,19 @@ class Cluster:
         try:
             first_s = await self._reach(member, ask)
         except PeerFailed as exc:
-            self._judge(member, health, exc, sent_at)
+            now, before = self._now(), health.state
+            took_long = now - sent_at > LONGEST_DEADLINE_S
+            if exc.kind == "timeout" or (took_long and exc.kind in ANSWERS):
+                health.slow(sent_at, now)  # also an answer so late: the peer may have lost the origin
+            elif exc.kind in ANSWERS:
+                health.succeeded(now - sent_at)
+            elif not (
+                exc.kind == "reset" and exc.delivered
+            ):  # a peer whose origin pauses breaks off its reply
+                health.failed(sent_at, now)
+            if health.state == "dead" != before:
+                level = logging.WARNING if exc.kind in TELLING else logging.INFO
+                log.log(level, "peer %s is left alone for a while: %s", member, exc)
             raise
         if health.state == "dead":
             log.info("peer %s is back", member)
@@ -259,19 +271,6 @@ class Cluster:
     def _request(self, version: ObjectId, start: int, stop: int, rank: int) -> BlockRequest:
         size = self.block_size
         return BlockRequest(version, start // size, -(-stop // size), size, rank)
-
-    def _judge(self, member: Member, health: Health, exc: PeerFailed, sent_at: float) -> None:
-        now, before = self._now(), health.state
-        took_long = now - sent_at > LONGEST_DEADLINE_S
-        if exc.kind == "timeout" or (took_long and exc.kind in ANSWERS):
-            health.slow(sent_at, now)  # also an answer so late: the peer may have lost the origin
-        elif exc.kind in ANSWERS:
-            health.succeeded(now - sent_at)
-        elif not (exc.kind == "reset" and exc.delivered):  # a peer whose origin pauses breaks off its reply
-            health.failed(sent_at, now)
-        if health.state == "dead" != before:
-            level = logging.WARNING if exc.kind in TELLING else logging.INFO
-            log.log(level, "peer %s is left alone for a while: %s", member, exc)
 
     def _health_of(self, name: str) -> Health:
         found = self._health.get(name)

@@ -68,7 +68,7 @@ ring is tested with, since addresses come and go with their nodes."""
 
 
 class Health:
-    """The state of one peer. `now`, `sent_at` and `moment` are times of one steady clock."""
+    """The state of one peer. `now` and `sent_at` are times of one steady clock."""
 
     def __init__(self, rng: random.Random) -> None:
         self._answers: deque[float] = deque(maxlen=ANSWERS)  # seconds to the first byte
@@ -80,7 +80,7 @@ class Health:
         self._slow_at = -math.inf
         self._rng = rng
         self._next_trial = -math.inf
-        self._failed_at = -math.inf
+        self.failed_at = -math.inf  # the last time
 
     @property
     def state(self) -> State:
@@ -102,10 +102,6 @@ class Health:
         self._next_trial = now + LONGEST_DEADLINE_S
         return True
 
-    def failed_since(self, moment: float) -> bool:
-        """True if a request has failed at or after that moment."""
-        return self._failed_at >= moment
-
     def succeeded(self, seconds: float) -> None:
         """Record that an answer's first byte came after `seconds`: the peer is healthy."""
         self._answers.append(seconds)
@@ -114,11 +110,11 @@ class Health:
     def failed(self, sent_at: float, now: float) -> None:
         """Record that there was no connection, a broken one, or a wrong answer. Requests that were in flight at the last
         failure do not count again: a hundred readers of one dead peer are one failure."""
-        if sent_at < self._failed_at:
+        if sent_at < self.failed_at:
             return
         self.failures += 1
         self._slow = 0
-        self._failed_at = now
+        self.failed_at = now
         ceiling = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(self.failures - 1, 32))
         self._next_trial = now + ceiling * self._rng.uniform(0.5, 1.0)
 

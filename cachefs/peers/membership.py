@@ -56,18 +56,16 @@ class Ring:
             names.append(name)
             # Another hash function than in `_race`, so that a seed is never the hash of an extent.
             seeds.append(xxh64_intdigest(name.encode("utf-8", "surrogatepass")))
-        self._race = lru_cache(REMEMBERED)(partial(_race, classes))
-
-    def owners(self, digest: bytes, extent: int, count: int = 1) -> tuple[str, ...]:
-        """The `count` best members for this extent of the object version with this digest, best first; fewer if there are
-        not so many. If the first one leaves, the second becomes the first."""
-        return self._race(digest, extent, count)
+        self.owners = lru_cache(REMEMBERED)(partial(_race, classes))
+        """(digest, extent, count) → as `_race`."""
 
 
 def _race(
-    classes: Mapping[float, tuple[list[str], list[int]]], digest: bytes, extent: int, count: int
+    classes: Mapping[float, tuple[list[str], list[int]]], digest: bytes, extent: int, count: int = 1
 ) -> tuple[str, ...]:
-    """The `count` best members, best first. `classes`: weight → (names of the members with that weight, their seeds)."""
+    """The `count` best members for an extent of the object version with this digest, best first; fewer if there are not so
+    many. If the first one leaves, the second becomes the first. `classes`: weight → (names of the members with that weight,
+    their seeds)."""
     key = digest + extent.to_bytes(8, "little")
     arrivals: list[tuple[float, str]] = []
     for weight, (names, seeds) in classes.items():

@@ -1,7 +1,7 @@
 """The server of blocks for the other nodes.
 
 Each connection has a task, which answers one request at a time. `Shares` decides which bytes are served, and from where.
-This module bounds what any client can use (`Limits`). With a key, nothing is looked up before the request's MAC was checked.
+This module bounds what any client can use. With a key, nothing is looked up before the request's MAC was checked.
 
 Without TLS a file's bytes never come into this process: `sendfile` moves them from the page cache to the socket. A worker
 thread sends a long run of bytes, because it may have to wait for a disk, and because at gigabytes a second the event loop
@@ -21,7 +21,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -69,12 +68,35 @@ PATIENCE_S = 0.02
 """How long a thread waits for a client to take more bytes: several round trips within a cluster."""
 
 SEND_S = 0.1
-"""How long a thread sends before the task checks the deadlines again: a fraction of `Limits.stall_s`."""
+"""How long a thread sends before the task checks the deadlines again: a fraction of `STALL_S`."""
 
 TLS_SLICE = 256 << 10
 """Bytes that are read and encrypted at once: about 0.2 ms."""
 
 READ_BYTES = 16 << 10
+
+# What any client may use. A node needs far less.
+CONNECTIONS, CONNECTIONS_PER_HOST = 1024, 128
+IN_FLIGHT, IN_FLIGHT_PER_HOST = 256, 64
+"""Several daemons of one machine count as one host."""
+
+HEAD_S = 5.0
+"""From the first byte of a request's head to the last; also for a TLS handshake."""
+
+FIRST_S = 5.0
+"""For the first request with a valid signature to begin."""
+
+IDLE_S = 60.0
+"""For an unused connection between requests; our clients close theirs sooner (`client.IDLE_S`)."""
+
+STALL_S = 10.0
+"""The longest time in which a client takes no byte of a reply."""
+
+REPLY_S = 120.0
+"""For a whole reply: a client that takes it byte by byte must not pin an extent for ever."""
+
+THREADS = 8
+"""Threads for bytes in memory, and as many for bytes on a disk."""
 
 
 class Gone(Exception):
@@ -259,29 +281,6 @@ class TlsWire(Wire):
             progressed()
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the server allows, in seconds and counts. A node needs far less."""
-
-    connections: int = 1024
-    connections_per_host: int = 128
-    """Several daemons of one machine count as one host."""
-    in_flight: int = 256
-    in_flight_per_host: int = 64
-    head_s: float = 5.0
-    """From the first byte of a request's head to the last; also for a TLS handshake."""
-    first_s: float = 5.0
-    """For the first request with a valid signature to begin."""
-    idle_s: float = 60.0
-    """For an unused connection between requests; our clients close theirs sooner (`client.IDLE_S`)."""
-    stall_s: float = 10.0
-    """The longest time in which a client takes no byte of a reply."""
-    reply_s: float = 120.0
-    """For a whole reply: a client that takes it byte by byte must not pin an extent for ever."""
-    threads: int = 8
-    """Threads for bytes in memory, and as many for bytes on a disk."""
-
-
 class _Refusal(Exception):
     """A reply with a status other than 200."""
 
@@ -304,7 +303,6 @@ class Server:
         verifier: Verifier | None = None,
         tls: ssl.SSLContext | None = None,
         names: Collection[str] = (),
-        limits: Limits | None = None,
         stats: PeerTable | None = None,
         metrics: Metrics | None = None,
     ) -> None:
@@ -314,13 +312,11 @@ class Server:
         self._block_size = block_size
         self._verifier = verifier
         self._tls = tls
-        self._limits = limits or Limits()
         self._stats = stats or PeerTable()
         self._metrics = metrics or Metrics()
-        limits = self._limits
-        self._connections = _Admitted(limits.connections, limits.connections_per_host)
-        self._in_flight = _Admitted(limits.in_flight, limits.in_flight_per_host)
-        self._threads = Threads(*(trio.CapacityLimiter(limits.threads) for _ in Threads._fields))
+        self._connections = _Admitted(CONNECTIONS, CONNECTIONS_PER_HOST)
+        self._in_flight = _Admitted(IN_FLIGHT, IN_FLIGHT_PER_HOST)
+        self._threads = Threads(trio.CapacityLimiter(THREADS), trio.CapacityLimiter(THREADS))
         self._leaving = False
 
     async def serve(
@@ -364,7 +360,7 @@ class Server:
         wire: Wire = (
             PlainWire(sock, self._threads) if self._tls is None else TlsWire(sock, self._threads, self._tls)
         )
-        with trio.move_on_after(self._limits.head_s) as handshake_scope:
+        with trio.move_on_after(HEAD_S) as handshake_scope:
             await wire.begin()
         if not handshake_scope.cancelled_caught:
             await _Conversation(self, wire, host).run()
@@ -433,14 +429,14 @@ class _Conversation:
 
     async def _next_request(self) -> Request | None:
         """Receive a request. None if the client closes the connection. Raises `_Refusal`, `LOST`."""
-        limits, data = self._server._limits, self._early
+        data = self._early
         self._is_last = True  # until a whole request was read
         try:
-            self._within(limits.idle_s if self._authenticated else limits.first_s)
+            self._within(IDLE_S if self._authenticated else FIRST_S)
             data = data or await self._wire.receive()
             request = parse_request(data)
             if request is None:
-                self._within(limits.head_s)
+                self._within(HEAD_S)
                 while data and request is None:
                     more = await self._wire.receive()
                     data = data + more if more else b""
@@ -506,7 +502,7 @@ class _Conversation:
     async def _have(self, wanted: BlockRequest) -> None:
         if wanted.stop_block - wanted.start_block > MAX_HAVE_BLOCKS:
             raise _Refusal(400, "too many blocks in one request")
-        self._within(self._server._limits.reply_s)
+        self._within(REPLY_S)
         cached = await self._server._shares.have(wanted, self._host)
         await self._reply(200, pack_bitmap(cached))
 
@@ -524,7 +520,7 @@ class _Conversation:
             served.close()
 
     async def _all_arrived(self, wanted: BlockRequest, served: Served) -> None:
-        self._within(self._server._limits.reply_s)
+        self._within(REPLY_S)
         left = wanted.stop - wanted.start
         while left:
             piece = served.take() or await self._arrived(served, working=True)
@@ -533,13 +529,12 @@ class _Conversation:
     async def _stream(self, wanted: BlockRequest, served: Served) -> None:
         """Send head and body. An exception of `served` becomes a status before the first piece; after it, the reply is
         broken off."""
-        wire, limits = self._wire, self._server._limits
-        metrics = self._server._metrics
+        wire, metrics = self._wire, self._server._metrics
         length = wanted.body_length(self._macs is not None)
-        until = trio.current_time() + limits.reply_s
+        until = trio.current_time() + REPLY_S
 
         def progressed() -> None:
-            self._scope.deadline = min(trio.current_time() + limits.stall_s, until)
+            self._scope.deadline = min(trio.current_time() + STALL_S, until)
 
         self._streaming = True
         piece = served.take()
@@ -613,7 +608,7 @@ class _Conversation:
         return packed if self._macs is None else packed + self._macs.block(block, packed)
 
     async def _reply(self, status: int, body: bytes) -> None:
-        self._within(self._server._limits.stall_s)
+        self._within(STALL_S)
         await self._wire.send([self._head(status, len(body), body) + body])
 
     def _head(self, status: int, length: int, body: bytes) -> bytes:

@@ -11,7 +11,6 @@ IPv6 addresses stand in brackets.
 
 from __future__ import annotations
 
-import os
 import ssl
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,17 +18,8 @@ from urllib.parse import urlsplit
 
 from cachefs.base.errors import ConfigError
 from cachefs.config.config import ROWS, Config
-from cachefs.peers.auth import (
-    Key,
-    check_listen,
-    check_server,
-    read_key,
-    tls_context,
-    why_untrusted,
-)
+from cachefs.peers.auth import Key, check_listen, check_server, read_key, tls_context, why_untrusted
 from cachefs.peers.wire import MAX_HANDSHAKE_TEXT, MAX_RANK, Address
-
-READABLE_BY_ALL = 0o004
 
 NEED_PEERS = [name for name, row in ROWS.items() if row.group == "Peers" and name != "peers"]
 """Options that have no effect without `--peers`."""
@@ -117,7 +107,7 @@ def settings(config: Config) -> Settings | None:
         raise ConfigError(f"--replicas: {config.replicas} is too many: at most {MAX_RANK // 2} are kept")
     if len(config.cache_group) > MAX_HANDSHAKE_TEXT:
         raise ConfigError(f"--cache-group: the name is too long: at most {MAX_HANDSHAKE_TEXT} characters")
-    key = _key(config.peer_key_file)
+    key = read_key(config.peer_key_file) if config.peer_key_file is not None else None
     server, client = _certificates(config)
     listen = _listen(config, peers)
     if listen is not None:
@@ -152,15 +142,6 @@ def _listen(config: Config, peers: Peers) -> Address | None:
     if isinstance(peers, StaticPeers):
         return None
     raise ConfigError("--peers etcd: needs --peer-listen HOST:PORT, or --no-sharing")
-
-
-def _key(path: Path | None) -> Key | None:
-    if path is None:
-        return None
-    key = read_key(path)
-    if os.stat(path).st_mode & READABLE_BY_ALL:
-        raise ConfigError(f"every user can read the peers' key {path}: chmod 600 {path}")
-    return key
 
 
 def _certificates(config: Config) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:

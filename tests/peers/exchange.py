@@ -20,7 +20,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId, block_count
 from cachefs.peers.auth import Key, Verifier
 from cachefs.peers.health import PeerTable
-from cachefs.peers.server import Limits, Server
+from cachefs.peers.server import Server
 from cachefs.peers.wire import VERSION, Address, BlockRequest, Handshake, NotShared, Piece
 
 MIB = 1 << 20
@@ -170,7 +170,6 @@ async def serving(
     *,
     verifier: Verifier | None = None,
     tls: ssl.SSLContext | None = None,
-    limits: Limits | None = None,
     names: frozenset[str] = frozenset(),
     send_buffer: int = 0,
     stats: PeerTable | None = None,
@@ -187,7 +186,6 @@ async def serving(
         verifier=verifier,
         tls=tls,
         names=names,
-        limits=limits,
         stats=stats,
         metrics=counted,
     )

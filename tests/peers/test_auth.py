@@ -144,6 +144,7 @@ def test_a_key_is_read_from_a_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         read_key(path)
     path.write_bytes(b"  short\n")
+    path.chmod(0o600)
     with pytest.raises(ConfigError, match="16 to 4096"):
         read_key(path)
     path.write_bytes(b"x" * 4097)

@@ -14,10 +14,12 @@ import trio
 from cachefs.base.errors import CachefsError, ObjectChanged
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
+from cachefs.peers import client as client_module
+from cachefs.peers import server as server_module
 from cachefs.peers.auth import Key, Signer, Verifier
 from cachefs.peers.client import IDLE_S, LITTLE, Client
-from cachefs.peers.health import PeerTable
-from cachefs.peers.server import Limits, Server
+from cachefs.peers.health import FLOOR_S, PeerTable
+from cachefs.peers.server import Server
 from cachefs.peers.wire import Address, Busy, Kind, NotShared, PeerFailed
 from tests.peers.exchange import (
     HANDSHAKE,
@@ -77,16 +79,17 @@ async def test_a_part_of_an_object_is_the_blocks_that_were_asked_for() -> None:
 
 
 @in_trio
-async def test_one_connection_serves_one_after_the_other_and_many_at_once() -> None:
+async def test_one_connection_serves_one_after_the_other_and_many_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_module, "CONNECTIONS_PER_HOST", 16)
+    monkeypatch.setattr(server_module, "IN_FLIGHT_PER_HOST", 16)
     plan_store = PlanStore()
     data = content(100 * KIB)
     version = plan_store.put(data)
     client = Client()
     connections = set()
-    async with serving(plan_store, limits=Limits(connections_per_host=16, in_flight_per_host=16)) as (
-        address,
-        counted,
-    ):
+    async with serving(plan_store) as (address, counted):
         kept = client._peers
         for _ in range(20):
             await client.read(address, asking(version), Kept(), deadline_s=5)
@@ -260,13 +263,14 @@ async def test_a_sink_is_not_called_after_a_cancelled_read_has_returned() -> Non
 
 
 @in_trio
-async def test_a_read_that_takes_too_long_in_all_ends() -> None:
+async def test_a_read_that_takes_too_long_in_all_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "TOTAL_S", 0.2 - FLOOR_S)
     plan_store, sink, client = PlanStore(), Kept(), Client()
     plan_store.held_back = 1
     version = plan_store.put(content(4 * MIB))
     async with serving(plan_store) as (address, _):
         with pytest.raises(PeerFailed) as caught:
-            await client.read(address, asking(version), sink, deadline_s=20, total_s=0.2)
+            await client.read(address, asking(version), sink, deadline_s=20)
         assert caught.value.kind == "timeout" and caught.value.delivered == len(sink.data) == MIB
     client.close()
 
@@ -462,13 +466,15 @@ async def test_an_address_that_is_silent_leaves_time_for_the_next_one() -> None:
 
 
 @in_trio
-async def test_more_at_once_than_a_server_allows_is_told_to_come_later() -> None:
+async def test_more_at_once_than_a_server_allows_is_told_to_come_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_module, "IN_FLIGHT_PER_HOST", 2)
     plan_store = PlanStore()
     plan_store.held_back = 0
     version = plan_store.put(content(MIB))
     client = Client()
-    limits = Limits(in_flight_per_host=2)
-    async with serving(plan_store, limits=limits) as (address, _), trio.open_nursery() as nursery:
+    async with serving(plan_store) as (address, _), trio.open_nursery() as nursery:
         for _ in range(2):
             nursery.start_soon(lambda: client.read(address, asking(version), Kept(), deadline_s=20))
         await until(lambda: plan_store.opened == 2)

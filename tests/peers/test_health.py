@@ -53,12 +53,12 @@ def test_failures_double_the_wait_up_to_thirty_seconds_and_one_trial_each() -> N
 
 def test_a_trial_is_not_given_up_for_what_failed_before_it() -> None:
     peer = health()
-    assert not peer.failed_since(0.0)
+    assert peer.failed_at < 0.0
     peer.failed(0.0, 0.0)
-    assert peer.failed_since(0.0) and peer.may_try(1.0)
-    assert not peer.failed_since(1.0)
+    assert peer.failed_at >= 0.0 and peer.may_try(1.0)
+    assert peer.failed_at < 1.0
     peer.failed(1.0, 2.0)
-    assert peer.failed_since(1.0)
+    assert peer.failed_at >= 1.0
 
 
 def test_a_trial_that_is_never_answered_is_repeated() -> None:

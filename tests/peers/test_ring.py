@@ -150,7 +150,7 @@ def test_extents_of_one_object_are_spread() -> None:
 def test_answers_kept_are_bounded_and_the_same() -> None:
     ring = Ring(nodes(5))
     first = [ring.owners(b"o" * 16, extent) for extent in range(2 * REMEMBERED)]
-    assert ring._race.cache_info().currsize == REMEMBERED
+    assert ring.owners.cache_info().currsize == REMEMBERED
     assert [ring.owners(b"o" * 16, extent) for extent in range(2 * REMEMBERED)] == first
 
 

@@ -22,7 +22,6 @@ from cachefs.peers import server as serving_module
 from cachefs.peers.auth import Signer, Verifier
 from cachefs.peers.client import Client
 from cachefs.peers.health import MAX_PEERS, PeerTable
-from cachefs.peers.server import Limits
 from cachefs.peers.wire import BLOCKS, Address, Busy
 from tests.conftest import examples
 from tests.peers.exchange import (
@@ -108,8 +107,7 @@ async def test_a_head_without_end_is_cut_off() -> None:
 
 @in_jumping_time
 async def test_a_head_that_comes_too_slowly_is_not_waited_for() -> None:
-    limits = Limits(head_s=5, idle_s=60)
-    async with serving(PlanStore(), limits=limits) as (address, _):
+    async with serving(PlanStore()) as (address, _):
         async with await trio.open_tcp_stream(*address) as stream:
             begun = trio.current_time()
             try:
@@ -165,9 +163,9 @@ async def test_many_requests_on_one_connection_each_get_their_time() -> None:
 
 
 @in_jumping_time
-async def test_connections_are_bounded_for_each_host() -> None:
-    limits = Limits(connections_per_host=3)
-    async with serving(PlanStore(), limits=limits) as (address, _):
+async def test_connections_are_bounded_for_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_module, "CONNECTIONS_PER_HOST", 3)
+    async with serving(PlanStore()) as (address, _):
         streams = [await trio.open_tcp_stream(*address) for _ in range(3)]
         await trio.testing.wait_all_tasks_blocked(0.01)
         assert await said(address, GOOD) == b""
@@ -210,12 +208,13 @@ async def test_who_does_not_take_a_reply_loses_it(in_bits: bool, monkeypatch: py
 
 
 @in_trio
-async def test_who_takes_nothing_holds_no_thread() -> None:
+async def test_who_takes_nothing_holds_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_module, "THREADS", 1)
     plan_store, client, sink = PlanStore(), Client(), Kept()
     data = content(16 * MIB)
     version = plan_store.put(data)
     target = asking(version).target(BLOCKS)
-    async with serving(plan_store, limits=Limits(threads=1), send_buffer=64 * KIB) as (address, counted):
+    async with serving(plan_store, send_buffer=64 * KIB) as (address, counted):
         stuck = [await trio.open_tcp_stream(*address) for _ in range(3)]
         for stream in stuck:
             await stream.send_all(f"GET {target} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
