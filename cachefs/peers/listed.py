@@ -133,18 +133,18 @@ class _Listed:
     requested_at: float = -math.inf
 
 
+@dataclass(eq=False, repr=False)
 class Listed:
-    """A source (`membership.Source`) over the addresses that `look` returns. `listen` is None for a node that serves no
+    """A source (`membership.Source`) over the addresses that `_look` returns. `_listen` is None for a node that serves no
     blocks."""
 
-    def __init__(
-        self, look: Look, handshake: Handshake, listen: Address | None, identify: Identify, resolve: Resolve
-    ) -> None:
-        self._look = look
-        self._handshake = handshake
-        self._listen = listen
-        self._identify = identify
-        self._resolve = resolve
+    _look: Look
+    _handshake: Handshake
+    _listen: Address | None
+    _identify: Identify
+    _resolve: Resolve
+
+    def __post_init__(self) -> None:
         self._listed: dict[Address, _Listed] = {}
         self._at_once = trio.CapacityLimiter(ASKED_AT_ONCE)
 

@@ -20,6 +20,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,10 +87,6 @@ class Order:
             if not places[number]:
                 places[number] = place
         self.numbers += numbers
-
-    @property
-    def complete(self) -> bool:
-        return len(self.numbers) == self.total
 
     def place(self, number: int) -> int | None:
         """The first place of a file in the order."""
@@ -283,7 +280,7 @@ class Plans:
 
     def expired(self, now: float) -> list[str]:
         """The names of plans whose jobs are over."""
-        return [name for name, plan in self.by_name.items() if now - plan.used_at > DROP_AFTER_S]
+        return [name for name, plan in self.by_name.items() if plan.quiet(now, DROP_AFTER_S)]
 
     def opened(self, path: bytes, now: float) -> bool:
         """Note that a file was opened. True if any plan names it."""
@@ -500,25 +497,21 @@ TOUCH_EVERY_S = 3600.0
 """How often the time of last use of a plan is saved. Derived: a small part of `DROP_AFTER_S`."""
 
 
+@dataclass(eq=False, repr=False)
 class Hints:
-    """Receives plans. `on_change` is called when plans were added, changed or dropped."""
+    """Receives plans. `_on_change` is called when plans were added, changed or dropped."""
 
-    def __init__(
-        self,
-        plans: Plans,
-        plan_store: PlanStore | None,
-        on_change: Callable[[], None],
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._on_change = on_change
-        self._plans = plans
-        self._plan_store = plan_store
-        self._clock = clock
+    _plans: Plans
+    _plan_store: PlanStore
+    _on_change: Callable[[], None]
+    _clock: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
         self._files: dict[str, Files] = {}
         self._orders: dict[str, Order] = {}
         self._unfinished: dict[str, float] = {}  # plan → time of the last part of an incomplete list or order
         self._writing = trio.Lock()
-        self._swept_at = clock()
+        self._swept_at = self._clock()
 
     def verbs(self) -> dict[str, Callable[..., Awaitable[int]]]:
         """For the control socket."""
@@ -526,8 +519,6 @@ class Hints:
 
     async def load(self) -> None:
         """Load the plans of an earlier daemon."""
-        if self._plan_store is None:
-            return
         async with self._writing:
             plans = await trio.to_thread.run_sync(self._plan_store.load)
         for plan in plans:
@@ -597,7 +588,7 @@ class Hints:
         except (binascii.Error, ValueError, TypeError) as exc:
             raise ConfigError(f"plan {plan}: {exc}") from exc
         self._unfinished[plan] = self._clock()
-        if order.complete:
+        if len(order.numbers) == total:
             del self._orders[plan]
             known.put(order)
             known.used_at = self._clock()
@@ -628,10 +619,9 @@ class Hints:
             self._swept_at = now
 
     async def aclose(self) -> None:
-        if self._plan_store is not None:
-            with trio.CancelScope(shield=True):
-                async with self._writing:
-                    await trio.to_thread.run_sync(self._plan_store.close)
+        with trio.CancelScope(shield=True):
+            async with self._writing:
+                await trio.to_thread.run_sync(self._plan_store.close)
 
     def _forget_unfinished(self, plan: str) -> None:
         self._files.pop(plan, None)
@@ -639,13 +629,10 @@ class Hints:
         self._unfinished.pop(plan, None)
 
     async def _forget_saved(self, name: str) -> None:
-        if self._plan_store is not None:
-            async with self._writing:
-                await trio.to_thread.run_sync(self._plan_store.drop, name)
+        async with self._writing:
+            await trio.to_thread.run_sync(self._plan_store.drop, name)
 
     async def _save(self, plan: Plan) -> None:
-        if self._plan_store is None:
-            return
         async with self._writing:
             if self._plans.by_name.get(plan.name) is plan:
                 await trio.to_thread.run_sync(self._plan_store.save, plan, list(plan.orders))

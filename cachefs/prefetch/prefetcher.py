@@ -13,6 +13,7 @@ down."""
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -157,7 +158,7 @@ class Prefetcher:
         *,
         slots: int,
         capacity: Callable[[], int],
-        directory: Path | None = None,
+        directory: Path,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._fs = fs
@@ -175,8 +176,7 @@ class Prefetcher:
         self._directories = FromDirectories(
             fs, self._paths, self._still_wanted, fetcher.look_soon, fetcher.course
         )
-        plan_store = PlanStore(directory) if directory else None
-        self.hints = Hints(self._plans.plans, plan_store, self._plans_changed, clock)
+        self.hints = Hints(self._plans.plans, PlanStore(directory), self._plans_changed, clock)
         self.awaited = Awaited()
         self._nursery: trio.Nursery | None = None
         self._in_flight = 0  # transfers
@@ -209,13 +209,11 @@ class Prefetcher:
                 self._resume_at = now
             self._wake()
         plans = self._plans.plans
-        if plans.by_name:
-            path = self._paths.of(origin, obj).encode("utf-8", "surrogateescape")
-            if plans.opened(path, self._clock()):
-                if any(plan.jumped for plan in plans.by_name.values()):
-                    self._sweep_soon.set()
-                self._wake()
-                return  # the plan says what comes next
+        if plans.by_name and plans.opened(os.fsencode(self._paths.of(origin, obj)), self._clock()):
+            if any(plan.jumped for plan in plans.by_name.values()):
+                self._sweep_soon.set()
+            self._wake()
+            return  # the plan says what comes next
         if obj.size > LARGE:
             counts = file is not None or not self._fetcher.whole(obj)
             cold = file is not None or not self._fetcher.cached_bytes(obj)
@@ -355,9 +353,7 @@ class Prefetcher:
         """Look up a path that no listing has, then fetch it."""
         assert candidate.item is not None
         try:
-            candidate.found = await self._fs.tree_queries.resolve(
-                candidate.item.path.decode("utf-8", "surrogateescape")
-            )
+            candidate.found = await self._fs.tree_queries.resolve(os.fsdecode(candidate.item.path))
         except CachefsError as exc:
             self._failed(exc, candidate)
             return

@@ -7,9 +7,10 @@ then the task that fetches it looks it up at the origin.
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -86,23 +87,16 @@ class Paths:
         return self._above[id(origin)] + obj.key.removeprefix(origin.prefix)
 
 
+@dataclass(eq=False, repr=False)
 class FromPlans:
     """Files of the plans that jobs sent."""
 
-    def __init__(
-        self,
-        fs: FileSystem,
-        wanted: Wanted,
-        still_wanted: Wanted,
-        clock: Callable[[], float],
-        look_soon: LookSoon,
-    ) -> None:
-        self.plans = Plans()
-        self._fs = fs
-        self._clock = clock
-        self._wanted = wanted
-        self._still_wanted = still_wanted
-        self._look_soon = look_soon
+    _fs: FileSystem
+    _wanted: Wanted
+    _still_wanted: Wanted
+    _clock: Callable[[], float]
+    _look_soon: LookSoon
+    plans: Plans = field(default_factory=Plans)
 
     async def next(self, most: int) -> list[Candidate]:
         examined = 0
@@ -133,22 +127,20 @@ class FromPlans:
         known = []
         for item in items:
             try:
-                known.append((item, self._fs.tree_queries.known(_text(item.path))))
+                known.append((item, self._fs.tree_queries.known(os.fsdecode(item.path))))
             except CachefsError:
                 continue
         return known
 
 
+@dataclass(slots=True)
 class _Progress:
-    """Counts how much of a large file its readers have read, without the footer, and remembers these processes."""
+    """How much of a large file its readers have read, without the footer, and these processes."""
 
-    __slots__ = ("footer", "left", "listing", "pids")
-
-    def __init__(self, obj: ObjectId, listing: _Large) -> None:
-        self.listing = listing
-        self.pids: OrderedDict[int, None] = OrderedDict()
-        self.footer = footer_at(obj.size)
-        self.left = obj.size // READ_SHARE  # bytes until it counts as read
+    listing: _Large
+    footer: int
+    left: int  # bytes until it counts as read
+    pids: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
     def read(self, offset: int, size: int) -> bool:
         """Count a read. True if this makes the file count as read."""
@@ -158,16 +150,16 @@ class _Progress:
         return self.left <= 0
 
 
+@dataclass(eq=False, repr=False)
 class FromShards:
     """The large files that are predicted next. `_queues` has those of each (directory, pid), soonest first."""
 
-    def __init__(self, fs: FileSystem, paths: Paths, wanted: Wanted) -> None:
-        self.shards = Shards()
-        self._fs = fs
-        self._paths = paths
-        self._wanted = wanted
-        self._queues: OrderedDict[StreamKey, list[Found]] = OrderedDict()
-        self._progress: OrderedDict[bytes, _Progress] = OrderedDict()
+    _fs: FileSystem
+    _paths: Paths
+    _wanted: Wanted
+    shards: Shards = field(default_factory=Shards)
+    _queues: OrderedDict[StreamKey, list[Found]] = field(default_factory=OrderedDict)
+    _progress: OrderedDict[bytes, _Progress] = field(default_factory=OrderedDict)
 
     def opened(self, ino: int, pid: int, origin: Origin, obj: ObjectId, *, cold: bool, counts: bool) -> None:
         """Note that a large file was opened. `cold`: none of it was cached, or it was prefetched and not read yet. For
@@ -176,7 +168,7 @@ class FromShards:
         listing = _Large(self._fs, ino, above)
         progress = self._progress.pop(obj.digest, None)
         if progress is None or cold:
-            progress = _Progress(obj, listing)
+            progress = _Progress(listing, footer_at(obj.size), obj.size // READ_SHARE)
         self._progress[obj.digest] = progress
         progress.pids[pid] = None
         for table, most in ((self._progress, MOST_PROGRESS), (progress.pids, MOST_PIDS)):
@@ -221,16 +213,16 @@ class FromShards:
         self._queues.setdefault(key, []).insert(0, found)
 
 
+@dataclass(eq=False)
 class _Large:
     """A `shards.Listing`: the large files of the directory with path `above`, which holds the file `ino`."""
 
-    def __init__(self, fs: FileSystem, ino: int, above: str) -> None:
-        self._fs = fs
-        self._ino = ino
-        self.above = above
+    _fs: FileSystem
+    _ino: int
+    above: str
 
     def known(self, name: bytes) -> Found | None:
-        found = self._fs.tree_queries.known(f"{self.above}/{_text(name)}")
+        found = self._fs.tree_queries.known(f"{self.above}/{os.fsdecode(name)}")
         return found if found is not None and found[1].size > LARGE else None
 
     def holds(self, name: bytes) -> bool:
@@ -249,46 +241,34 @@ class _Large:
         return names[:count]
 
 
+@dataclass(eq=False)
 class _Walk:
     """A pass through one directory's listing: from the first of the files that were demanded to the end, then from the
     beginning to that file."""
 
-    def __init__(self, ino: int, mark: bytes, name: str, now: float) -> None:
-        self.policy = Directory(now)
-        self.version = -1  # of the course, when `policy` was told its epoch
-        self.ino = ino  # of any file in it
-        self.name = name
-        self.start = mark
-        self.after: bytes | None = None
-        self.second_half = False
-        self.buffer: deque[Sibling] = deque()
-        self.count_at = START
-
-    def begin(self) -> bool:
-        if not self.policy.begin_pass():
-            return False
-        self.after, self.second_half = self.start, False
-        return True
-
-    def to_the_end(self) -> None:
-        """After the last name: start again from the first, once."""
-        self.after, self.second_half = (None, True) if self.second_half else (b"", True)
+    ino: int  # of any file in it
+    start: bytes
+    name: str
+    policy: Directory
+    version: int = -1  # of the course, when `policy` was told its epoch
+    after: bytes | None = None
+    second_half: bool = False
+    buffer: deque[Sibling] = field(default_factory=deque)
+    count_at: int = START
 
 
+@dataclass(eq=False, repr=False)
 class FromDirectories:
-    """The other small files of a directory."""
+    """The other small files of a directory. `_walks` are by the directory's path, and the one that was demanded last comes
+    last. `_eager` are those with files to fetch."""
 
-    def __init__(
-        self, fs: FileSystem, paths: Paths, wanted: Wanted, look_soon: LookSoon, course: Course
-    ) -> None:
-        self._look_soon = look_soon
-        self._course = course
-        self._fs = fs
-        self._paths = paths
-        self._wanted = wanted
-        # By the directory's path; the one that was demanded last comes last. `_eager` are those with files to fetch.
-        self._walks: OrderedDict[str, _Walk] = OrderedDict()
-        self._eager: OrderedDict[str, None] = OrderedDict()
+    _fs: FileSystem
+    _paths: Paths
+    _wanted: Wanted
+    _look_soon: LookSoon
+    _course: Course
+    _walks: OrderedDict[str, _Walk] = field(default_factory=OrderedDict)
+    _eager: OrderedDict[_Walk, None] = field(default_factory=OrderedDict)
 
     def missed(self, ino: int, origin: Origin, obj: ObjectId, now: float) -> _Walk | None:
         """Note that a small file that was not cached was opened, for the first time in an epoch. Returns the directory's
@@ -296,7 +276,7 @@ class FromDirectories:
         key, _, name = self._paths.of(origin, obj).rpartition("/")
         walk = self._walks.get(key)
         if walk is None or now - walk.policy.last > FORGET_AFTER_S:
-            walk = self._walks[key] = _Walk(ino, name.encode(), key, now)
+            walk = self._walks[key] = _Walk(ino, name.encode(), key, Directory(now))
         self._walks.move_to_end(key)
         if len(self._walks) > REMEMBERED:
             self._walks.popitem(last=False)
@@ -306,9 +286,7 @@ class FromDirectories:
         policy.missed(now)
         if policy.demanded <= START:
             walk.start = min(walk.start, name.encode())
-        if policy.more_files():
-            self._eager[key] = None
-            self._eager.move_to_end(key)
+        self._go_on(walk)
         if policy.files is None and policy.demanded >= walk.count_at:
             walk.count_at = 2 * policy.demanded
             return walk
@@ -322,9 +300,12 @@ class FromDirectories:
             walk.version = version
             policy.in_epoch(self._course.epoch(obj))
         policy.hit(now)
-        if policy.more_files() and self._walks.get(walk.name) is walk:
-            self._eager[walk.name] = None
-            self._eager.move_to_end(walk.name)
+        self._go_on(walk)
+
+    def _go_on(self, walk: _Walk) -> None:
+        if walk.policy.more_files():
+            self._eager[walk] = None
+            self._eager.move_to_end(walk)
 
     async def count(self, walk: _Walk) -> None:
         """Count the small files of a directory."""
@@ -338,23 +319,23 @@ class FromDirectories:
     async def next(self, most: int) -> list[Candidate]:
         """At most `most` candidates, all of one directory."""
         while self._eager:
-            key = next(reversed(self._eager))
-            walk = self._walks.get(key)
+            walk = next(reversed(self._eager))
             group: list[Candidate] = []
-            more = 0 if walk is None else min(most, walk.policy.more_files())
-            while walk is not None and len(group) < more and (sibling := self._next_of(walk)) is not None:
-                put_back = partial(self._put_back, key, walk, sibling)
+            remembered = self._walks.get(walk.name) is walk
+            more = min(most, walk.policy.more_files()) if remembered else 0
+            while len(group) < more and (sibling := self._next_of(walk)) is not None:
+                put_back = partial(self._put_back, walk, sibling)
                 group.append(Candidate((sibling.origin, sibling.object), put_back, walk=walk))
                 walk.policy.started()
             if group:
                 return group  # without an await, during which a reader could open one of them
-            if walk is None or not more or not await self._read_slice(walk):
-                self._eager.pop(key, None)
+            if not more or not await self._read_slice(walk):
+                self._eager.pop(walk, None)
         return []
 
-    def _put_back(self, key: str, walk: _Walk, sibling: Sibling) -> None:
+    def _put_back(self, walk: _Walk, sibling: Sibling) -> None:
         walk.buffer.appendleft(sibling)
-        self._eager[key] = None
+        self._eager[walk] = None
 
     def _next_of(self, walk: _Walk) -> Sibling | None:
         """The next file of the buffer that should be fetched; None if there is none."""
@@ -367,9 +348,10 @@ class FromDirectories:
     async def _read_slice(self, walk: _Walk) -> bool:
         """Read a slice of the listing into the buffer. False at the end of a pass, or where the listing ends so far."""
         await trio.lowlevel.checkpoint()
-        if walk.after is None and not walk.begin():
-            return False
-        assert walk.after is not None
+        if walk.after is None:
+            if not walk.policy.begin_pass():
+                return False
+            walk.after, walk.second_half = walk.start, False
         before = walk.after
         try:
             files, after = self._fs.tree_queries.siblings(walk.ino, before, SLICE)
@@ -381,9 +363,9 @@ class FromDirectories:
         self._look_soon(file.object for file in files)
         walk.buffer.extend(files)
         walk.after = after
-        if after is None:
-            walk.to_the_end()
-        elif walk.second_half and after >= walk.start:
+        if after is None and not walk.second_half:
+            walk.after, walk.second_half = b"", True
+        elif after is not None and walk.second_half and after >= walk.start:
             walk.after = None
         return True
 
@@ -405,7 +387,3 @@ class FromDirectories:
                     }
                 )
         return shown
-
-
-def _text(path: bytes) -> str:
-    return path.decode("utf-8", "surrogateescape")

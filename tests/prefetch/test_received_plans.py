@@ -7,6 +7,7 @@ import base64
 import sys
 from array import array
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +24,11 @@ def numbers(*indices: int) -> str:
 
 class Told:
     def __init__(self, plan_store: PlanStore | None = None) -> None:
+        """Without a plan store, nothing is kept over a restart."""
         self.now = 1000.0
         self.plans = Plans()
-        self.hints = Hints(self.plans, plan_store, lambda: None, lambda: self.now)
+        store: Any = plan_store or SimpleNamespace(save=lambda *_: None, drop=lambda *_: None)
+        self.hints = Hints(self.plans, store, lambda: None, lambda: self.now)
 
 
 WRONG: list[Any] = [2.0, "2", None, [2], True, float("nan")]

@@ -148,7 +148,7 @@ async def world(
                 lab.metrics,
                 slots=slots,
                 capacity=lambda: 2 * budget,
-                directory=plans,
+                directory=plans or Path(place) / "plans",
                 clock=Clock(),
             )
             fs.watch_opens(prefetcher.opened, prefetcher.awaited)
