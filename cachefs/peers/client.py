@@ -40,7 +40,6 @@ from cachefs.peers.wire import (
     HAVE,
     KIND_OF,
     MAC,
-    MAC_BYTES,
     MAX_SMALL_BODY,
     PREFETCH,
     WORKING,
@@ -359,7 +358,7 @@ class Receiver:
     async def _on_trio_thread(self, body: _Body, silence_s: float, sink_waits: bool, pace: Pace) -> None:
         connection, request, macs, delivery = body
         left_s = min(pace.allowed_s(request.stop - request.start), pace.patience_s)
-        buffer = _buffer(self._little, LITTLE + CHECKSUM.size + MAC_BYTES)
+        buffer = _buffer(self._little, LITTLE + check_bytes(signed=True))
         try:
             view, check = memoryview(buffer), check_bytes(macs is not None)
             for index in range(request.start_block, request.stop_block):
@@ -411,7 +410,7 @@ class Receiver:
             except IndexError:
                 return
             try:
-                buffer = _buffer(self._buffers, request.block_size + CHECKSUM.size + MAC_BYTES)
+                buffer = _buffer(self._buffers, request.block_size + check_bytes(signed=True))
                 view, check = memoryview(buffer), check_bytes(macs is not None)
                 for block in range(request.start_block, request.stop_block):
                     received = view[: request.length(block) + check]
@@ -699,11 +698,10 @@ class Client:
         return peer.ips[0] if peer is not None and peer.ips else address.host
 
     def forget(self, address: Address) -> None:
-        """Close the connections of a member that left, and drop its counters."""
+        """Close the connections of a member that left."""
         peer = self._peers.pop(address, None)
         if peer is not None:
             peer.drop_idle()
-        self._stats.forget(str(address))
         if self._signer is not None:
             self._signer.forget(str(address))
 

@@ -314,7 +314,7 @@ class Cluster:
                     "share": member.weight / total,
                     "state": self._health_of(name).state,
                     "bytes_in": sum(row.bytes_in for row in asked),
-                    "bytes_out": table.get(self._client.host_of(member.address), unknown).bytes_out,
+                    "bytes_out": table.get(self._client.host_of(member.addresses[0]), unknown).bytes_out,
                     "requests": sum(row.requests for row in asked),
                     "failures": dict(sum((row.failures for row in asked), Counter())),
                     "latency_s": sum(latencies) / len(latencies) if latencies else 0.0,

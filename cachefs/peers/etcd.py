@@ -139,7 +139,7 @@ class Registry:
     async def _stay_registered(self, listen: Address) -> bool:
         """Renew the lease, and write the key if it is missing. True if it was written."""
         if self._address is None:
-            toward = self._gateway.preferred.address
+            toward = self._gateway.endpoints[0].address
             self._address = await in_thread(partial(advertised, listen, toward), abandon_on_cancel=True)
         if self._lease and not await self._renew():
             log.info("the lease in etcd is lost: registering %s again", self._address)
@@ -205,8 +205,9 @@ def _state(page: Message) -> State:
 
 
 class Gateway:
-    """A client of one etcd cluster. An endpoint that does not answer within `ATTEMPT_S` comes last from then on. `tls` is
-    for https endpoints (default: the system's certificate authorities). With a user, requests carry a token."""
+    """A client of one etcd cluster. The first of `endpoints` is asked first; if it does not answer within `ATTEMPT_S`, it
+    becomes the last. `tls` is for https endpoints (default: the system's certificate authorities). With a user, requests
+    carry a token."""
 
     def __init__(
         self,
@@ -218,8 +219,8 @@ class Gateway:
         password: str = "",
         connect: Callable[[str, int], Awaitable[trio.abc.Stream]] = trio.open_tcp_stream,
     ) -> None:
-        self._endpoints = list(endpoints)
-        rng.shuffle(self._endpoints)  # so that nodes spread over them
+        self.endpoints = list(endpoints)
+        rng.shuffle(self.endpoints)  # so that nodes spread over them
         if tls is None and any(endpoint.tls for endpoint in endpoints):
             tls = ssl.create_default_context()  # once: it reads all authorities, which takes 60 ms
         self._tls = tls
@@ -227,11 +228,6 @@ class Gateway:
         self._password = password
         self._token = ""
         self._connect = connect
-
-    @property
-    def preferred(self) -> Endpoint:
-        """The endpoint that is asked first."""
-        return self._endpoints[0]
 
     async def call(self, path: str, body: Message) -> Message:
         """Send a request. Returns the reply, or its first message of several. Raises `EtcdUnavailable` or `EtcdRefused`."""
@@ -254,8 +250,8 @@ class Gateway:
 
     async def _call_any(self, path: str, body: Message) -> Message:
         reasons = []
-        for _ in self._endpoints:
-            endpoint = self._endpoints[0]
+        for _ in self.endpoints:
+            endpoint = self.endpoints[0]
             try:
                 with trio.fail_after(ATTEMPT_S):
                     return await self._ask(endpoint, path, body)
@@ -265,7 +261,7 @@ class Gateway:
                 reasons.append(f"{endpoint}: {exc}")
             except BROKEN as exc:
                 reasons.append(f"{endpoint}: {_reason(exc)}")
-            self._endpoints.append(self._endpoints.pop(0))
+            self.endpoints.append(self.endpoints.pop(0))
         raise EtcdUnavailable("etcd does not answer: " + "; ".join(reasons))
 
     async def _ask(self, endpoint: Endpoint, path: str, body: Message) -> Message:

@@ -63,8 +63,8 @@ LOOK_EVERY_S = 0.25
 """How often the pace of a transfer is checked. Derived: a twentieth of `FLOOR_S`."""
 
 MAX_PEERS = 2048
-"""Rows of counters; a further peer replaces the row used least recently. Bounds memory, not members: twice the nodes that a
-ring is tested with, since addresses come and go with their nodes."""
+"""Rows of counters; a further peer replaces the row used least recently. Derived: twice the nodes that a ring is tested
+with, since addresses come and go with their nodes."""
 
 
 class Health:
@@ -72,10 +72,8 @@ class Health:
 
     def __init__(self, rng: random.Random) -> None:
         self._answers: deque[float] = deque(maxlen=ANSWERS)  # seconds to the first byte
-        self.failures = 0
-        """In a row."""
-        self.lying = False
-        """It has sent bytes that differ from the origin's. This is final."""
+        self.failures = 0  # in a row
+        self.lying = False  # it has sent bytes that differ from the origin's; this is final
         self._slow = 0
         self._slow_at = -math.inf
         self._rng = rng
@@ -187,7 +185,3 @@ class PeerTable:
         if len(self.rows) > MAX_PEERS:
             del self.rows[next(iter(self.rows))]
         return row
-
-    def forget(self, peer: str) -> None:
-        """Drop the counters of a member that left."""
-        self.rows.pop(peer, None)

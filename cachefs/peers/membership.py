@@ -96,13 +96,9 @@ class Member:
     weight: float
     life: str = ""
 
-    @property
-    def address(self) -> Address:
-        return self.addresses[0]
-
     def __str__(self) -> str:
-        """The address, for messages."""
-        return str(self.address)
+        """Its first address, for messages."""
+        return str(self.addresses[0])
 
 
 class Sighting(NamedTuple):

@@ -79,7 +79,7 @@ class Servers:
             connect=self.connect,
             **more,
         )
-        gateway._endpoints.sort(key=lambda endpoint: endpoint.address)  # so that tests know who is first
+        gateway.endpoints.sort(key=lambda endpoint: endpoint.address)  # so that tests know who is first
         return gateway
 
 

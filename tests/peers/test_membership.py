@@ -68,7 +68,7 @@ def test_members_and_the_ring_of_them() -> None:
     }
     assert (found.own, found.own_addresses, found.incompatible) == ({"me"}, {HERE}, {})
     assert found.ring.members == {"me": 1.0, "other": 3.0}
-    assert found.members["other"].address == THERE
+    assert found.members["other"].addresses == (THERE,)
 
 
 @pytest.mark.parametrize(
