@@ -28,7 +28,7 @@ from cachefs.base.names import ObjectId
 from cachefs.peers.auth import Key, Signer, Verifier
 from cachefs.peers.client import Client
 from cachefs.peers.server import Server
-from cachefs.peers.wire import VERSION, Address, BlockRequest, Handshake, Piece
+from cachefs.peers.wire import VERSION, Address, BlockRequest, Handshake, ServedBlock
 
 MIB = 1 << 20
 AT_ONCE = 4
@@ -53,7 +53,7 @@ class _MemoryShares:
     async def open(self, request: BlockRequest, peer: str, *, background: bool = False) -> _Served:
         return _Served(self, request)
 
-    async def have(self, request: BlockRequest, peer: str) -> list[bool]:
+    async def have(self, request: BlockRequest) -> list[bool]:
         return [True] * (request.stop_block - request.start_block)
 
 
@@ -61,11 +61,11 @@ class _Served:
     def __init__(self, shares: _MemoryShares, request: BlockRequest) -> None:
         self._shares, self._request, self._next = shares, request, request.start_block
 
-    def take(self) -> Piece:
+    def take(self) -> ServedBlock:
         block = self._next
         self._next += 1
         length = self._request.length(block)
-        return Piece(self._shares.fd, block * MIB, length, True, self._shares.sums[block])
+        return ServedBlock(self._shares.fd, block * MIB, length, True, self._shares.sums[block])
 
     async def wait(self) -> None:
         raise NotImplementedError

@@ -17,7 +17,7 @@ from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId
 from cachefs.fetch.fetcher import ATTEMPTS, Fetcher, InFlightFetch
 from cachefs.origin import Origin
 from cachefs.peers.cluster import Cluster
-from cachefs.peers.wire import BlockRequest, Busy, NotShared, Piece
+from cachefs.peers.wire import BlockRequest, Busy, NotShared, ServedBlock
 from cachefs.store import Shared, Store
 
 LOOKUPS_AT_ONCE = 1024
@@ -42,7 +42,7 @@ class Serving:
             raise
         return reply
 
-    async def have(self, request: BlockRequest, peer: str) -> list[bool]:
+    async def have(self, request: BlockRequest) -> list[bool]:
         self._origin_of(request.object)
         found: list[bool] = []
         for block in range(request.start_block, request.stop_block):
@@ -87,13 +87,13 @@ class Reply:
             self._origin, self._object, blocks, requester=self._peer, background=self._background
         )
 
-    def take(self) -> Piece | None:
+    def take(self) -> ServedBlock | None:
         if not self._ready():
             return None
         shared, self._shared = self._shared, None
         assert shared is not None
         self._next += 1
-        return Piece(shared.fd, shared.offset, shared.length, shared.in_ram, shared.checksum)
+        return ServedBlock(shared.fd, shared.offset, shared.length, shared.in_ram, shared.checksum)
 
     def _ready(self, *, checked: bool = False) -> bool:
         """True if the next block can be taken. It is pinned then."""

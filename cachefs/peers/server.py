@@ -48,8 +48,8 @@ from cachefs.peers.wire import (
     Handshake,
     Malformed,
     NotShared,
-    Piece,
     Served,
+    ServedBlock,
     Shares,
     pack_bitmap,
     parse_query,
@@ -121,7 +121,7 @@ class Wire(ABC):
 
     def __init__(self, sock: socket.socket, threads: Threads) -> None:
         self.file_bytes = 0
-        """Bytes of pieces that were sent so far."""
+        """Bytes of blocks that were sent so far."""
         self._socket = sock
         self._threads = threads
 
@@ -134,8 +134,10 @@ class Wire(ABC):
         """Receive some bytes; b"" if the client has closed its side."""
 
     @abstractmethod
-    async def send(self, run: Iterable[Piece | bytes], progressed: Callable[[], None] = lambda: None) -> None:
-        """Send all of these pieces and bytes. Calls `progressed` whenever it must wait and the client has taken some
+    async def send(
+        self, run: Iterable[ServedBlock | bytes], progressed: Callable[[], None] = lambda: None
+    ) -> None:
+        """Send all of these blocks and bytes. Calls `progressed` whenever it must wait and the client has taken some
         bytes."""
 
     async def hung_up(self) -> None:
@@ -157,7 +159,7 @@ class PlainWire(Wire):
 
     def __init__(self, sock: socket.socket, threads: Threads) -> None:
         super().__init__(sock, threads)
-        self._out: deque[Piece | bytes] = deque()  # the first may be the rest of one
+        self._out: deque[ServedBlock | bytes] = deque()  # the first may be the rest of one
 
     async def receive(self) -> bytes:
         await trio.lowlevel.wait_readable(self._socket)
@@ -166,10 +168,12 @@ class PlainWire(Wire):
         except BlockingIOError:
             return await self.receive()
 
-    async def send(self, run: Iterable[Piece | bytes], progressed: Callable[[], None] = lambda: None) -> None:
+    async def send(
+        self, run: Iterable[ServedBlock | bytes], progressed: Callable[[], None] = lambda: None
+    ) -> None:
         thread: trio.CapacityLimiter | None = None
         for item in run:
-            if not isinstance(item, Piece):
+            if not isinstance(item, ServedBlock):
                 self._out.append(item)
             elif item.in_ram and item.length <= LITTLE:
                 self._out.append(self._read(item))
@@ -181,11 +185,11 @@ class PlainWire(Wire):
                     thread = self._threads.memory
         await self._flush(progressed, thread)
 
-    def _read(self, piece: Piece) -> bytes:
-        data = os.pread(piece.fd, piece.length, piece.offset)
-        if len(data) < piece.length:
+    def _read(self, block: ServedBlock) -> bytes:
+        data = os.pread(block.fd, block.length, block.offset)
+        if len(data) < block.length:
             raise Gone("the file is shorter than it should be")
-        self.file_bytes += piece.length
+        self.file_bytes += block.length
         return data
 
     async def _flush(self, progressed: Callable[[], None], thread: trio.CapacityLimiter | None) -> None:
@@ -215,9 +219,9 @@ class PlainWire(Wire):
                 break
         return sent
 
-    def _push_some(self, first: Piece | bytes) -> int:
+    def _push_some(self, first: ServedBlock | bytes) -> int:
         out = self._out
-        if isinstance(first, Piece):
+        if isinstance(first, ServedBlock):
             sent = os.sendfile(self._socket.fileno(), first.fd, first.offset, min(first.length, SLICE))
             if not sent:
                 raise Gone("the file is shorter than it should be")
@@ -229,7 +233,7 @@ class PlainWire(Wire):
             return sent
         parts: list[bytes] = []
         for item in out:
-            if isinstance(item, Piece):
+            if isinstance(item, ServedBlock):
                 break
             parts.append(item)
         left = sent = self._socket.sendmsg(parts, (), socket.MSG_MORE if len(parts) < len(out) else 0)
@@ -261,18 +265,20 @@ class TlsWire(Wire):
     async def receive(self) -> bytes:
         return bytes(await self._stream.receive_some(READ_BYTES))
 
-    async def send(self, run: Iterable[Piece | bytes], progressed: Callable[[], None] = lambda: None) -> None:
+    async def send(
+        self, run: Iterable[ServedBlock | bytes], progressed: Callable[[], None] = lambda: None
+    ) -> None:
         for item in run:
-            if isinstance(item, Piece):
+            if isinstance(item, ServedBlock):
                 await self._send_file(item, progressed)
             else:
                 await self._stream.send_all(item)
 
-    async def _send_file(self, piece: Piece, progressed: Callable[[], None]) -> None:
-        at, stop = piece.offset, piece.offset + piece.length
+    async def _send_file(self, block: ServedBlock, progressed: Callable[[], None]) -> None:
+        at, stop = block.offset, block.offset + block.length
         while at < stop:
-            read = partial(os.pread, piece.fd, min(stop - at, TLS_SLICE), at)
-            data = read() if piece.in_ram else await in_thread(read, limiter=self._threads.disk)
+            read = partial(os.pread, block.fd, min(stop - at, TLS_SLICE), at)
+            data = read() if block.in_ram else await in_thread(read, limiter=self._threads.disk)
             if not data:
                 raise Gone("the file is shorter than it should be")
             await self._stream.send_all(data)
@@ -503,7 +509,7 @@ class _Conversation:
         if wanted.stop_block - wanted.start_block > MAX_HAVE_BLOCKS:
             raise _Refusal(400, "too many blocks in one request")
         self._within(REPLY_S)
-        cached = await self._server._shares.have(wanted, self._host)
+        cached = await self._server._shares.have(wanted)
         await self._reply(200, pack_bitmap(cached))
 
     async def _blocks(self, wanted: BlockRequest, *, prefetch: bool) -> None:
@@ -521,13 +527,11 @@ class _Conversation:
 
     async def _all_arrived(self, wanted: BlockRequest, served: Served) -> None:
         self._within(REPLY_S)
-        left = wanted.stop - wanted.start
-        while left:
-            piece = served.take() or await self._arrived(served, working=True)
-            left -= piece.length
+        for _ in range(wanted.start_block, wanted.stop_block):
+            served.take() or await self._arrived(served, working=True)
 
     async def _stream(self, wanted: BlockRequest, served: Served) -> None:
-        """Send head and body. An exception of `served` becomes a status before the first piece; after it, the reply is
+        """Send head and body. An exception of `served` becomes a status before the first block; after it, the reply is
         broken off."""
         wire, metrics = self._wire, self._server._metrics
         length = wanted.body_length(self._macs is not None)
@@ -537,34 +541,26 @@ class _Conversation:
             self._scope.deadline = min(trio.current_time() + STALL_S, until)
 
         self._streaming = True
-        piece = served.take()
-        if piece is None:
+        found = served.take()
+        if found is None:
             self._scope.deadline = until
-            piece = await self._arrived(served, working=True)
+            found = await self._arrived(served, working=True)
         progressed()
-        run: list[Piece | bytes] = [self._head(200, length, b"")]
-        block, left, before = wanted.start_block, wanted.length(wanted.start_block), wire.file_bytes
+        run: list[ServedBlock | bytes] = [self._head(200, length, b"")]
+        block, before = wanted.start_block, wire.file_bytes
         try:
             while True:
-                while piece is not None:
-                    if piece.length > left or (piece.checksum is None) != (piece.length < left):
-                        raise Gone("the pieces are not the blocks that were asked for")
-                    run.append(piece)
-                    left -= piece.length
-                    if piece.checksum is not None:
-                        run.append(self._check(block, piece.checksum))
-                        block += 1
-                        if block == wanted.stop_block:
-                            break
-                        left = wanted.length(block)
-                    piece = served.take()
+                while found is not None:
+                    run += (found, self._check(block, found.checksum))
+                    block += 1
+                    found = served.take() if block < wanted.stop_block else None
                 await wire.send(run, progressed)
-                run = []
                 if block == wanted.stop_block:
                     break
+                run = []
                 self._scope.deadline = until  # the reply waits for bytes now, not for the client
                 try:
-                    piece = await self._arrived(served, working=False)
+                    found = await self._arrived(served, working=False)
                 except (NotShared, ObjectChanged, Busy) as exc:
                     raise Gone(f"the rest cannot be read: {exc}") from exc
                 progressed()
@@ -575,33 +571,33 @@ class _Conversation:
         self._streaming = False
         metrics.peer_served += 1
 
-    async def _arrived(self, served: Served, *, working: bool) -> Piece:
-        """Wait for the next piece. Raises `Gone` if the client closes the connection. Before the head (`working`) the
+    async def _arrived(self, served: Served, *, working: bool) -> ServedBlock:
+        """Wait for the next block. Raises `Gone` if the client closes the connection. Before the head (`working`) the
         client gets signs of life. Within the body, a pause of `WORKING_EVERY_S` breaks off the reply."""
 
         async def watch() -> None:
             await self._wire.hung_up()
             watched.cancel_scope.cancel()
 
-        piece: Piece | None = None
+        found: ServedBlock | None = None
         failure: Exception | None = None
         async with trio.open_nursery() as watched:
             watched.start_soon(watch)
             try:
-                while piece is None and failure is None:
+                while found is None and failure is None:
                     if working:
                         await self._wire.send([WORKING])
                     with trio.move_on_after(WORKING_EVERY_S) as pause:
                         await served.wait()
-                    piece = served.take()
-                    if piece is None and pause.cancelled_caught and not working:
+                    found = served.take()
+                    if found is None and pause.cancelled_caught and not working:
                         failure = Gone()  # the client requests the rest again, and gets signs of life
             except (CachefsError, *LOST) as exc:  # raised below, without the nursery's exception group
                 failure = exc
             watched.cancel_scope.cancel()
-        if piece is None:
+        if found is None:
             raise failure or Gone
-        return piece
+        return found
 
     def _check(self, block: int, checksum: int) -> bytes:
         packed = CHECKSUM.pack(checksum)

@@ -259,29 +259,25 @@ class PeerFailed(CachefsError):
         self.delivered = 0
 
 
-class Piece(NamedTuple):
-    """Bytes of one block: a range of an open file.
-
-    `checksum` is the block's xxh3_64 if the block ends with this piece, else None. With `in_ram`, reading the file never
-    waits for a disk."""
+class ServedBlock(NamedTuple):
+    """A block as a range of an open file, and its xxh3_64. With `in_ram`, reading the file never waits for a disk."""
 
     fd: int
     offset: int
     length: int
     in_ram: bool
-    checksum: int | None
+    checksum: int
 
 
 class Served(Protocol):
-    """A reply in progress. Pieces from `take` stay valid until `close`."""
+    """A reply in progress. Blocks from `take` stay valid until `close`."""
 
-    def take(self) -> Piece | None:
-        """The next piece, in order; None if it has not arrived yet. No piece spans two blocks. Not called after the last
-        piece."""
+    def take(self) -> ServedBlock | None:
+        """The next block, in order; None if it has not arrived yet. Not called after the last block."""
 
     async def wait(self) -> None:
-        """Return when `take` may have a piece. Can be cancelled and called again. Raises what `Shares.open` raises: before
-        the first piece the server then replies with a status, after it the server breaks off the reply."""
+        """Return when `take` may have a block. Can be cancelled and called again. Raises what `Shares.open` raises: before
+        the first block the server then replies with a status, after it the server breaks off the reply."""
 
     def close(self) -> None:
         """Called exactly once, when the reply has ended or was given up."""
@@ -294,7 +290,7 @@ class Shares(Protocol):
         """Open the blocks of a request. Raises `NotShared`, `cachefs.base.errors.ObjectChanged` or `Busy`. `peer` is the
         client's IP address. With `background` the bytes are only to be cached, and no client waits for them."""
 
-    async def have(self, request: BlockRequest, peer: str) -> list[bool]:
+    async def have(self, request: BlockRequest) -> list[bool]:
         """For each block of the request, True if this node has it cached now. Raises `NotShared`."""
 
 

@@ -21,7 +21,7 @@ from cachefs.base.names import ObjectId, block_count
 from cachefs.peers.auth import Key, Verifier
 from cachefs.peers.health import PeerTable
 from cachefs.peers.server import Server
-from cachefs.peers.wire import VERSION, Address, BlockRequest, Handshake, NotShared, Piece
+from cachefs.peers.wire import VERSION, Address, BlockRequest, Handshake, NotShared, ServedBlock
 
 MIB = 1 << 20
 KIB = 1 << 10
@@ -69,9 +69,8 @@ class PlanStore:
     """Objects in files of memory. What it is told to raise it raises (`failure_in_body`: when it has to wait);
     blocks from `held_back` on come when `more` is set."""
 
-    def __init__(self, *, in_ram: bool = True, pieces: int = 1) -> None:
+    def __init__(self, *, in_ram: bool = True) -> None:
         self.in_ram = in_ram
-        self.pieces = pieces
         self.failure: CachefsError | None = None
         self.failure_in_body: CachefsError | None = None
         self.held_back: int | None = None
@@ -102,7 +101,7 @@ class PlanStore:
         self.opened += 1
         return _Served(self, request)
 
-    async def have(self, request: BlockRequest, peer: str) -> list[bool]:
+    async def have(self, request: BlockRequest) -> list[bool]:
         if request.object not in self.files:
             raise NotShared("not here")
         return [block % 3 == 0 for block in range(request.start_block, request.stop_block)]
@@ -111,25 +110,17 @@ class PlanStore:
 class _Served:
     def __init__(self, plan_store: PlanStore, request: BlockRequest) -> None:
         self._plan_store = plan_store
-        fd, sums = plan_store.files[request.object]
-        self._pieces = []
-        for block in range(request.start_block, request.stop_block):
-            start, length = block * request.block_size, request.length(block)
-            step = -(-length // plan_store.pieces)
-            for at in range(0, length, step):
-                part = min(step, length - at)
-                last = at + part == length
-                checksum = sums[block] ^ plan_store.shift if last else None
-                self._pieces.append((block, Piece(fd, start + at, part, plan_store.in_ram, checksum)))
-        self._pieces.reverse()
+        self._request, self._next = request, request.start_block
 
-    def take(self) -> Piece | None:
-        block, piece = self._pieces[-1]
-        held = self._plan_store.held_back
-        if held is not None and block >= held and not self._plan_store.more.is_set():
+    def take(self) -> ServedBlock | None:
+        plan_store, block = self._plan_store, self._next
+        held = plan_store.held_back
+        if held is not None and block >= held and not plan_store.more.is_set():
             return None
-        self._pieces.pop()
-        return piece
+        self._next += 1
+        fd, sums = plan_store.files[self._request.object]
+        start, length = block * self._request.block_size, self._request.length(block)
+        return ServedBlock(fd, start, length, plan_store.in_ram, sums[block] ^ plan_store.shift)
 
     async def wait(self) -> None:
         self._plan_store.waited_for.set()

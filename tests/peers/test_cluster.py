@@ -399,9 +399,10 @@ async def test_what_is_not_shown_here_is_not_given(cache_dir: Path) -> None:
         ]
         for object_id in wrong:
             request = BlockRequest(object_id, 0, 1, BLOCK)
-            for ask in (owner.serving.open, owner.serving.have):
-                with pytest.raises(NotShared):
-                    await ask(request, "127.0.0.1")
+            with pytest.raises(NotShared):
+                await owner.serving.open(request, "127.0.0.1")
+            with pytest.raises(NotShared):
+                await owner.serving.have(request)
             with pytest.raises(PeerFailed) as caught:
                 await reader.client.have(owner.address, request)
             assert caught.value.kind == "not_here"
@@ -424,13 +425,13 @@ async def test_only_owners_and_successors_fetch_and_everybody_gives_what_lies_he
         assert not cluster.origin.gets
         assert await ranked[1].read(object_id) == data
         reply = await ranked[1].serving.open(BlockRequest(object_id, 0, 2, BLOCK, 0), "a")
-        pieces = []
-        while len(pieces) < 2:
-            if (piece := reply.take()) is None:
+        blocks = []
+        while len(blocks) < 2:
+            if (block := reply.take()) is None:
                 await reply.wait()  # the file is opened beside the loop
             else:
-                pieces.append(piece.length)
-        assert pieces == [BLOCK, BLOCK]
+                blocks.append(block.length)
+        assert blocks == [BLOCK, BLOCK]
         reply.close()
         assert len(cluster.origin.gets) == 1
 

@@ -43,7 +43,7 @@ SIZES = [1, 100 * KIB, LITTLE, LITTLE + 1, MIB, MIB + 1, 5 * MIB + 7, 16 * MIB]
 @pytest.mark.parametrize("keyed", [False, True])
 @in_trio
 async def test_bytes_arrive_as_they_are(keyed: bool, in_ram: bool) -> None:
-    plan_store = PlanStore(in_ram=in_ram, pieces=3)
+    plan_store = PlanStore(in_ram=in_ram)
     signer, verifier = (Signer(KEY), Verifier(KEY)) if keyed else (None, None)
     metrics = Metrics()
     client = Client(signer=signer, metrics=metrics)
