@@ -19,8 +19,9 @@ import socket
 import ssl
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -308,11 +309,10 @@ class Server:
         block_size: int,
         verifier: Verifier | None = None,
         tls: ssl.SSLContext | None = None,
-        names: Collection[str] = (),
         stats: PeerTable | None = None,
         metrics: Metrics | None = None,
     ) -> None:
-        self.names = names
+        self.names: Collection[str] = ()
         self._shares = shares
         self._handshake = handshake
         self._block_size = block_size
@@ -372,45 +372,44 @@ class Server:
             await _Conversation(self, wire, host).run()
 
 
+@dataclass(eq=False)
 class _Admitted:
     """A number of connections or requests, with a limit in all and for each host."""
 
-    def __init__(self, most: int, most_of_host: int) -> None:
-        self.total = 0
-        self._most = most
-        self._most_of_host = most_of_host
-        self._of_host: dict[str, int] = {}
+    most: int
+    most_of_host: int
+    total: int = 0
+    of_host: Counter[str] = field(default_factory=Counter)
 
     def enter(self, host: str) -> bool:
         """Count one more, until `leave`. False if a limit is reached."""
-        already = self._of_host.get(host, 0)
-        if already >= self._most_of_host or self.total >= self._most:
+        if self.of_host[host] >= self.most_of_host or self.total >= self.most:
             return False
         self.total += 1
-        self._of_host[host] = already + 1
+        self.of_host[host] += 1
         return True
 
     def leave(self, host: str) -> None:
         self.total -= 1
-        self._of_host[host] -= 1
-        if not self._of_host[host]:
-            del self._of_host[host]
+        self.of_host[host] -= 1
+        if not self.of_host[host]:
+            del self.of_host[host]
 
 
+@dataclass(eq=False)
 class _Conversation:
     """Requests and replies on one connection. Every wait has a deadline, and each deadline ends the conversation. One scope
     has them all, one after the other: a scope for each request would add a tenth to the cost of a small request."""
 
-    def __init__(self, server: Server, wire: Wire, host: str) -> None:
-        self._server = server
-        self._wire = wire
-        self._host = host
-        self._early = b""  # bytes of the next request that were received with the last one
-        self._authenticated = False  # True once a request was authentic
-        self._is_last = False  # True if no request follows the present one
-        self._scope = trio.CancelScope()
-        self._streaming = False
-        self._macs: Macs | None = None
+    _server: Server
+    _wire: Wire
+    _host: str
+    _early: bytes = b""  # bytes of the next request that were received with the last one
+    _authenticated: bool = False  # True once a request was authentic
+    _is_last: bool = False  # True if no request follows the present one
+    _scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    _streaming: bool = False
+    _macs: Macs | None = None
 
     async def run(self) -> None:
         """Serve until either side ends the conversation. Raises `LOST`, `Gone`."""

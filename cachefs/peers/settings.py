@@ -14,6 +14,7 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from cachefs.base.errors import ConfigError
@@ -29,8 +30,7 @@ DEFAULT_PREFIX = "/cachefs"
 EXAMPLES = "write static:host:port,host:port or dns:name:port or etcd:http://host:2379"
 
 
-@dataclass(frozen=True, slots=True)
-class StaticPeers:
+class StaticPeers(NamedTuple):
     """A list that never changes; this node may be in it."""
 
     addresses: tuple[Address, ...]
@@ -39,8 +39,7 @@ class StaticPeers:
         return "static:" + ",".join(map(str, self.addresses))
 
 
-@dataclass(frozen=True, slots=True)
-class DnsPeers:
+class DnsPeers(NamedTuple):
     """All addresses of one name (a headless service), one port."""
 
     name: str
@@ -50,8 +49,7 @@ class DnsPeers:
         return f"dns:{self.name}:{self.port}"
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
+class Endpoint(NamedTuple):
     """One member of an etcd cluster."""
 
     address: Address
@@ -61,8 +59,7 @@ class Endpoint:
         return f"http{'s' if self.tls else ''}://{self.address}"
 
 
-@dataclass(frozen=True, slots=True)
-class EtcdPeers:
+class EtcdPeers(NamedTuple):
     """An etcd cluster, and the prefix of the keys under which nodes register: it begins with a slash and does not end in
     one."""
 

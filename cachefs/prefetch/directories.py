@@ -20,6 +20,8 @@ epoch is neither counted nor prefetched: the job will not read it again soon."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 START = 3
 """Demanded files before anything is prefetched. Given: two files say nothing."""
 
@@ -43,18 +45,18 @@ def share(demanded: float) -> float:
     return min(1.0, gentle + STEEP * max(0.0, demanded - GENTLE_UNTIL))
 
 
+@dataclass(slots=True)
 class Directory:
     """The counts of one directory. `files` is its number of small files, None until it is known."""
 
-    def __init__(self, now: float = float("-inf")) -> None:
-        self.files: int | None = None
-        self.demanded = 0
-        self.fetched = 0  # prefetched, including those in flight
-        self.used = 0
-        self.last = now
-        self.epoch = 0
-        self._expected = 0.0
-        self._missed = START  # since the last pass of the listing
+    last: float = float("-inf")  # time of the last demand
+    files: int | None = None
+    demanded: int = 0
+    fetched: int = 0  # prefetched, including those in flight
+    used: int = 0
+    epoch: int = 0
+    _expected: float = 0.0
+    _missed: int = START  # since the last pass of the listing
 
     def missed(self, now: float) -> None:
         """Note that a file was opened for the first time in this epoch, and none of it was cached."""
@@ -69,8 +71,7 @@ class Directory:
     def _demand(self, now: float) -> None:
         self.last = now
         if self.files is not None:
-            unused = self.fetched - self.used
-            self._expected += unused / max(self.files - self.demanded, unused, 1)
+            self._expected += self.unused / max(self.files - self.demanded, self.unused, 1)
         self.demanded += 1
 
     def in_epoch(self, epoch: int) -> None:
@@ -110,7 +111,7 @@ class Directory:
             allowed = int(GENTLE * demanded)
         else:
             allowed = min(int(share(demanded / max(files, 1)) * files), files - demanded)
-        return max(0, allowed - (self.fetched - self.used))
+        return max(0, allowed - self.unused)
 
     def begin_pass(self) -> bool:
         """True if a pass through the listing should begin. One at every miss would take too long."""

@@ -20,7 +20,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,20 +108,20 @@ class Item(NamedTuple):
         return self.epoch == self.plan.epoch and self.place < self.plan.position
 
 
+@dataclass(eq=False)
 class Plan:
     """One plan. Places are counted from the beginning of the current order on, and go on through the next one."""
 
-    def __init__(self, name: str, files: Files, now: float) -> None:
-        self.name = name
-        self.files = files
-        self.used_at = now
-        self.orders: list[Order] = []  # the current one and the next
-        self.position = 0
-        self.ahead = 0  # the first place that was no candidate yet
-        self.soon = 0  # the first that was no candidate a second time
-        self.jumped = False  # the position moved far at once; the next sweep clears it
-        self._recent: deque[int] = deque(maxlen=RECENT)
-        self._opens = 0
+    name: str
+    files: Files
+    used_at: float
+    orders: list[Order] = field(default_factory=list)  # the current one and the next
+    position: int = 0
+    ahead: int = 0  # the first place that was no candidate yet
+    soon: int = 0  # the first that was no candidate a second time
+    jumped: bool = False  # the position moved far at once; the next sweep clears it
+    _recent: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT))
+    _opens: int = 0
 
     @property
     def epoch(self) -> int | None:

@@ -17,7 +17,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,24 +85,22 @@ class _Prefetched:
     fetched: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class Awaited:
     """The digests of files whose opens must be reported to prefetch (see `FileSystem.watch_opens`). `unread` are predicted
-    shards that were opened and not read yet. `bytes` is the size of both together: the unused bytes."""
+    shards that were opened and not read yet. `size` is that of both together: the unused bytes."""
 
-    __slots__ = ("bytes", "everything", "files", "unread")
-
-    def __init__(self) -> None:
-        self.everything = False  # plans follow every open
-        self.files: OrderedDict[bytes, _Prefetched] = OrderedDict()
-        self.unread: dict[bytes, _Prefetched] = {}
-        self.bytes = 0
+    everything: bool = False  # plans follow every open
+    files: OrderedDict[bytes, _Prefetched] = field(default_factory=OrderedDict)
+    unread: dict[bytes, _Prefetched] = field(default_factory=dict)
+    size: int = 0
 
     def __contains__(self, digest: object) -> bool:
         return self.everything or digest in self.files
 
     def put(self, file: _Prefetched) -> None:
         self.files[file.object.digest] = file
-        self.bytes += file.size
+        self.size += file.size
 
     def opened(self, digest: bytes) -> _Prefetched | None:
         file = self.files.pop(digest, None)
@@ -117,7 +115,7 @@ class Awaited:
         counted."""
         file = self.unread.pop(digest, None)
         if file is not None:
-            self.bytes -= file.size
+            self.size -= file.size
         return file
 
     def drop(self, file: _Prefetched) -> bool:
@@ -125,7 +123,7 @@ class Awaited:
         digest = file.object.digest
         if self.files.get(digest) is file:
             del self.files[digest]
-            self.bytes -= file.size
+            self.size -= file.size
             return True
         if self.unread.get(digest) is file:
             self.end(digest)
@@ -307,7 +305,7 @@ class Prefetcher:
         return self._capacity() // UNUSED_SHARE
 
     def _enough(self, budget: int) -> bool:
-        return self.awaited.bytes >= budget or len(self.awaited.files) >= MOST_AWAITED
+        return self.awaited.size >= budget or len(self.awaited.files) >= MOST_AWAITED
 
     def _wanted(self, obj: ObjectId) -> bool:
         return bool(obj.size) and obj.digest not in self.awaited.files and not self._fetcher.whole(obj)
@@ -452,7 +450,7 @@ class Prefetcher:
             "shards": len(self._shards.shards),
             "plans": [_shown(plan) for _, plan in sorted(self._plans.plans.by_name.items())],
             "in_flight": self._in_flight,
-            "unused_bytes": self.awaited.bytes,
+            "unused_bytes": self.awaited.size,
             "fetched_bytes": self._fetched_bytes,
             "used_bytes": self._used_bytes,
             "unknown_paths": self._unknown,

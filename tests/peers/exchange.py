@@ -176,10 +176,10 @@ async def serving(
         block_size=plan_store.block_size,
         verifier=verifier,
         tls=tls,
-        names=names,
         stats=stats,
         metrics=counted,
     )
+    server.names = names
     async with trio.open_nursery() as nursery:
         await nursery.start(functools.partial(server.serve, [listener]))
         yield Address("127.0.0.1", listener.socket.getsockname()[1]), counted
