@@ -46,7 +46,6 @@ MAX_MESSAGE_BYTES = 16 << 20
 RECEIVE_BYTES = 64 << 10
 
 UNAUTHENTICATED = 16
-NOT_FOUND = 5
 _OTHER_ENDPOINT_MAY_ANSWER = {4, 14}
 """gRPC codes after which another endpoint is asked: deadline exceeded, unavailable (which includes "no leader")."""
 
@@ -151,12 +150,7 @@ class Registry:
             return False
         key, value = f"{self._directory}{self._address}".encode(), self._handshake.pack()
         put = {"key": _coded(key), "value": _coded(value), "lease": self._lease}
-        try:
-            await self._gateway.call("/v3/kv/put", put)
-        except EtcdRefused as exc:
-            if exc.code == NOT_FOUND:
-                self._lease = ""  # it expired before the key was written
-            raise
+        await self._gateway.call("/v3/kv/put", put)
         return True
 
     async def _renew(self) -> bool:
@@ -212,7 +206,6 @@ class Gateway:
     def __init__(
         self,
         endpoints: Sequence[Endpoint],
-        rng: random.Random,
         *,
         tls: ssl.SSLContext | None = None,
         user: str = "",
@@ -220,7 +213,7 @@ class Gateway:
         connect: Callable[[str, int], Awaitable[trio.abc.Stream]] = trio.open_tcp_stream,
     ) -> None:
         self.endpoints = list(endpoints)
-        rng.shuffle(self.endpoints)  # so that nodes spread over them
+        random.shuffle(self.endpoints)  # so that nodes spread over them
         if tls is None and any(endpoint.tls for endpoint in endpoints):
             tls = ssl.create_default_context()  # once: it reads all authorities, which takes 60 ms
         self._tls = tls

@@ -68,7 +68,6 @@ class PeerNode:
         self._is_member = trio.Event()
         self._membership_scope, self._server_scope = trio.CancelScope(), trio.CancelScope()
         self._id_contested = trio.Event()
-        rng = self._rng = random.Random()
         self._handshake = Handshake(
             # A node that serves no blocks has no share to return to, so its id need not last.
             node=node_id(state_dir) if listen is not None else uuid.uuid4().hex,
@@ -88,7 +87,7 @@ class PeerNode:
             self._membership,
             self._client,
             stats,
-            rng,
+            random.Random(),
             block_size=config.block_size,
             replicas=config.replicas,
             serves=listen is not None,
@@ -99,7 +98,7 @@ class PeerNode:
     def _source(self) -> Source:
         chosen = self._chosen
         return open_source(
-            chosen.peers, self._handshake, self._listen, self._client.handshake, self._rng, chosen.etcd_tls
+            chosen.peers, self._handshake, self._listen, self._client.handshake, chosen.etcd_tls
         )
 
     @classmethod
@@ -288,14 +287,13 @@ def open_source(
     handshake: Handshake,
     listen: Address | None,
     identify: Identify,
-    rng: random.Random,
     tls: ssl.SSLContext | None = None,
 ) -> Source:
     """The source of members that `--peers` names. Sends nothing yet. `listen` is where this node listens, None if it serves
     no blocks. `identify` requests a handshake (not needed with etcd). `tls` is for etcd."""
     if isinstance(peers, EtcdPeers):
         user, password = (os.environ.get(f"CACHEFS_ETCD_{name}", "") for name in ("USER", "PASSWORD"))
-        gateway = Gateway(peers.endpoints, rng, tls=tls, user=user, password=password)
+        gateway = Gateway(peers.endpoints, tls=tls, user=user, password=password)
         return Registry(gateway, peers.prefix, handshake, listen)
     resolver = Resolver()
     if isinstance(peers, DnsPeers):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import random
 import ssl
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Iterator
@@ -70,7 +69,7 @@ class Node:
     """One node's view, and how to wait for it."""
 
     def __init__(self, cluster: Cluster, prefix: str, number: int, weight: float = 1.0) -> None:
-        self.gateway = Gateway(cluster.endpoints, random.Random(number))
+        self.gateway = Gateway(cluster.endpoints)
         self.listen = Address("10.0.0.1", 7000 + number)
         self.name = str(self.listen)
         self.handshake = replace(HANDSHAKE, node=self.name, weight=weight)
@@ -280,7 +279,7 @@ async def test_the_leader_is_killed(cluster: Cluster, prefix: str) -> None:
 
 async def leader_of(cluster: Cluster, node: Node) -> int:
     for number, endpoint in enumerate(cluster.endpoints):
-        said = await Gateway([endpoint], random.Random(0)).call("/v3/maintenance/status", {})
+        said = await Gateway([endpoint]).call("/v3/maintenance/status", {})
         if said["leader"] == said["header"]["member_id"]:
             return number
     raise AssertionError("no leader")
@@ -356,9 +355,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster,
     )
 
     async def prepare() -> None:
-        gateway = Gateway(
-            cluster.endpoints, random.Random(0), tls=ssl.create_default_context(cafile=root / "authority")
-        )
+        gateway = Gateway(cluster.endpoints, tls=ssl.create_default_context(cafile=root / "authority"))
         with trio.fail_after(30):
             while True:
                 try:
@@ -383,7 +380,7 @@ async def test_members_behind_tls_and_a_password(guarded: tuple[Cluster, Path], 
     trusting = ssl.create_default_context(cafile=certificate)
     nodes = [Node(cluster, prefix, number) for number in (1, 2)]
     for node in nodes:
-        gateway = Gateway(cluster.endpoints, random.Random(0), tls=trusting, user="root", password="secret")
+        gateway = Gateway(cluster.endpoints, tls=trusting, user="root", password="secret")
         node.gateway = node.registry._gateway = gateway
     first, second = nodes
     async with first.running():
@@ -398,12 +395,11 @@ async def test_members_behind_tls_and_a_password(guarded: tuple[Cluster, Path], 
 async def test_a_wrong_password_and_a_certificate_of_nobody(guarded: tuple[Cluster, Path]) -> None:
     cluster, certificate = guarded
     trusting = ssl.create_default_context(cafile=certificate)
-    rng = random.Random(0)
-    wrong = Gateway(cluster.endpoints, rng, tls=trusting, user="root", password="wrong")
+    wrong = Gateway(cluster.endpoints, tls=trusting, user="root", password="wrong")
     with pytest.raises(EtcdRefused, match="authentication failed"):
         await wrong.call("/v3/kv/range", {"key": coded("x")})
-    nobody = Gateway(cluster.endpoints, rng, tls=trusting)
+    nobody = Gateway(cluster.endpoints, tls=trusting)
     with pytest.raises(EtcdRefused, match="user name is empty"):
         await nobody.call("/v3/kv/range", {"key": coded("x")})
     with pytest.raises(EtcdUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
-        await Gateway(cluster.endpoints, rng).call("/v3/kv/range", {"key": coded("x")})
+        await Gateway(cluster.endpoints).call("/v3/kv/range", {"key": coded("x")})

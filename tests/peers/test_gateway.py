@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -75,7 +74,6 @@ class Servers:
     def gateway(self, *hosts: str, **more: Any) -> Gateway:
         gateway = Gateway(
             [Endpoint(Address(host, 2379), False) for host in hosts],
-            random.Random(1),
             connect=self.connect,
             **more,
         )
@@ -275,7 +273,7 @@ async def test_the_system_s_authorities_are_read_once() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssl, "create_default_context", read)
-        gateway = Gateway([Endpoint(Address("a", 2379), True)], random.Random(1), connect=connect)
+        gateway = Gateway([Endpoint(Address("a", 2379), True)], connect=connect)
         for _ in range(3):
             with pytest.raises(EtcdUnavailable):
                 await gateway.call("/v3/kv/range", {})

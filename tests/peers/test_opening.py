@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import trio
 
@@ -26,7 +24,7 @@ def test_a_node_finds_itself_and_the_others(text: str) -> None:
         return Handshake("other", VERSION, "g", "f", 2.0)
 
     async def main() -> None:
-        source = open_source(parse_peers(text), ME, Address("0.0.0.0", 7070), identify, random.Random(1))
+        source = open_source(parse_peers(text), ME, Address("0.0.0.0", 7070), identify)
         known = trio.Event()
         membership = Membership(source, ME)
         membership.on_change = lambda: known.set() if membership.own else None
@@ -47,9 +45,7 @@ def test_etcd_is_a_registry() -> None:
     async def identify(address: Address) -> Handshake:
         raise AssertionError("who registers says who it is")
 
-    source = open_source(
-        parse_peers("etcd:http://h:2379,https://i/team"), ME, Address("h", 1), identify, random.Random(1)
-    )
+    source = open_source(parse_peers("etcd:http://h:2379,https://i/team"), ME, Address("h", 1), identify)
     assert isinstance(source, Registry)
 
 
