@@ -355,8 +355,7 @@ class Receiver:
         sink_waits: bool,
         pace: Pace,
     ) -> None:
-        """Deliver the body of a blocks reply. Once this has returned or raised, the sink is not and will not be called.
-        What the sink raised is raised."""
+        """Deliver the body of a blocks reply. As for `Client.read`, the sink is not called afterwards."""
         check_mac(connection, head, macs, b"")
         body = _Body(connection, request, macs, delivery)
         if head.length != request.body_length(macs is not None):
@@ -557,7 +556,7 @@ CONNECTIONS_PER_PEER = 16
 """Requests to one peer at once. With one extent each, they fill a 100 Gbit/s link."""
 
 IDLE_S = 30.0
-"""How long an unused connection is kept. Derived: half of what a server allows (`Limits.idle_s`)."""
+"""How long an unused connection is kept. Derived: half of what a server allows (`server.IDLE_S`)."""
 
 ANY_PACE = Pace()
 """The pace for a caller that does not know its origin's rate."""
@@ -639,7 +638,6 @@ class Client:
         Once this has returned or raised, the sink is not and will not be called. What the sink raises is raised unchanged.
         With `sink_waits=False` the sink never waits for a disk, and small bodies are written on the trio thread."""
         delivery = Delivery(sink)
-
         receive = partial(
             self._receiver.blocks,
             request=request,

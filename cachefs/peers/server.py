@@ -23,7 +23,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import trio
 
@@ -108,6 +108,12 @@ LOST = (OSError, trio.BrokenResourceError)
 """A connection that is lost, or a worker thread that cannot be started (`ssl.SSLError` is an OSError)."""
 
 
+Item: TypeAlias = ServedBlock | bytes
+"""What is sent: a block, as a range of a file, or bytes."""
+
+Progressed: TypeAlias = Callable[[], None]
+
+
 class Threads(NamedTuple):
     """Limits for two kinds of threads: those that send bytes in memory, and those that send bytes on a disk, which may
     hang."""
@@ -135,9 +141,7 @@ class Wire(ABC):
         """Receive some bytes; b"" if the client has closed its side."""
 
     @abstractmethod
-    async def send(
-        self, run: Iterable[ServedBlock | bytes], progressed: Callable[[], None] = lambda: None
-    ) -> None:
+    async def send(self, run: Iterable[Item], progressed: Progressed = lambda: None) -> None:
         """Send all of these blocks and bytes. Calls `progressed` whenever it must wait and the client has taken some
         bytes."""
 
@@ -160,7 +164,7 @@ class PlainWire(Wire):
 
     def __init__(self, sock: socket.socket, threads: Threads) -> None:
         super().__init__(sock, threads)
-        self._out: deque[ServedBlock | bytes] = deque()  # the first may be the rest of one
+        self._out: deque[Item] = deque()  # the first may be the rest of one
 
     async def receive(self) -> bytes:
         await trio.lowlevel.wait_readable(self._socket)
@@ -169,31 +173,14 @@ class PlainWire(Wire):
         except BlockingIOError:
             return await self.receive()
 
-    async def send(
-        self, run: Iterable[ServedBlock | bytes], progressed: Callable[[], None] = lambda: None
-    ) -> None:
+    async def send(self, run: Iterable[Item], progressed: Progressed = lambda: None) -> None:
         thread: trio.CapacityLimiter | None = None
         for item in run:
-            if not isinstance(item, ServedBlock):
-                self._out.append(item)
-            elif item.in_ram and item.length <= LITTLE:
-                self._out.append(self._read(item))
-            else:
-                self._out.append(item)
-                if not item.in_ram:
-                    thread = self._threads.disk
-                elif thread is None:
-                    thread = self._threads.memory
-        await self._flush(progressed, thread)
-
-    def _read(self, block: ServedBlock) -> bytes:
-        data = os.pread(block.fd, block.length, block.offset)
-        if len(data) < block.length:
-            raise Gone("the file is shorter than it should be")
-        self.file_bytes += block.length
-        return data
-
-    async def _flush(self, progressed: Callable[[], None], thread: trio.CapacityLimiter | None) -> None:
+            if isinstance(item, ServedBlock) and item.in_ram and item.length <= LITTLE:
+                item = self._read(item)
+            elif isinstance(item, ServedBlock):
+                thread = (thread or self._threads.memory) if item.in_ram else self._threads.disk
+            self._out.append(item)
         while True:
             if thread is not None:
                 # Not abandoned on cancellation: the thread uses the descriptors.
@@ -206,6 +193,13 @@ class PlainWire(Wire):
                 progressed()
             await trio.lowlevel.wait_writable(self._socket)
 
+    def _read(self, block: ServedBlock) -> bytes:
+        data = os.pread(block.fd, block.length, block.offset)
+        if len(data) < block.length:
+            raise Gone("the file is shorter than it should be")
+        self.file_bytes += block.length
+        return data
+
     def _push(self, patience_s: float) -> int:
         """Send until everything is sent, the client has taken nothing for `patience_s`, or `SEND_S` have passed. In any
         thread. Returns how many bytes the client has taken."""
@@ -214,13 +208,15 @@ class PlainWire(Wire):
             try:
                 sent += self._push_some(self._out[0])
             except BlockingIOError:
-                if not patience_s or not self._writable(patience_s):
+                poll = select.poll()
+                poll.register(self._socket, select.POLLOUT)
+                if not patience_s or not poll.poll(patience_s * 1000):
                     break
             if time.monotonic() > until:
                 break
         return sent
 
-    def _push_some(self, first: ServedBlock | bytes) -> int:
+    def _push_some(self, first: Item) -> int:
         out = self._out
         if isinstance(first, ServedBlock):
             sent = os.sendfile(self._socket.fileno(), first.fd, first.offset, min(first.length, SLICE))
@@ -246,11 +242,6 @@ class PlainWire(Wire):
             out.popleft()
         return sent
 
-    def _writable(self, seconds: float) -> bool:
-        poll = select.poll()
-        poll.register(self._socket, select.POLLOUT)
-        return bool(poll.poll(seconds * 1000))
-
 
 class TlsWire(Wire):
     """With TLS."""
@@ -266,16 +257,14 @@ class TlsWire(Wire):
     async def receive(self) -> bytes:
         return bytes(await self._stream.receive_some(READ_BYTES))
 
-    async def send(
-        self, run: Iterable[ServedBlock | bytes], progressed: Callable[[], None] = lambda: None
-    ) -> None:
+    async def send(self, run: Iterable[Item], progressed: Progressed = lambda: None) -> None:
         for item in run:
             if isinstance(item, ServedBlock):
                 await self._send_file(item, progressed)
             else:
                 await self._stream.send_all(item)
 
-    async def _send_file(self, block: ServedBlock, progressed: Callable[[], None]) -> None:
+    async def _send_file(self, block: ServedBlock, progressed: Progressed) -> None:
         at, stop = block.offset, block.offset + block.length
         while at < stop:
             read = partial(os.pread, block.fd, min(stop - at, TLS_SLICE), at)
@@ -545,7 +534,7 @@ class _Conversation:
             self._scope.deadline = until
             found = await self._arrived(served, working=True)
         progressed()
-        run: list[ServedBlock | bytes] = [self._head(200, length, b"")]
+        run: list[Item] = [self._head(200, length, b"")]
         block, before = wanted.start_block, wire.file_bytes
         try:
             while True:
