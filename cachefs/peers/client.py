@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -599,23 +600,18 @@ class _Peer:
             self.idle.pop()[1].close()
 
 
+@dataclass(eq=False, repr=False)
 class Client:
     """Connections to any number of peers. All methods raise only `PeerFailed`, and what a sink raised."""
 
-    def __init__(
-        self,
-        *,
-        signer: Signer | None = None,
-        tls: ssl.SSLContext | None = None,
-        stats: PeerTable | None = None,
-        metrics: Metrics | None = None,
-        getaddrinfo: Callable[..., list[Any]] = socket.getaddrinfo,
-    ) -> None:
-        self._signer = signer
-        self._tls = tls
+    signer: Signer | None = None
+    tls: ssl.SSLContext | None = None
+    stats: PeerTable = field(default_factory=PeerTable)
+    metrics: Metrics = field(default_factory=Metrics)
+    getaddrinfo: InitVar[Callable[..., list[Any]]] = socket.getaddrinfo
+
+    def __post_init__(self, getaddrinfo: Callable[..., list[Any]]) -> None:
         self._resolve = Resolver(getaddrinfo)
-        self._stats = stats or PeerTable()
-        self._metrics = metrics or Metrics()
         self._peers: dict[Address, _Peer] = {}
         self._receiver = Receiver()
 
@@ -654,8 +650,8 @@ class Client:
             exc.delivered = delivery.bytes
             raise
         finally:
-            self._stats.of(str(address)).bytes_in += delivery.bytes
-            self._metrics.peer_bytes_in += delivery.bytes
+            self.stats.of(str(address)).bytes_in += delivery.bytes
+            self.metrics.peer_bytes_in += delivery.bytes
         return head_s
 
     async def prefetch(
@@ -688,8 +684,8 @@ class Client:
         peer = self._peers.pop(address, None)
         if peer is not None:
             peer.drop_idle()
-        if self._signer is not None:
-            self._signer.forget(str(address))
+        if self.signer is not None:
+            self.signer.forget(str(address))
 
     def close(self) -> None:
         """Close idle connections. Requests in flight end with their tasks."""
@@ -723,10 +719,10 @@ class Client:
         deadlines: Deadlines,
     ) -> tuple[float, T]:
         """Send a request. Returns (seconds to the first sign of life, result of `receive`) for a reply with status 200."""
-        stats = self._stats.of(str(address))
+        stats = self.stats.of(str(address))
         if request is not None:
             stats.requests += 1
-            self._metrics.peer_requests += 1
+            self.metrics.peer_requests += 1
         peer = self._peers.setdefault(address, _Peer())
         try:
             target = path if request is None else request.target(path)
@@ -750,7 +746,7 @@ class Client:
                 del self._peers[address]
         if request is not None:  # a failed handshake does not count: the node may not have started yet
             stats.failures[failed.kind] += 1
-            self._metrics.peer_failures += 1
+            self.metrics.peer_failures += 1
         raise failed
 
     async def _exchange(
@@ -758,7 +754,7 @@ class Client:
     ) -> tuple[float, T]:
         """As `_ask`, on this connection. It is kept if the reply was received to its end, and closed otherwise."""
         address = connection.address
-        authorization, macs = self._signer.sign(target, str(address)) if self._signer else (None, None)
+        authorization, macs = self.signer.sign(target, str(address)) if self.signer else (None, None)
         whole = False
         head: Reply | None = None
         try:
@@ -768,7 +764,7 @@ class Client:
                 if exc.kind == "reset" and connection.used:
                     raise _Stale from exc
                 raise
-            stats = self._stats.of(str(address))
+            stats = self.stats.of(str(address))
             stats.answered += 1
             stats.first_byte_s += head_s
             if head.status == 200:
@@ -802,7 +798,7 @@ class Client:
             raise PeerFailed("connect", f"{address}: {reason}") from exc
         plain = socket.socket(fileno=sock.detach())
         plain.setblocking(False)
-        connection = Connection(plain, address, self._tls)
+        connection = Connection(plain, address, self.tls)
         try:
             await connection.shake_hands(deadline_s)
         except BaseException:
@@ -829,7 +825,7 @@ class Client:
         failure: Exception = OSError("it has no address")
         ips = peer.ips  # other requests may replace it meanwhile
         for ip in ips:
-            if self._signer is None and self._tls is None and not is_loopback(ip):
+            if self.signer is None and self.tls is None and not is_loopback(ip):
                 raise PeerFailed(
                     "refused", f"{address}: without a key or certificates, only this machine is trusted"
                 )

@@ -17,6 +17,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any, NamedTuple, TypeVar
 
@@ -61,37 +62,28 @@ class Candidate(NamedTuple):
     rank: int
 
 
+@dataclass(eq=False, repr=False)
 class Cluster:
     """This node's view of the members, and its requests to them. `replicas` members keep an extent; `serves` is False for a
     node without a share; `deadline_s` is how long a reader waits in all. On the trio thread only."""
 
-    def __init__(
-        self,
-        membership: Membership,
-        client: Client,
-        stats: PeerTable,
-        rng: random.Random,
-        *,
-        block_size: int,
-        replicas: int = 1,
-        serves: bool = True,
-        deadline_s: float = TOTAL_S,
-    ) -> None:
-        self.membership = membership
-        self.stats = stats
-        self.replicas = replicas
-        self.serves = serves
-        self._client = client
-        self._rng = rng
-        self.block_size = block_size
-        self._deadline_s = deadline_s
-        self.patience_s = deadline_s / HASTE
+    membership: Membership
+    _client: Client
+    _stats: PeerTable
+    _rng: random.Random
+    block_size: int
+    replicas: int = 1
+    serves: bool = True
+    deadline_s: float = TOTAL_S
+
+    def __post_init__(self) -> None:
+        self.patience_s = self.deadline_s / HASTE
         """How long a reader waits for a peer that sends signs of life, queue included."""
         self._now = trio.current_time
         self._health: dict[str, Health] = {}
         self._reached: dict[str, Address] = {}
         self._known: dict[str, Member] = {}
-        membership.on_change = self.changed
+        self.membership.on_change = self.changed
 
     # -- ownership -------------------------------------------------------------------------------
 
@@ -185,7 +177,7 @@ class Cluster:
         request = self._request(version, start, stop, candidate.rank)
         await self._judged(
             candidate.member,
-            lambda address: self._client.prefetch(address, request, working_s=self._deadline_s),
+            lambda address: self._client.prefetch(address, request, working_s=self.deadline_s),
         )
 
     async def have(self, member: Member, version: ObjectId, start: int, stop: int) -> list[bool]:
@@ -300,7 +292,7 @@ class Cluster:
         several daemons of one machine have the same count."""
         members = self.membership.members
         total = sum(member.weight for member in members.values()) or 1.0
-        table, unknown = self.stats.rows, PeerStats()
+        table, unknown = self._stats.rows, PeerStats()
         rows = []
         for name, member in sorted(members.items(), key=lambda item: item[1].addresses):
             asked = [table.get(str(address), unknown) for address in member.addresses]

@@ -285,34 +285,26 @@ class _Refusal(Exception):
         self.status = status
 
 
+@dataclass(eq=False, repr=False)
 class Server:
     """Serves on listening sockets. `handshake` is called with the client's host for each handshake request. `names` are the
     Host values of this node: a request that is signed for another one is refused. Empty means that they are not known yet,
     and any Host is accepted."""
 
-    def __init__(
-        self,
-        shares: Shares,
-        handshake: Callable[[str], Handshake],
-        *,
-        block_size: int,
-        verifier: Verifier | None = None,
-        tls: ssl.SSLContext | None = None,
-        stats: PeerTable | None = None,
-        metrics: Metrics | None = None,
-    ) -> None:
-        self.names: Collection[str] = ()
-        self._shares = shares
-        self._handshake = handshake
-        self._block_size = block_size
-        self._verifier = verifier
-        self._tls = tls
-        self._stats = stats or PeerTable()
-        self._metrics = metrics or Metrics()
+    shares: Shares
+    handshake: Callable[[str], Handshake]
+    block_size: int
+    verifier: Verifier | None = None
+    tls: ssl.SSLContext | None = None
+    stats: PeerTable = field(default_factory=PeerTable)
+    metrics: Metrics = field(default_factory=Metrics)
+    names: Collection[str] = ()
+
+    def __post_init__(self) -> None:
         self._connections = _Admitted(CONNECTIONS, CONNECTIONS_PER_HOST)
-        self._in_flight = _Admitted(IN_FLIGHT, IN_FLIGHT_PER_HOST)
+        self.in_flight = _Admitted(IN_FLIGHT, IN_FLIGHT_PER_HOST)
         self._threads = Threads(trio.CapacityLimiter(THREADS), trio.CapacityLimiter(THREADS))
-        self._leaving = False
+        self.leaving = False
 
     async def serve(
         self, listeners: Sequence[trio.SocketListener], *, task_status: Any = trio.TASK_STATUS_IGNORED
@@ -326,8 +318,8 @@ class Server:
 
     async def drained(self) -> None:
         """Turn new requests away, and return when none is in flight."""
-        self._leaving = True
-        while self._in_flight.total:  # noqa: ASYNC110 - at a stop, and not for long
+        self.leaving = True
+        while self.in_flight.total:  # noqa: ASYNC110 - at a stop, and not for long
             await trio.sleep(0.02)
 
     async def _accepted(self, stream: trio.SocketStream) -> None:
@@ -353,7 +345,7 @@ class Server:
 
     async def _converse(self, sock: socket.socket, host: str) -> None:
         wire: Wire = (
-            PlainWire(sock, self._threads) if self._tls is None else TlsWire(sock, self._threads, self._tls)
+            PlainWire(sock, self._threads) if self.tls is None else TlsWire(sock, self._threads, self.tls)
         )
         with trio.move_on_after(HEAD_S) as handshake_scope:
             await wire.begin()
@@ -412,7 +404,7 @@ class _Conversation:
                     await self._answer(request)
                 except _Refusal as exc:
                     self._streaming = False
-                    self._server._metrics.peer_turned_away += 1
+                    self._server.metrics.peer_turned_away += 1
                     await self._reply(exc.status, str(exc).encode("utf-8", "replace")[:512])
         if self._scope.cancelled_caught and self._streaming:
             raise Gone("it is not done in time, or the client does not take it")
@@ -453,15 +445,15 @@ class _Conversation:
         path, _, query = request.target.partition("?")
         try:
             if path == HANDSHAKE:
-                await self._reply(200, server._handshake(self._host).pack())
+                await self._reply(200, server.handshake(self._host).pack())
                 return
             if path not in (BLOCKS, PREFETCH, HAVE):
                 raise _Refusal(400, "no such request")
-            wanted = parse_query(query, server._block_size)
+            wanted = parse_query(query, server.block_size)
         except Malformed as exc:
             raise _Refusal(400, str(exc)) from None
-        if server._leaving or not server._in_flight.enter(self._host):
-            raise _Refusal(503, "leaving" if server._leaving else "too many requests at once")
+        if server.leaving or not server.in_flight.enter(self._host):
+            raise _Refusal(503, "leaving" if server.leaving else "too many requests at once")
         try:
             if path == HAVE:
                 await self._have(wanted)
@@ -474,10 +466,10 @@ class _Conversation:
         except Busy as exc:
             raise _Refusal(503, str(exc)) from None
         finally:
-            server._in_flight.leave(self._host)
+            server.in_flight.leave(self._host)
 
     def _authenticate(self, request: Request) -> None:
-        verifier, names = self._server._verifier, self._server.names
+        verifier, names = self._server.verifier, self._server.names
         host = request.headers.get("host", "")
         if verifier is None:
             self._authenticated = True
@@ -497,13 +489,13 @@ class _Conversation:
         if wanted.stop_block - wanted.start_block > MAX_HAVE_BLOCKS:
             raise _Refusal(400, "too many blocks in one request")
         self._within(REPLY_S)
-        cached = await self._server._shares.have(wanted)
+        cached = await self._server.shares.have(wanted)
         await self._reply(200, pack_bitmap(cached))
 
     async def _blocks(self, wanted: BlockRequest, *, prefetch: bool) -> None:
         if not wanted.within_extent():
             raise _Refusal(400, "more than one extent")
-        served = await self._server._shares.open(wanted, self._host, background=prefetch)
+        served = await self._server.shares.open(wanted, self._host, background=prefetch)
         try:
             if prefetch:
                 await self._all_arrived(wanted, served)
@@ -521,7 +513,7 @@ class _Conversation:
     async def _stream(self, wanted: BlockRequest, served: Served) -> None:
         """Send head and body. An exception of `served` becomes a status before the first block; after it, the reply is
         broken off."""
-        wire, metrics = self._wire, self._server._metrics
+        wire, metrics = self._wire, self._server.metrics
         length = wanted.body_length(self._macs is not None)
         until = trio.current_time() + REPLY_S
 
@@ -554,7 +546,7 @@ class _Conversation:
                 progressed()
         finally:
             sent = wire.file_bytes - before
-            self._server._stats.of(self._host).bytes_out += sent
+            self._server.stats.of(self._host).bytes_out += sent
             metrics.peer_bytes_out += sent
         self._streaming = False
         metrics.peer_served += 1

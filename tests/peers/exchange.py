@@ -176,7 +176,7 @@ async def serving(
         block_size=plan_store.block_size,
         verifier=verifier,
         tls=tls,
-        stats=stats,
+        stats=stats or PeerTable(),
         metrics=counted,
     )
     server.names = names
