@@ -88,20 +88,20 @@ class Deadlines(NamedTuple):
     total_s: float
 
 
+@dataclass(eq=False, repr=False)
 class Connection:
-    """A connection to one peer. All methods that read or write raise only `PeerFailed`."""
+    """A connection to one peer, over a connected, non-blocking socket. Call `shake_hands` first. All methods that read or
+    write raise only `PeerFailed`."""
 
-    def __init__(self, sock: socket.socket, address: Address, tls: ssl.SSLContext | None = None) -> None:
-        """Take over a connected, non-blocking socket. Call `shake_hands` first."""
-        self._socket = sock
-        self._tls = tls
-        self.address = address
-        self._early = memoryview(b"")  # bytes of the body that were received with the head
-        self.used = False
-        """True once a whole reply was received on it."""
-        self._handed_over = False
-        self._silence_s = 0.0
-        self._unwanted = False
+    _socket: socket.socket
+    address: Address
+    _tls: ssl.SSLContext | None = None
+    used: bool = False  # True once a whole reply was received on it
+    # Bytes of the body that were received with the head.
+    _early: memoryview = field(default_factory=lambda: memoryview(b""))
+    _handed_over: bool = False
+    _silence_s: float = 0.0
+    _unwanted: bool = False
 
     async def shake_hands(self, deadline_s: float) -> None:
         """Set up TLS, if it is used."""

@@ -19,6 +19,7 @@ import socket
 import ssl
 from base64 import b64decode, b64encode
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -198,47 +199,39 @@ def _state(page: Message) -> State:
     )
 
 
+@dataclass(eq=False, repr=False)
 class Gateway:
     """A client of one etcd cluster. The first of `endpoints` is asked first; if it does not answer within `ATTEMPT_S`, it
     becomes the last. `tls` is for https endpoints (default: the system's certificate authorities). With a user, requests
     carry a token."""
 
-    def __init__(
-        self,
-        endpoints: Sequence[Endpoint],
-        *,
-        tls: ssl.SSLContext | None = None,
-        user: str = "",
-        password: str = "",
-        connect: Callable[[str, int], Awaitable[trio.abc.Stream]] = trio.open_tcp_stream,
-    ) -> None:
-        self.endpoints = list(endpoints)
-        random.shuffle(self.endpoints)  # so that nodes spread over them
-        if tls is None and any(endpoint.tls for endpoint in endpoints):
-            tls = ssl.create_default_context()  # once: it reads all authorities, which takes 60 ms
-        self._tls = tls
-        self._user = user
-        self._password = password
-        self._token = ""
-        self._connect = connect
+    endpoints: Sequence[Endpoint]
+    tls: ssl.SSLContext | None = None
+    user: str = ""
+    password: str = ""
+    connect: Callable[[str, int], Awaitable[trio.abc.Stream]] = trio.open_tcp_stream
+    _token: str = ""
+
+    def __post_init__(self) -> None:
+        self.endpoints = random.sample(self.endpoints, len(self.endpoints))  # so that nodes spread over them
+        if self.tls is None and any(endpoint.tls for endpoint in self.endpoints):
+            self.tls = ssl.create_default_context()  # once: it reads all authorities, which takes 60 ms
 
     async def call(self, path: str, body: Message) -> Message:
         """Send a request. Returns the reply, or its first message of several. Raises `EtcdUnavailable` or `EtcdRefused`."""
-        if self._user and not self._token:
+        if self.user and not self._token:
             await self._authenticate()
         try:
             return await self._call_any(path, body)
         except EtcdRefused as exc:
-            if not self._user or exc.code != UNAUTHENTICATED:
+            if not self.user or exc.code != UNAUTHENTICATED:
                 raise
         await self._authenticate()  # a token expires after minutes
         return await self._call_any(path, body)
 
     async def _authenticate(self) -> None:
         self._token = ""
-        reply = await self._call_any(
-            "/v3/auth/authenticate", {"name": self._user, "password": self._password}
-        )
+        reply = await self._call_any("/v3/auth/authenticate", {"name": self.user, "password": self.password})
         self._token = str(reply.get("token", ""))
 
     async def _call_any(self, path: str, body: Message) -> Message:
@@ -254,16 +247,16 @@ class Gateway:
                 reasons.append(f"{endpoint}: {exc}")
             except BROKEN as exc:
                 reasons.append(f"{endpoint}: {_reason(exc)}")
-            self.endpoints.append(self.endpoints.pop(0))
+            self.endpoints = [*self.endpoints[1:], endpoint]
         raise EtcdUnavailable("etcd does not answer: " + "; ".join(reasons))
 
     async def _ask(self, endpoint: Endpoint, path: str, body: Message) -> Message:
-        stream = await self._connect(*endpoint.address)
+        stream = await self.connect(*endpoint.address)
         try:
             if endpoint.tls:
-                assert self._tls is not None
+                assert self.tls is not None
                 stream = trio.SSLStream(
-                    stream, self._tls, server_hostname=endpoint.address.host, https_compatible=True
+                    stream, self.tls, server_hostname=endpoint.address.host, https_compatible=True
                 )
             return await self._exchange(stream, endpoint, path, json.dumps(body).encode())
         finally:

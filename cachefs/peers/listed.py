@@ -83,8 +83,7 @@ class Dns:
 
     def __init__(self, name: str, port: int, resolve: Resolve, listen: Address | None = None) -> None:
         self.trouble = ""
-        self._name, self._port = name, port
-        self._resolve = resolve
+        self._name, self._port, self._resolve = name, port, resolve
         self._family = _family(listen)
         self._missed: dict[str, int] = {}  # address → answers in a row without it
 

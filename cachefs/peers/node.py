@@ -14,7 +14,7 @@ import random
 import ssl
 import uuid
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,23 +46,19 @@ DRAIN_S = 1.0
 """Seconds for the replies in progress when this node stops. A client whose reply is broken off asks the next member."""
 
 
+@dataclass(eq=False, repr=False)
 class PeerNode:
     """This node's id, server, membership and client. Made by `open`. On the trio thread only."""
 
-    def __init__(
-        self,
-        config: Config,
-        chosen: Settings,
-        listen: Address | None,
-        sources: Collection[str],
-        metrics: Metrics,
-        state_dir: Path,
-    ) -> None:
-        self._config = config
-        self._chosen = chosen
-        self._listen = listen
-        self._state_dir = state_dir
-        self._metrics = metrics
+    _config: Config
+    _chosen: Settings
+    _listen: Address | None
+    sources: InitVar[Collection[str]]
+    _metrics: Metrics
+    _state_dir: Path
+
+    def __post_init__(self, sources: Collection[str]) -> None:
+        config, chosen, serves = self._config, self._chosen, self._listen is not None
         self._listeners: list[trio.SocketListener] = []
         self._server: Server | None = None
         self._is_member = trio.Event()
@@ -70,36 +66,34 @@ class PeerNode:
         self._id_contested = trio.Event()
         self._handshake = Handshake(
             # A node that serves no blocks has no share to return to, so its id need not last.
-            node=node_id(state_dir) if listen is not None else uuid.uuid4().hex,
+            node=node_id(self._state_dir) if serves else uuid.uuid4().hex,
             version=VERSION,
             group=config.cache_group,
             sources=fingerprint(sources, config.block_size),
-            weight=config.group_weight if listen is not None else 0.0,
+            weight=config.group_weight if serves else 0.0,
             life=uuid.uuid4().hex,
             block_size=config.block_size,
             shows=sources_for_people(sources),
         )
-        stats = self._stats = PeerTable()
+        self._stats = PeerTable()
         signer = Signer(chosen.key) if chosen.key is not None else None
-        self._client = Client(signer=signer, tls=chosen.client_tls, stats=stats, metrics=metrics)
+        self._client = Client(signer, chosen.client_tls, self._stats, self._metrics)
         self._membership = Membership(self._source(), self._handshake)
         self.cluster = Cluster(
             self._membership,
             self._client,
-            stats,
+            self._stats,
             random.Random(),
             block_size=config.block_size,
             replicas=config.replicas,
-            serves=listen is not None,
+            serves=serves,
             deadline_s=config.timeout,
         )
         self._membership.on_change = self._changed
 
     def _source(self) -> Source:
-        chosen = self._chosen
-        return open_source(
-            chosen.peers, self._handshake, self._listen, self._client.handshake, chosen.etcd_tls
-        )
+        tls = self._chosen.etcd_tls
+        return open_source(self._chosen.peers, self._handshake, self._listen, self._client.handshake, tls)
 
     @classmethod
     async def open(

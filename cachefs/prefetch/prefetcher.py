@@ -17,7 +17,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,38 +143,31 @@ class _Watched:
         return stream is not None and self._shards.must_see_reads(*stream)
 
 
+@dataclass(eq=False, repr=False)
 class Prefetcher:
     """`slots` are transfers at a time, `capacity` returns the bytes that the cache may hold now. Plans are kept in
     `directory`."""
 
-    def __init__(
-        self,
-        fs: FileSystem,
-        fetcher: Fetcher,
-        volumes: list[Volume],
-        metrics: Metrics,
-        *,
-        slots: int,
-        capacity: Callable[[], int],
-        directory: Path,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._fs = fs
-        self._fetcher = fetcher
-        self._metrics = metrics
-        self._slots = max(1, slots)
-        self._group = max(1, min(AT_ONCE, self._slots // LEAST_GROUPS))
-        self._capacity = capacity
-        self._clock = clock
+    _fs: FileSystem
+    _fetcher: Fetcher
+    volumes: InitVar[list[Volume]]
+    _metrics: Metrics
+    slots: int
+    capacity: Callable[[], int]
+    directory: InitVar[Path]
+    clock: Callable[[], float] = time.time
+
+    def __post_init__(self, volumes: list[Volume], directory: Path) -> None:
+        self.slots = max(1, self.slots)
+        self._group = max(1, min(AT_ONCE, self.slots // LEAST_GROUPS))
         # As `trio.current_time`, which takes three more calls to find its clock.
         self._now = trio.lowlevel.current_clock().current_time
-        self._paths = Paths(volumes)
-        self._plans = FromPlans(fs, self._wanted, self._still_wanted, clock, fetcher.look_soon)
-        self._shards = FromShards(fs, self._paths, self._still_wanted)
-        self._directories = FromDirectories(
-            fs, self._paths, self._still_wanted, fetcher.look_soon, fetcher.course
-        )
-        self.hints = Hints(self._plans.plans, PlanStore(directory), self._plans_changed, clock)
+        fs, fetcher = self._fs, self._fetcher
+        paths = self._paths = Paths(volumes)
+        self._plans = FromPlans(fs, self._wanted, self._still_wanted, self.clock, fetcher.look_soon)
+        self._shards = FromShards(fs, paths, self._still_wanted)
+        self._directories = FromDirectories(fs, paths, self._still_wanted, fetcher.look_soon, fetcher.course)
+        self.hints = Hints(self._plans.plans, PlanStore(directory), self._plans_changed, self.clock)
         self.awaited = Awaited()
         self._nursery: trio.Nursery | None = None
         self._in_flight = 0  # transfers
@@ -207,7 +200,7 @@ class Prefetcher:
                 self._resume_at = now
             self._wake()
         plans = self._plans.plans
-        if plans.by_name and plans.opened(os.fsencode(self._paths.of(origin, obj)), self._clock()):
+        if plans.by_name and plans.opened(os.fsencode(self._paths.of(origin, obj)), self.clock()):
             if any(plan.jumped for plan in plans.by_name.values()):
                 self._sweep_soon.set()
             self._wake()
@@ -248,7 +241,7 @@ class Prefetcher:
         self._wake()
 
     def _follow(self) -> None:
-        plans, now = self._plans.plans.by_name.values(), self._clock()
+        plans, now = self._plans.plans.by_name.values(), self.clock()
         everything = any(plan.orders and not plan.quiet(now, FOLLOWED_S) for plan in plans)
         if everything and not self.awaited.everything:
             self._fs.forget_known()
@@ -282,7 +275,7 @@ class Prefetcher:
     @property
     def _has_slots(self) -> bool:
         """True if a group may begin."""
-        return self._in_flight + self._group <= self._slots
+        return self._in_flight + self._group <= self.slots
 
     def _paused(self) -> bool:
         return self._now() < self._resume_at
@@ -302,7 +295,7 @@ class Prefetcher:
 
     def _budget(self) -> int:
         """How many bytes may be unused now."""
-        return self._capacity() // UNUSED_SHARE
+        return self.capacity() // UNUSED_SHARE
 
     def _enough(self, budget: int) -> bool:
         return self.awaited.size >= budget or len(self.awaited.files) >= MOST_AWAITED
@@ -320,7 +313,7 @@ class Prefetcher:
         now = self._now()
         small: dict[Origin, list[_Prefetched]] = {}
         for number, candidate in enumerate(group):
-            if self._in_flight >= self._slots or self._enough(budget):
+            if self._in_flight >= self.slots or self._enough(budget):
                 for other in reversed(group[number:]):
                     other.give_back()
                 break
@@ -438,7 +431,7 @@ class Prefetcher:
         if item is not None and self._plans.plans.by_name.get(item.plan.name) is item.plan:
             if item.plan.is_past(item.epoch, item.place):
                 return True
-            if not item.plan.quiet(self._clock()):
+            if not item.plan.quiet(self.clock()):
                 return False
         return file.since < self._now() - PREFETCHED_S
 

@@ -151,6 +151,10 @@ def test_a_key_is_read_from_a_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="16 to 4096"):
         read_key(path)
     path.write_bytes(b"sixteen bytes it\n")
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="every user can read"):
+        read_key(path)
+    path.chmod(0o640)
     assert read_key(path).mac(b"l") == Key(b"sixteen bytes it").mac(b"l")
     assert "sixteen" not in repr(read_key(path))
 
