@@ -88,8 +88,8 @@ class Cluster:
     # -- ownership -------------------------------------------------------------------------------
 
     def candidates(self, digest: bytes, extent: int) -> Iterator[Candidate]:
-        """The members to ask, one after the other; after them the origin. The caller must ask each member that it takes:
-        `Health.may_try` permits one trial of a member that failed, and this uses it."""
+        """The members to ask before the origin. The caller must ask each that it takes: `Health.may_try` permits one trial
+        of a member that failed, and this uses it."""
         own = self.membership.own
         others = takewhile(lambda candidate: candidate.member.name not in own, self.keepers(digest, extent))
         return islice(others, ASKED)
@@ -122,8 +122,8 @@ class Cluster:
         return False
 
     def keepers(self, digest: bytes, extent: int) -> Iterator[Candidate]:
-        """The replicas of the extent in the ring's order, then its successors: this node, and those of the others that may
-        be tried. As with `candidates`, the caller must ask each that it takes."""
+        """The replicas of the extent, then its successors: this node, and those of the others that may be tried. As with
+        `candidates`, the caller must ask each that it takes."""
         # Read once, together: both may be replaced while the caller asks.
         members, own = self.membership.members, self.membership.own
         for rank, name in enumerate(self._owners(digest, extent)):
@@ -165,7 +165,7 @@ class Cluster:
         )
 
     def lied(self, member: Member) -> None:
-        """Send this member no more requests until it or this node restarts. Its successors stand in."""
+        """Send this member no more requests until it or this node restarts."""
         self._health_of(member.name).lying = True
 
     def failed_since(self, candidate: Candidate, moment: float) -> bool:
@@ -213,8 +213,7 @@ class Cluster:
         return sorted(silent)
 
     async def _judged(self, member: Member, ask: Callable[[Address], Awaitable[float]]) -> None:
-        """Call `ask`, which returns the seconds to the first sign of life, and record how it ended in the member's health.
-        Raises what it raises."""
+        """Call `ask`, which returns the seconds to the first sign of life, and record how it ended. Raises as `ask`."""
         health, sent_at = self._health_of(member.name), self._now()
         try:
             first_s = await self._reach(member, ask)
@@ -245,11 +244,11 @@ class Cluster:
             try:
                 found = await ask(address)
             except PeerFailed as exc:
-                if exc.kind == "connect":
-                    continue
-                raise
-            self._reached[member.name] = address
-            return found
+                if exc.kind != "connect":
+                    raise
+            else:
+                self._reached[member.name] = address
+                return found
         found = await ask(last)
         if others:
             self._reached[member.name] = last

@@ -76,26 +76,19 @@ TLS_SLICE = 256 << 10
 
 READ_BYTES = 16 << 10
 
-# What any client may use. A node needs far less.
+# What any client may use. A node needs far less. Several daemons of one machine count as one host.
 CONNECTIONS, CONNECTIONS_PER_HOST = 1024, 128
 IN_FLIGHT, IN_FLIGHT_PER_HOST = 256, 64
-"""Several daemons of one machine count as one host."""
-
 HEAD_S = 5.0
 """From the first byte of a request's head to the last; also for a TLS handshake."""
-
 FIRST_S = 5.0
 """For the first request with a valid signature to begin."""
-
 IDLE_S = 60.0
 """For an unused connection between requests; our clients close theirs sooner (`client.IDLE_S`)."""
-
 STALL_S = 10.0
 """The longest time in which a client takes no byte of a reply."""
-
 REPLY_S = 120.0
 """For a whole reply: a client that takes it byte by byte must not pin an extent for ever."""
-
 THREADS = 8
 """Threads for bytes in memory, and as many for bytes on a disk."""
 
@@ -107,7 +100,6 @@ class Gone(Exception):
 LOST = (OSError, trio.BrokenResourceError)
 """A connection that is lost, or a worker thread that cannot be started (`ssl.SSLError` is an OSError)."""
 
-
 Item: TypeAlias = ServedBlock | bytes
 """What is sent: a block, as a range of a file, or bytes."""
 
@@ -115,8 +107,7 @@ Progressed: TypeAlias = Callable[[], None]
 
 
 class Threads(NamedTuple):
-    """Limits for two kinds of threads: those that send bytes in memory, and those that send bytes on a disk, which may
-    hang."""
+    """Limits for threads that send bytes in memory, and for those that send bytes on a disk, which may hang."""
 
     memory: trio.CapacityLimiter
     disk: trio.CapacityLimiter
@@ -379,8 +370,8 @@ class _Admitted:
 
 @dataclass(eq=False)
 class _Conversation:
-    """Requests and replies on one connection. Every wait has a deadline, and each deadline ends the conversation. One scope
-    has them all, one after the other: a scope for each request would add a tenth to the cost of a small request."""
+    """Requests and replies on one connection. Every wait has a deadline, which ends the conversation. One scope has them
+    all, one after the other: a scope for each would add a tenth to the cost of a small request."""
 
     _server: Server
     _wire: Wire

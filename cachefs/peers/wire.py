@@ -119,7 +119,6 @@ class BlockRequest:
 
     @property
     def start(self) -> int:
-        """The first byte."""
         return self.start_block * self.block_size
 
     @property
