@@ -23,6 +23,7 @@ import os
 import ssl
 import stat
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,14 +110,13 @@ class Signer:
     def __init__(self, key: Key, *, clock: Callable[[], float] = time.time) -> None:
         self.key = key
         self._clock = clock
-        self._sessions: dict[str, tuple[bytes, Iterator[int]]] = {}
+        self._sessions: defaultdict[str, tuple[bytes, Iterator[int]]] = defaultdict(
+            lambda: (os.urandom(SESSION_BYTES), itertools.count(1))
+        )
 
     def sign(self, target: str, host: str) -> tuple[str, Macs]:
         """Sign a GET. Returns the value of its header Authorization, and the MACs that the reply will carry."""
-        found = self._sessions.get(host)
-        if found is None:
-            found = self._sessions[host] = (os.urandom(SESSION_BYTES), itertools.count(1))
-        session, counter = found
+        session, counter = self._sessions[host]
         nonce = session + next(counter).to_bytes(8, "big")
         when = str(int(self._clock()))
         mac = self.key.request_mac(target, host, when, nonce)

@@ -221,6 +221,16 @@ def test_orders_replace_and_push_each_other() -> None:
     assert [o.epoch for o in plan.orders] == [0]
 
 
+def test_a_next_order_that_is_replaced_is_taken_from_its_beginning() -> None:
+    plan = plan_of(10, range(10), range(10))
+    while plan.take() is not None:
+        pass
+    plan.put(order_of(1, range(9, -1, -1), 10))
+    item = plan.take()
+    assert item is not None and (item.epoch, item.place, item.path) == (1, 0, b"d/000009")
+    assert plan.soon <= plan.ahead
+
+
 def test_orders_are_checked() -> None:
     order = Order(0, 3, 5)
     with pytest.raises(ValueError):
