@@ -12,8 +12,7 @@ another request, but not an attacker on the path that finds other bytes with the
 hash; and it hides nothing.
 
 **Certificates.** TLS 1.2 or later; both sides show a certificate. Every holder of a certificate from the CA is a peer:
-names are not compared, because nodes come and go under addresses that no certificate lists.
-"""
+names are not compared, because nodes come and go under addresses that no certificate lists."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ REORDERED_AT_MOST = 1024
 """How far a request of one sender may fall behind later ones. Derived: more than a sender may have in flight."""
 
 MAX_SESSIONS = 8192
-"""Sessions that are remembered. Derived: a thousand nodes that restart every ten seconds of the minute a session is
-kept."""
+"""Sessions that are remembered, each for a minute. Derived: a thousand nodes that restart every ten seconds."""
 
 MIN_KEY_BYTES = 16
 MAX_KEY_BYTES = 4096
@@ -62,8 +60,7 @@ class Key:
         self._keyed = hmac.new(secret, digestmod="sha256")
 
     def mac(self, label: bytes, *parts: bytes) -> bytes:
-        """HMAC-SHA256 over a label and parts. Each is preceded by its length, so that no two lists of parts look the
-        same."""
+        """HMAC-SHA256 over a label and parts, each behind its length, so that no two lists of parts look the same."""
         text = b"".join([len(part).to_bytes(4, "big") + part for part in (label, *parts)])
         mac = self._keyed.copy()  # measured: takes a third less time than with the key
         mac.update(text)
@@ -160,8 +157,7 @@ class Verifier:
         self._sessions: dict[bytes, _Session] = {}
 
     def verify(self, target: str, host: str, authorization: str) -> Macs:
-        """Check a GET. Returns the MACs of its reply. Raises `Unauthorized`. Only a request with a valid MAC takes
-        memory."""
+        """Check a GET. Returns its reply's MACs. Raises `Unauthorized`. Only a request with a valid MAC takes memory."""
         try:
             scheme, when, nonce_hex, mac_hex = authorization.split(" ")
             sent_at = int(when)
@@ -193,8 +189,7 @@ class Verifier:
 
 
 def tls_context(side: int, certificate: Path, key: Path, ca: Path) -> ssl.SSLContext:
-    """TLS for `side`, PROTOCOL_TLS_SERVER or PROTOCOL_TLS_CLIENT: shows our certificate, and accepts any peer's of `ca`.
-    Raises `ConfigError`."""
+    """TLS for PROTOCOL_TLS_SERVER or _CLIENT: shows our certificate, accepts any peer's of `ca`. Raises `ConfigError`."""
     context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.check_hostname = False  # see the module's docstring

@@ -5,8 +5,7 @@ while it was idle: the caller decides what to do without the peer.
 
 A request, the head of its reply and a body of up to `LITTLE` bytes need no thread (measured: twice as many requests of 100
 KB a second as with threads). A worker thread receives a longer body (measured: twice as fast with eight at once). It waits
-in the kernel, because each call and poll of a non-blocking socket competes for the interpreter's lock.
-"""
+in the kernel, because each call and poll of a non-blocking socket competes for the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -59,15 +58,13 @@ READ_BYTES = 16 << 10
 
 WAKE_BYTES = 256 << 10
 """The kernel wakes a thread that receives a block only when so many more bytes are there. Measured, of the time that an
-extent costs both sides: this saves a sixth compared with a wake-up for any byte, as much as 512 KiB do; 64 KiB save a
-twelfth."""
+extent costs both sides: 256 or 512 KiB save a sixth, 64 KiB a twelfth, compared with a wake-up for any byte."""
 
 THREADS = 64
 """Long bodies that are received at once, from all peers; each holds a buffer of one block."""
 
 LITTLE = 256 << 10
-"""Bytes of the longest body that the trio task receives itself. Derived: about 0.1 ms, as long as handing it to a
-thread."""
+"""Bytes of the longest body that needs no thread. Derived: about 0.1 ms, as long as handing it to a thread."""
 
 SPARE_BUFFERS = 16
 """Buffers of each size that are kept between requests."""
@@ -125,8 +122,7 @@ class Connection:
         raise self.silent()
 
     async def ask(self, target: str, authorization: str | None, deadlines: Deadlines) -> tuple[Reply, float]:
-        """Send a request. Returns (head of its reply, seconds to the first sign of life). Each sign of life renews the
-        deadline, until `working_s`."""
+        """Send a request. Returns (reply's head, seconds to the first sign of life). Signs of life renew the deadline."""
         headers = {"Host": str(self.address)}
         if authorization is not None:
             headers["Authorization"] = authorization
@@ -258,8 +254,7 @@ class Connection:
         return False
 
     def hand_over(self, silence_s: float) -> None:
-        """Give the connection to a worker thread, which calls `fill` and then `take_back`. `silence_s` is the longest time
-        that `fill` waits for a byte."""
+        """Give the connection to a worker thread, which calls `fill`, waiting `silence_s` for a byte, and `take_back`."""
         self._handed_over = True
         self._silence_s = silence_s
         if self._tls is None:  # with TLS, `fill` polls
@@ -479,8 +474,7 @@ def _buffer(spare: deque[bytearray], size: int) -> bytearray:
 def checked(
     connection: Connection, block: int, received: memoryview, macs: Macs | None
 ) -> tuple[memoryview, int]:
-    """The block in `received`, which ends in the block's check, and its checksum. Raises `PeerFailed` if the check does not
-    match."""
+    """The block in `received`, which the block's check follows, and its checksum. Raises `PeerFailed` for a wrong check."""
     length = len(received) - check_bytes(macs is not None)
     data, check = received[:length], bytes(received[length:])
     checksum = xxhash.xxh3_64_intdigest(data)
@@ -493,8 +487,7 @@ def checked(
 
 
 async def small_body(connection: Connection, head: Reply, macs: Macs | None, deadline_s: float) -> bytes:
-    """The body of a reply without blocks. Checks its MAC. A refusal may have none: a server cannot sign the reply to a
-    request that it does not accept."""
+    """The body of a reply without blocks, if its MAC is right. The refusal of a request that is not accepted has none."""
     if head.length > MAX_SMALL_BODY:
         raise PeerFailed("corrupt", f"{connection.address}: a reply of {head.length} bytes")
     body = bytearray(head.length)
@@ -522,16 +515,14 @@ RESOLVERS = 4
 
 
 class Resolver:
-    """The system's resolver, in worker threads. A thread that hangs is abandoned; when `RESOLVERS` of them hang, further
-    calls wait until one has returned."""
+    """The system's resolver, in worker threads. A hanging one is abandoned; when `RESOLVERS` hang, further calls wait."""
 
     def __init__(self, getaddrinfo: Callable[..., list[Any]] = socket.getaddrinfo) -> None:
         self._getaddrinfo = getaddrinfo
         self.threads = trio.CapacityLimiter(RESOLVERS)
 
     async def __call__(self, name: str, port: int) -> list[str]:
-        """The IP addresses of a name, the preferred one first. Raises OSError, also if the name cannot be a host's. The
-        caller sets a deadline."""
+        """The IP addresses of a name, the preferred one first. Raises OSError. The caller sets a deadline."""
         resolve = partial(self._getaddrinfo, name, port, type=socket.SOCK_STREAM)
         try:
             found = await in_thread(resolve, limiter=self.threads, abandon_on_cancel=True)
@@ -547,8 +538,7 @@ CONNECT_S = 0.25
 second, which is too late for a reader."""
 
 TOTAL_S = 60.0
-"""Seconds for a whole request, in addition to the time that its bytes may take: a slow origin may need so long for the
-first byte."""
+"""Seconds for a whole request, besides the time for its bytes: a slow origin may need so long for the first one."""
 
 SILENCE_S = 3.0
 """The longest silence after the first sign of life. Derived: three times `wire.WORKING_EVERY_S`."""
@@ -657,8 +647,7 @@ class Client:
     async def prefetch(
         self, address: Address, request: BlockRequest, *, deadline_s: float = 2.0, working_s: float = TOTAL_S
     ) -> float:
-        """Have the peer fetch the blocks of `request`, for which it may take `working_s`. Returns the seconds to the first
-        sign of life."""
+        """Have the peer fetch these blocks, within `working_s`. Returns the seconds to the first sign of life."""
         first_s, _ = await self._ask_small(address, PREFETCH, request, bytes, deadline_s, working_s)
         return first_s
 
@@ -668,8 +657,7 @@ class Client:
         return found
 
     async def have(self, address: Address, request: BlockRequest, *, deadline_s: float = 2.0) -> list[bool]:
-        """For each block of the request, True if the peer has it. The request may span extents, and has at most
-        `wire.MAX_HAVE_BLOCKS` blocks."""
+        """For each of at most `wire.MAX_HAVE_BLOCKS` blocks, in any extents, True if the peer has it."""
         parse = partial(parse_bitmap, count=request.stop_block - request.start_block)
         _, cached = await self._ask_small(address, HAVE, request, parse, deadline_s)
         return cached

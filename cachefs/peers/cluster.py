@@ -8,8 +8,7 @@ A request carries the server's place in this order (its rank). A node fetches fo
 members, or what it is the successor for by the client's rank. So when an owner dies, the origin serves its extents once
 more, and not once for each reader. If two nodes know different members, the worst result is one more request to the origin.
 
-A node sends no request to a third node to answer one. So a request takes one hop and cannot go in circles.
-"""
+A node sends no request to a third node to answer one. So a request takes one hop and cannot go in circles."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ HASTE = ASKED + 1
 for the origin, because the peer may be cut off from the origin when this node is not."""
 
 SUCCESSORS = 2
-"""Members after the replicas, which stand in for dead ones. Derived from `ASKED`: the owner and its successor may both be
-gone."""
+"""Members after the replicas, which stand in for dead ones. Derived: the owner and one successor may both be gone."""
 
 PROBES_AT_ONCE = 64
 """Handshakes in flight."""

@@ -7,8 +7,7 @@ requests the number of keys and the newest revision among them. It reads the key
 again when its lease is lost or its key is not its own. While etcd does not answer, the members stay as they are.
 
 In the gateway's JSON, bytes are base64, 64-bit numbers are strings, and zeros are left out. There is no client library that
-brings neither asyncio nor threads.
-"""
+brings neither asyncio nor threads."""
 
 from __future__ import annotations
 
@@ -71,9 +70,8 @@ BROKEN = (OSError, trio.BrokenResourceError, trio.TooSlowError, h11.ProtocolErro
 
 
 def advertised(listen: Address, toward: Address) -> Address:
-    """The address at which other nodes reach a node that listens at `listen`. For a wildcard it is the source address that
-    the kernel chooses for packets to `toward`; no packet is sent. Blocks for the resolver. Raises OSError if there is no
-    route."""
+    """The address at which other nodes reach a node that listens at `listen`. For a wildcard it is the source address of
+    packets to `toward`; no packet is sent. Blocks for the resolver. Raises OSError if there is no route."""
     if listen.host not in ("", "0.0.0.0", "::"):
         return listen
     for family, *_, sockaddr in socket.getaddrinfo(*toward, type=socket.SOCK_DGRAM):
@@ -201,9 +199,8 @@ def _state(page: Message) -> State:
 
 @dataclass(eq=False, repr=False)
 class Gateway:
-    """A client of one etcd cluster. The first of `endpoints` is asked first; if it does not answer within `ATTEMPT_S`, it
-    becomes the last. `tls` is for https endpoints (default: the system's certificate authorities). With a user, requests
-    carry a token."""
+    """A client of one etcd cluster. An endpoint that does not answer within `ATTEMPT_S` becomes the last. `tls` is for
+    https endpoints (default: the system's certificate authorities). With a user, requests carry a token."""
 
     endpoints: Sequence[Endpoint]
     tls: ssl.SSLContext | None = None

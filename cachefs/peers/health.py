@@ -8,8 +8,7 @@ not be tried.
 Deadlines are derived from the peer's own answers, so a peer that always answered quickly is given up early, and one behind a
 slow link is not. A peer that sends a byte a second is never silent, so `Pace` compares a transfer with the origin's rate.
 
-Pure: the clock (any steady one, in seconds) and the random numbers are passed in.
-"""
+Pure: the clock (any steady one, in seconds) and the random numbers are passed in."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ from cachefs.peers.wire import Kind
 State = Literal["healthy", "suspect", "dead"]
 
 DEAD_AFTER = 3
-"""Failures in a row after which a peer is dead. Derived: with the pauses below, the second trial comes within two
-seconds."""
+"""Failures in a row after which a peer is dead. Derived: with these pauses, its second trial comes within two seconds."""
 
 SLOW_IN_A_ROW = 2
 """So many requests in a row that got no answer in time count as a failure. Each must be sent after the previous one failed.
@@ -117,8 +115,7 @@ class Health:
         self._next_trial = now + ceiling * self._rng.uniform(0.5, 1.0)
 
     def slow(self, sent_at: float, now: float) -> None:
-        """Record that no byte came within the deadline. This counts as an answer that took so long, so the deadline grows
-        for a peer that has become slower."""
+        """Record that no byte came in time. It counts as an answer after so long, so the deadline of a slower peer grows."""
         self._answers.append(now - sent_at)
         if sent_at >= self._slow_at:
             self._slow += 1

@@ -3,8 +3,7 @@
 A list has addresses, but the ring needs node ids. So `Listed.present` asks each address for its handshake: an unknown one
 at every poll, a known one once a minute, because a daemon may return with another weight or other sources. The node's own
 address is recognised without a request. A node that answered once stays a member while it is silent: its `health` decides
-whether it gets requests for blocks.
-"""
+whether it gets requests for blocks."""
 
 from __future__ import annotations
 
@@ -134,8 +133,7 @@ class _Listed:
 
 @dataclass(eq=False, repr=False)
 class Listed:
-    """A source (`membership.Source`) over the addresses that `_look` returns. `_listen` is None for a node that serves no
-    blocks."""
+    """A source (`membership.Source`) over the addresses of `_look`. `_listen` is None for a node that serves no blocks."""
 
     _look: Look
     _handshake: Handshake
@@ -162,8 +160,7 @@ class Listed:
 
     def handshake_requested(self, host: str) -> bool:
         """Request the handshake of the node at this host at the next poll, unless it answered within the last two: two
-        nodes would otherwise ask each other for ever. True if the node may be one that has not answered yet, perhaps one
-        that is listed by its name."""
+        nodes would otherwise ask each other for ever. True if a node has not answered yet: it may be listed by its name."""
         at_host = [found for address, found in self._listed.items() if address.host == host]
         for found in at_host:
             if trio.current_time() - found.requested_at >= 2 * POLL_S:

@@ -6,8 +6,7 @@ share of the ring. Nodes may know different members for a while, and nothing wai
 origin serves an extent once more.
 
 A member's *name* in the ring is its id (`node.node_id`), which belongs to the files in its cache directory; several
-addresses of one id are one member. An address without a known id has no place in the ring.
-"""
+addresses of one id are one member. An address without a known id has no place in the ring."""
 
 from __future__ import annotations
 
@@ -63,9 +62,8 @@ class Ring:
 def _race(
     classes: Mapping[float, tuple[list[str], list[int]]], digest: bytes, extent: int, count: int = 1
 ) -> tuple[str, ...]:
-    """The `count` best members for an extent of the object version with this digest, best first; fewer if there are not so
-    many. If the first one leaves, the second becomes the first. `classes`: weight → (names of the members with that weight,
-    their seeds)."""
+    """The `count` best members for an extent of the version with this digest, best first; fewer if there are not so many. If
+    the first leaves, the second becomes the first. `classes`: weight → (names of its members, their seeds)."""
     key = digest + extent.to_bytes(8, "little")
     arrivals: list[tuple[float, str]] = []
     for weight, (names, seeds) in classes.items():
@@ -136,8 +134,7 @@ class Source(Protocol):
         reading. Of two sightings of one node, the later in the order is the newer. Raises nothing of its own."""
 
     def handshake_requested(self, host: str) -> bool:
-        """A node at this IP address has requested our handshake, so it runs and may be new. True if the next `present` may
-        return more."""
+        """A node at this IP address has requested our handshake. True if the next `present` may return more."""
 
     async def leave(self) -> None:
         """Leave the list, because this node stops. Takes a second at most, also when cancelled."""
@@ -201,8 +198,7 @@ class Membership:
         return self._handshake
 
     def take_id(self, source: Source, handshake: Handshake) -> None:
-        """Use another id from now on. Called while `run` does not run. The members stay as they are until the next
-        report."""
+        """Use another id from the next report on. Called while `run` does not run."""
         self.source, self._handshake = source, handshake
 
     def _report(self, sightings: Iterable[Sighting]) -> None:

@@ -3,8 +3,7 @@
 The node's id is a random word in the cache directory. The ring is made of ids, and a node's place in the ring decides which
 files it caches. So the id is created with the cache, survives restarts and changes of address, and goes when the cache is
 removed. After a cache directory was copied, two nodes have one id, and each sees the other's handshake. The one whose
-daemon drew the higher `life` then takes a new id, and with it another share.
-"""
+daemon drew the higher `life` then takes a new id, and with it another share."""
 
 from __future__ import annotations
 

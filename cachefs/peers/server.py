@@ -7,8 +7,7 @@ Without TLS a file's bytes never come into this process: `sendfile` moves them f
 thread sends a long run of bytes, because it may have to wait for a disk, and because at gigabytes a second the event loop
 would do nothing else. While a client takes nothing, the trio task waits for the client, so such clients occupy no thread. A
 small block in memory is read, so that one call sends head, block and check (measured: a tenth less processor time for 100
-KB).
-"""
+KB)."""
 
 from __future__ import annotations
 
@@ -133,8 +132,7 @@ class Wire(ABC):
 
     @abstractmethod
     async def send(self, run: Iterable[Item], progressed: Progressed = lambda: None) -> None:
-        """Send all of these blocks and bytes. Calls `progressed` whenever it must wait and the client has taken some
-        bytes."""
+        """Send all of these. Calls `progressed` whenever it must wait and the client has taken some bytes."""
 
     async def hung_up(self) -> None:
         """Return when the client closes the connection; never return if it sends something instead."""
@@ -502,8 +500,7 @@ class _Conversation:
             served.take() or await self._arrived(served, working=True)
 
     async def _stream(self, wanted: BlockRequest, served: Served) -> None:
-        """Send head and body. An exception of `served` becomes a status before the first block; after it, the reply is
-        broken off."""
+        """Send head and body. A failure before the first block becomes a status; after it, it breaks off the reply."""
         wire, metrics = self._wire, self._server.metrics
         length = wanted.body_length(self._macs is not None)
         until = trio.current_time() + REPLY_S

@@ -6,8 +6,7 @@
     dns:cachefs.training.svc:7070            every address of that name
     etcd:http://e1:2379,http://e2:2379/name  the nodes that register there, below that prefix
 
-IPv6 addresses stand in brackets.
-"""
+IPv6 addresses stand in brackets."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ class Endpoint(NamedTuple):
 
 
 class EtcdPeers(NamedTuple):
-    """An etcd cluster, and the prefix of the keys under which nodes register: it begins with a slash and does not end in
-    one."""
+    """An etcd cluster, and the prefix of the keys under which nodes register, with a slash before and none behind it."""
 
     endpoints: tuple[Endpoint, ...]
     prefix: str = DEFAULT_PREFIX
@@ -75,8 +73,7 @@ Peers = StaticPeers | DnsPeers | EtcdPeers
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The checked options. `listen` is None for a node that serves no blocks, and for one whose address must be found in
-    the static list (see `node`)."""
+    """The checked options. `listen` is None for a node that serves no blocks, or finds its address in the static list."""
 
     peers: Peers
     listen: Address | None

@@ -40,8 +40,7 @@ WORKING = spell_reply(102, {})
 """The sign of life before a reply."""
 
 WORKING_EVERY_S = 1.0
-"""Seconds between two signs of life, and the longest pause within a body. Derived: half of the longest that a client
-waits."""
+"""Seconds between two signs of life, and the longest pause within a body. Derived: half of what a client waits at most."""
 
 MAX_RANK = 15
 """The highest rank: replicas and successors of one extent together."""
@@ -158,8 +157,7 @@ _QUERY = re.compile(
 
 
 def parse_query(query: str, block_size: int) -> BlockRequest:
-    """The request that a query describes. Raises `Malformed`, also if the object has no such range or the block size is not
-    `block_size`."""
+    """The request that a query describes. Raises `Malformed`, also for a range beyond the object or another block size."""
     match = _QUERY.fullmatch(query)
     if match is None:
         raise Malformed("the query is not a source, a key, an etag and five numbers")
@@ -200,8 +198,7 @@ class Handshake:
     """What a node tells of itself: its id (`node`), which outlives restarts and changes of address, the protocol's version,
     its cache group, the fingerprint of its sources, and its share of the ring (0: it serves no blocks).
 
-    Each daemon draws a random `life`. `block_size` and `shows` (its sources, for people) explain why two nodes do not
-    share."""
+    Each daemon draws a random `life`. `block_size` and `shows` (its sources) explain to people why nodes do not share."""
 
     node: str
     version: int
@@ -217,8 +214,7 @@ class Handshake:
 
     @classmethod
     def parse(cls, body: bytes) -> Handshake:
-        """Parse a handshake. Raises `Malformed`. Unknown fields are ignored; the last three may be missing, as in an
-        earlier version."""
+        """Parse a handshake of any version: unknown fields are ignored. Raises `Malformed`."""
         try:
             parsed = json.loads(body)
             found = cls(**{field.name: parsed[field.name] for field in fields(cls) if field.name in parsed})
@@ -249,8 +245,7 @@ class Busy(CachefsError):
 
 
 class PeerFailed(CachefsError):
-    """A request to a peer failed. Before that, `delivered` bytes went to the sink, in whole and checked blocks: the caller
-    fetches the rest elsewhere."""
+    """A request to a peer failed, after `delivered` bytes in checked blocks. The caller fetches the rest elsewhere."""
 
     def __init__(self, kind: Kind, text: str) -> None:
         super().__init__(text)

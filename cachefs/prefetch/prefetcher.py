@@ -50,8 +50,7 @@ LEAST_GROUPS = 4
 """At least so many groups fill the slots. Guessed: three quarters of the slots stay in use while a group waits for slots."""
 
 UNUSED_SHARE = 2
-"""Files that were prefetched and not opened yet may take half of the cache. Given: the other half is left to files that are
-read again."""
+"""Files that were prefetched and not opened yet may take half of the cache. Given: the rest is for files read again."""
 
 LARGEST_SHARE = 4
 """A file takes at most a quarter of the bytes that may be unused. Of a larger one only the beginning is fetched."""
@@ -111,8 +110,7 @@ class Awaited:
         return file
 
     def end(self, digest: bytes) -> _Prefetched | None:
-        """Stop counting an opened file as unused: it was used, or counts as not wanted. Returns None if it was not
-        counted."""
+        """Stop counting an opened file as unused: it was used, or is not wanted. Returns None if it was not counted."""
         file = self.unread.pop(digest, None)
         if file is not None:
             self.size -= file.size
@@ -145,8 +143,7 @@ class _Watched:
 
 @dataclass(eq=False, repr=False)
 class Prefetcher:
-    """`slots` are transfers at a time, `capacity` returns the bytes that the cache may hold now. Plans are kept in
-    `directory`."""
+    """`slots` transfers at a time. `capacity` returns what the cache may hold now, in bytes. `directory` is for plans."""
 
     _fs: FileSystem
     _fetcher: Fetcher
@@ -304,8 +301,7 @@ class Prefetcher:
         return bool(obj.size) and obj.digest not in self.awaited.files and not self._fetcher.whole(obj)
 
     def _still_wanted(self, obj: ObjectId) -> bool:
-        """`_wanted` for predictions. They leave out a file that was read in this epoch: it may have been evicted, and is not
-        read again soon."""
+        """`_wanted` for predictions: not a file that was read in this epoch. It may have been evicted."""
         return self._wanted(obj) and not self._fetcher.course.had(obj)
 
     def _start(self, nursery: trio.Nursery, group: list[Candidate], budget: int) -> None:

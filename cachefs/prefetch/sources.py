@@ -2,8 +2,7 @@
 
 Each source asks its policy which files to fetch, finds their objects in the cached listings, and skips those that are cached
 or in flight. It returns a group of candidates, of at most the requested number. A plan may name a path that no listing has:
-then the task that fetches it looks it up at the origin.
-"""
+then the task that fetches it looks it up at the origin."""
 
 from __future__ import annotations
 
@@ -162,8 +161,7 @@ class FromShards:
     _progress: OrderedDict[bytes, _Progress] = field(default_factory=OrderedDict)
 
     def opened(self, ino: int, pid: int, origin: Origin, obj: ObjectId, *, cold: bool, counts: bool) -> None:
-        """Note that a large file was opened. `cold`: none of it was cached, or it was prefetched and not read yet. For
-        `counts` see `Shards.opened`."""
+        """Note that a large file was opened. `cold`: none of it was cached, or it was prefetched and not read yet."""
         above, _, name = self._paths.of(origin, obj).rpartition("/")
         listing = _Large(self._fs, ino, above)
         progress = self._progress.pop(obj.digest, None)
@@ -243,8 +241,7 @@ class _Large:
 
 @dataclass(eq=False)
 class _Walk:
-    """A pass through one directory's listing: from the first of the files that were demanded to the end, then from the
-    beginning to that file."""
+    """A pass through one directory's listing: from the first demanded file to the end, then from the beginning to it."""
 
     ino: int  # of any file in it
     start: bytes
