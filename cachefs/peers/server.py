@@ -323,7 +323,11 @@ class Server:
             if not self._connections.enter(host):
                 return
             try:
-                await self._converse(sock, host)
+                wire = TlsWire(sock, self._threads, self.tls) if self.tls else PlainWire(sock, self._threads)
+                with trio.move_on_after(HEAD_S) as handshake_scope:
+                    await wire.begin()
+                if not handshake_scope.cancelled_caught:
+                    await _Conversation(self, wire, host).run()
             except LOST as exc:
                 log.debug("the connection of peer %s is lost: %s", host, exc)
             except Gone as exc:
@@ -331,15 +335,6 @@ class Server:
                     log.warning("reply to peer %s broken off: %s", host, exc)
             finally:
                 self._connections.leave(host)
-
-    async def _converse(self, sock: socket.socket, host: str) -> None:
-        wire: Wire = (
-            PlainWire(sock, self._threads) if self.tls is None else TlsWire(sock, self._threads, self.tls)
-        )
-        with trio.move_on_after(HEAD_S) as handshake_scope:
-            await wire.begin()
-        if not handshake_scope.cancelled_caught:
-            await _Conversation(self, wire, host).run()
 
 
 @dataclass(eq=False)

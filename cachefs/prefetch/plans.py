@@ -284,10 +284,8 @@ class Plans:
 
     def opened(self, path: bytes, now: float) -> bool:
         """Note that a file was opened. True if any plan names it."""
-        named = False
-        for plan in self.by_name.values():
-            named |= plan.opened(path, now)
-        return named
+        named = [plan.opened(path, now) for plan in self.by_name.values()]
+        return any(named)
 
     def take(self, now: float = 0.0) -> Item | None:
         """The next file of the next plan that has one and is not quiet."""

@@ -162,6 +162,15 @@ def test_the_next_order_is_entered(count: int) -> None:
     assert plan.epoch == 2
 
 
+def test_the_same_order_again_is_entered_as_the_next() -> None:
+    """As of a sampler that does not shuffle: its first files are at the beginning of both orders."""
+    plan = plan_of(1000, range(1000), range(1000))
+    run(plan, range(1000))
+    assert plan.epoch == 0
+    run(plan, range(40))
+    assert plan.epoch == 1 and 30 <= plan.position <= 40
+
+
 def test_an_epoch_may_end_early() -> None:
     epochs = [shuffled(20_000, seed) for seed in range(2)]
     plan = plan_of(20_000, *epochs)
