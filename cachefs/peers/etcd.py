@@ -244,7 +244,7 @@ class Gateway:
                 reasons.append(f"{endpoint}: {exc}")
             except BROKEN as exc:
                 reasons.append(f"{endpoint}: {_reason(exc)}")
-            self.endpoints = [*self.endpoints[1:], endpoint]
+            self.endpoints = [*self.endpoints[1:], self.endpoints[0]]
         raise EtcdUnavailable("etcd does not answer: " + "; ".join(reasons))
 
     async def _ask(self, endpoint: Endpoint, path: str, body: Message) -> Message:

@@ -104,8 +104,7 @@ class Awaited:
     def opened(self, digest: bytes) -> _Prefetched | None:
         file = self.files.pop(digest, None)
         if file is not None:
-            if digest in self.unread:
-                self.end(digest)
+            self.end(digest)
             self.unread[digest] = file
         return file
 
