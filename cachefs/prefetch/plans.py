@@ -58,7 +58,7 @@ QUIET_S = 600.0
 dead; the start or the evaluation of a job takes less."""
 
 FOLLOWED_S = 7200.0
-"""For so long after its last use, a plan is told of every open: longer than an evaluation."""
+"""For so long after its last use, a plan is told of every open: longer than an evaluation, and than `TOUCH_EVERY_S`."""
 
 MOST_PLANS = 256
 """Plans at a time: the ranks of several jobs on a node."""
@@ -391,8 +391,8 @@ class Files:
 
 
 # Plans on disk, in a database of their own, so that a restarted daemon continues where the job is. The table `lists` has a
-# list of paths under its digest, once for all plans that share it; `plans` has each plan's name, digest and time of its
-# last order; `orders` has its orders. Nothing here is worth an fsync: a lost plan costs its prefetch.
+# list of paths under its digest, once for all plans that share it; `plans` has each plan's name, digest and time of last
+# use; `orders` has its orders. Nothing here is worth an fsync: a lost plan costs its prefetch.
 
 log = logging.getLogger(__name__)
 
@@ -491,6 +491,9 @@ LONGEST_NAME = 256
 UNFINISHED_S = 600.0
 """An incomplete list or order is dropped when no part of it came for so long. A job sends its parts one after the other."""
 
+TOUCH_EVERY_S = 3600.0
+"""How often the time of last use of a plan is saved. Derived: a small part of `DROP_AFTER_S`."""
+
 
 @dataclass(eq=False, repr=False)
 class Hints:
@@ -506,6 +509,7 @@ class Hints:
         self._orders: dict[str, Order] = {}
         self._unfinished: dict[str, float] = {}  # plan → time of the last part of an incomplete list or order
         self._writing = trio.Lock()
+        self._swept_at = self._clock()
 
     def verbs(self) -> dict[str, Callable[..., Awaitable[int]]]:
         """For the control socket."""
@@ -600,12 +604,17 @@ class Hints:
         return found
 
     async def drop_unused(self) -> None:
-        """Forget plans of jobs that are over, and incomplete ones."""
+        """Forget plans of jobs that are over, and incomplete ones; save which plans are in use."""
         now = self._clock()
         for name in [name for name, at in self._unfinished.items() if now - at > UNFINISHED_S]:
             self._forget_unfinished(name)
         for name in self._plans.expired(now):
             await self.drop(name)
+        if now - self._swept_at > TOUCH_EVERY_S:
+            for plan in list(self._plans.by_name.values()):
+                if plan.used_at > self._swept_at:
+                    await self._save(plan)
+            self._swept_at = now
 
     async def aclose(self) -> None:
         with trio.CancelScope(shield=True):

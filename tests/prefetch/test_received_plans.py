@@ -14,7 +14,7 @@ import pytest
 
 from cachefs.base.errors import ConfigError, NoRoom
 from cachefs.prefetch import plans
-from cachefs.prefetch.plans import MOST_FILES, UNFINISHED_S, Files, Hints, Plans, PlanStore
+from cachefs.prefetch.plans import DROP_AFTER_S, MOST_FILES, UNFINISHED_S, Files, Hints, Plans, PlanStore
 from tests.prefetch.test_plans import plan_of
 
 
@@ -188,3 +188,20 @@ def test_a_place_that_cannot_be_used_costs_a_line(tmp_path: Path, caplog: pytest
     plan_store.close()
     assert len(caplog.records) == 3
     assert PlanStore(tmp_path / "none").load() == []
+
+
+async def test_a_plan_that_is_used_longer_than_a_day_is_read_again(tmp_path: Path) -> None:
+    told = Told(PlanStore(tmp_path / "plans"))
+    await told.hints.files("p", ["a"], 0, 1)
+    await told.hints.order("p", 0, numbers(0), 0, 1)
+    for _ in range(8):
+        told.now += DROP_AFTER_S / 4
+        assert told.plans.opened(b"a", told.now)
+        await told.hints.drop_unused()
+    await told.hints.aclose()
+
+    later = Told(PlanStore(tmp_path / "plans"))
+    later.now = told.now
+    await later.hints.load()
+    assert list(later.plans.by_name) == ["p"]
+    await later.hints.aclose()
