@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -167,36 +166,20 @@ def job(
 ) -> Iterator[int]:
     """Begin a job in the daemon (see `cachefs.daemon.warming`) and send it all its items; yields its number. The job is
     stopped when that, or the code inside, fails or is interrupted."""
-    # A signal between the daemon's answer and the `try` would leave a job that waits for its items.
-    with _uninterrupted() as interruptible:
-        number: int = ask(
-            mountpoint, "warm_start", action=action, at_once=at_once, vanish=vanish, cluster=cluster
-        )
-        try:
-            interruptible()
-            for batch in client.batches(items):
-                if ask(mountpoint, "warm_add", 60.0, job=number, items=batch) != "running":
-                    break  # the job has ended; its status says why
-            ask(mountpoint, "warm_add", 60.0, job=number, items=[], complete=True)
-            yield number
-        except BaseException:
-            with suppress(client.ControlError, MountError):
-                ask(mountpoint, "warm_stop", job=number)
-            raise
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[Callable[[], object]]:
-    """Block signals that end this process until the yielded function is called, or until the end."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-
-    def interruptible() -> object:
-        return signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
+    # A signal before the `try` leaves a job without items, which ends after `warming.INPUT_DEADLINE_S`.
+    number: int = ask(
+        mountpoint, "warm_start", action=action, at_once=at_once, vanish=vanish, cluster=cluster
+    )
     try:
-        yield interruptible
-    finally:
-        interruptible()
+        for batch in client.batches(items):
+            if ask(mountpoint, "warm_add", 60.0, job=number, items=batch) != "running":
+                break  # the job has ended; its status says why
+        ask(mountpoint, "warm_add", 60.0, job=number, items=[], complete=True)
+        yield number
+    except BaseException:
+        with suppress(client.ControlError, MountError):
+            ask(mountpoint, "warm_stop", job=number)
+        raise
 
 
 def follow_job(mountpoint: Path, number: int) -> Iterator[dict[str, Any]]:
