@@ -1,13 +1,12 @@
 """Mounting in the background: a parent that waits, and the child that becomes the daemon.
 
 The child is a new interpreter with the same arguments, not a fork, so nothing of the parent's threads or descriptors leaks
-into the daemon. It writes one line to a pipe: that it is ready, or why not. The parent also waits until the mountpoint
-answers. When the parent gives up, it ends the child and unmounts.
+into the daemon. It writes one line to a pipe: that the mount answers, or why not. When the parent gives up, it ends the
+child and unmounts.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import select
 import signal
@@ -106,7 +105,6 @@ def start(arguments: Sequence[str], config: Config, *, over_dead: bool = False) 
     raises `MountError` with the reason, or `ConfigError` for bad input, and nothing is left running. With `over_dead` the
     new mount replaces a dead one, and a failure leaves a dead mount."""
     until = time.monotonic() + config.mount_timeout
-    before = None if over_dead else config.mountpoint.stat().st_dev
     log_path, log_fd = open_log(config)
     log_start = os.fstat(log_fd).st_size
     read_fd, write_fd = os.pipe()
@@ -125,9 +123,10 @@ def start(arguments: Sequence[str], config: Config, *, over_dead: bool = False) 
         os.close(log_fd)
     try:
         _wait_until_ready(child, read_fd, until, config, log_path, log_start)
-        _wait_for_mount(config, before, until, log_path)
     except BaseException:
-        _stop(child, config.mountpoint, before)
+        _stop(child)
+        if not over_dead:
+            _unmount(child, config.mountpoint)
         raise
     finally:
         os.close(read_fd)
@@ -141,7 +140,9 @@ def _wait_until_ready(
     """Wait for the child's line. Unless it is "ready", raises `ConfigError` for bad input, else `MountError`."""
     line = _read_line(fd, until)
     if line is None:
-        raise MountError(_no_answer(config, log_path))
+        raise MountError(
+            f"{config.mountpoint} did not answer within {config.mount_timeout:g} s: see {log_path}"
+        )
     if line != "ready":
         with suppress(subprocess.TimeoutExpired):
             child.wait(STOP_DEADLINE_S)  # while it closes its cache
@@ -149,10 +150,6 @@ def _wait_until_ready(
             raise ConfigError(line.removeprefix(WRONG))
         reason = line.removeprefix(FAILED) or _last_line(log_path, log_start)
         raise MountError(reason or f"the daemon ended before the mount was there: see {log_path}")
-
-
-def _no_answer(config: Config, log_path: Path) -> str:
-    return f"{config.mountpoint} did not answer within {config.mount_timeout:g} s: see {log_path}"
 
 
 def _read_line(fd: int, until: float) -> str | None:
@@ -169,20 +166,6 @@ def _read_line(fd: int, until: float) -> str | None:
     return received.decode("utf-8", "replace").strip()
 
 
-def _wait_for_mount(config: Config, before: int | None, until: float, log_path: Path) -> None:
-    while True:
-        answer = probe(config.mountpoint, max(until - time.monotonic(), 0.05))
-        if isinstance(answer, os.stat_result) and answer.st_dev != before:
-            return
-        if isinstance(answer, OSError) and answer.errno not in (errno.ETIMEDOUT, errno.ENOTCONN):
-            raise MountError(
-                f"{config.mountpoint} is mounted but cannot be read: {answer.strerror}: see {log_path}"
-            )
-        if time.monotonic() >= until:
-            raise MountError(_no_answer(config, log_path))
-        time.sleep(0.02)
-
-
 def _last_line(path: Path, offset: int) -> str:
     try:
         # Opening a pipe would wait for its writer, and reading it takes the lines away from its reader.
@@ -196,9 +179,8 @@ def _last_line(path: Path, offset: int) -> str:
     return lines[-1] if lines else ""
 
 
-def _stop(child: subprocess.Popen[bytes], mountpoint: Path, before: int | None) -> None:
-    """End the child's whole session and unmount what it mounted. Where a dead mount was there before (`before` is None),
-    leave the mount."""
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    """End the child's whole session."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(child.pid, number)
@@ -209,8 +191,10 @@ def _stop(child: subprocess.Popen[bytes], mountpoint: Path, before: int | None) 
         except subprocess.TimeoutExpired:
             continue
     child.poll()
-    if before is None:
-        return
+
+
+def _unmount(child: subprocess.Popen[bytes], mountpoint: Path) -> None:
+    """Unmount what the stopped child has mounted."""
     mount = mount_at(mountpoint)
     if mount is not None and mount.is_cachefs:
         answer = probe(mountpoint, 1.0)

@@ -205,7 +205,12 @@ class Daemon:
                         async with trio.open_nursery() as nursery:
                             lasting.start_soon(self._stop_on_signal, signals, nursery.cancel_scope.cancel)
                             await self._open_origins(nursery)
-                            await self._open_peers()
+                            self._peers = await PeerNode.open(
+                                self._config,
+                                [origin.source for origin in self._origins],
+                                self._metrics,
+                                self._opened.state_dir,
+                            )
                             if self._config.metrics is not None:
                                 self._endpoint = await open_endpoint(self._config.metrics)
                             await self._serve(nursery, lasting)
@@ -303,10 +308,6 @@ class Daemon:
             if not self._fs.tree_queries.knows(origin):
                 raise exc
             log.warning("%s; what is known of it from earlier is shown", exc)
-
-    async def _open_peers(self) -> None:
-        sources = [origin.source for origin in self._origins]
-        self._peers = await PeerNode.open(self._config, sources, self._metrics, self._opened.state_dir)
 
     def _writable(self) -> bool:
         """True if any source can be written. Logs each that cannot, although no option made it read-only."""
@@ -565,11 +566,12 @@ class Daemon:
         return self._config.sources[0].url if len(self._config.sources) == 1 else "cachefs"
 
     async def _ready(self) -> None:
-        """The kernel has answered INIT: tune it, then report that the mount is ready."""
+        """The kernel has answered INIT: tune it, and report that the mount is ready once it answers."""
         granted = self._backend.backend.max_background
         self._tuning = await trio.to_thread.run_sync(tune, self._config.mountpoint, granted)
         for line in self._tuning:
             log.info("%s", line)
+        await self._watch.answers()
         log.info("mounted %s on %s", self._title(), self._config.mountpoint)
         self._watch.ready = True
         self._mounted.set()
@@ -637,12 +639,20 @@ class Daemon:
     def _verbs(self) -> dict[str, Any]:
         return {
             "status": self._status,
-            "refresh": self._refresh,
+            "refresh": self._fs.refresh,
             **(self._prefetcher.hints.verbs() if self._prefetcher is not None else NO_HINTS),
-            **self._jobs.verbs(),
-            **self._recordings.verbs(),
+            "warm_start": self._jobs.start,
+            "warm_add": self._jobs.add,
+            "warm_status": self._jobs.status_of,
+            "warm_stop": self._jobs.stop,
+            "record_start": self._recordings.start,
+            "record_drain": self._recordings.drain,
+            "record_stop": self._recordings.stop,
             "locate": self._locator.locate,
-            **self._explainer.verbs(),
+            "explain": self._explainer.explain,
+            "watch": self._explainer.watch,
+            "probe": self._explainer.probe,
+            "log_level": self._explainer.log_level,
             "flush": (self._uploading or self._unsent).flush,
             "upgrade": self._upgrade,
         }
@@ -673,10 +683,6 @@ class Daemon:
         self._end, self._stopped_by = End.HANDED_OVER, "upgrade"
         self._backend.backend.pause()
         return version
-
-    async def _refresh(self, path: str = "") -> str:
-        await self._fs.refresh(path)
-        return "looking again"
 
     async def _status(self) -> dict[str, Any]:
         await self._orphans()

@@ -1,6 +1,6 @@
 """The state of the mount for the service manager: sd_notify(3), a datagram to a socket that the manager names.
 
-READY=1 is sent once the mount answers, WATCHDOG=1 twice in the interval that the manager asks for, and STOPPING=1 before the
+READY=1 is sent when the mount answers, WATCHDOG=1 twice in the interval that the manager asks for, and STOPPING=1 before the
 stop. WATCHDOG=1 means that the event loop runs this task, and that the mount answers (`Watch.illness`). A daemon that hangs
 sends nothing, so the manager ends it and starts it again.
 """
@@ -41,13 +41,7 @@ class Notifier:
             log.debug("the service manager was not told %s: %s", lines, exc)
 
     async def attend(self, illness: Callable[[], Awaitable[str]], status: str) -> None:
-        """Send READY=1 with `status` once the mount answers (`illness` gives ""), and from then on WATCHDOG=1 while it does.
-        Returns at once without a service manager."""
-        if not self._address:
-            return
-        while reason := await illness():
-            log.warning("not ready: %s", reason)
-            await trio.sleep(1)
+        """Send READY=1 with `status`, and then WATCHDOG=1 while the mount answers (`illness` gives "")."""
         self.say("READY=1", f"STATUS={status}")
         while self.watchdog_s:
             # Half of the interval is for the answer, and half is reserve.

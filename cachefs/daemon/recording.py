@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -207,10 +207,6 @@ class Recordings:
         self._recorder: Recorder | None = None
         self._unhook: Callable[[], None] | None = None
         self._drained = 0.0
-
-    def verbs(self) -> dict[str, Callable[..., Awaitable[Any]]]:
-        """For the control socket."""
-        return {"record_start": self.start, "record_drain": self.drain, "record_stop": self.stop}
 
     async def start(self) -> int:
         """Begin a recording. Returns its number. Raises `ConfigError` during another one."""

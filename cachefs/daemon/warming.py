@@ -179,22 +179,13 @@ class Jobs:
             "evict": self._evict,
         }
 
-    def verbs(self) -> dict[str, Callable[..., Awaitable[Any]]]:
-        """For the control socket."""
-        return {
-            "warm_start": self.start,
-            "warm_add": self.add,
-            "warm_status": self.status_of,
-            "warm_stop": self.stop,
-        }
-
     def status(self) -> list[dict[str, Any]]:
         """Jobs that run, and the last ones that have ended."""
         ended = [job.id for job in self._jobs.values() if job.state != "running"]
         old = set(ended[:-SHOWN])
         return [job.as_dict() for job in self._jobs.values() if job.id not in old]
 
-    # -- verbs -------------------------------------------------------------------------------------
+    # -- verbs of the control socket -------------------------------------------------------------------------------------
 
     async def start(
         self, action: str = "warm", at_once: int = 0, vanish: bool = False, cluster: bool = False

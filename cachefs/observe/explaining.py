@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import trio
@@ -36,55 +37,36 @@ PROBED_WITHIN_S = 15.0
 LEVELS = ("debug", "info", "warning", "error")
 
 
+@dataclass(eq=False, repr=False)
 class Explainer:
     """Answers these verbs. `status` returns what `cachefs status` shows; `cluster` is None on a mount without peers;
     `writable` tells whether files can be written through the mount."""
 
-    def __init__(
-        self,
-        tree_queries: TreeQueries,
-        store: Store,
-        cluster: Cluster | None,
-        origins: Sequence[Origin],
-        metrics: Metrics,
-        status: Callable[[], Awaitable[dict[str, Any]]],
-        *,
-        writable: bool = False,
-    ) -> None:
-        self._tree_queries = tree_queries
-        self._store = store
-        self._cluster = cluster
-        self._origins = origins
-        self._metrics = metrics
-        self._status = status
-        self._writable = writable
-
-    def verbs(self) -> dict[str, Callable[..., Awaitable[Any]]]:
-        """For the control socket."""
-        return {
-            "explain": self.explain,
-            "watch": self.watch,
-            "probe": self.probe,
-            "log_level": self.log_level,
-        }
+    tree_queries: TreeQueries
+    store: Store
+    cluster: Cluster | None
+    origins: Sequence[Origin]
+    metrics: Metrics
+    status: Callable[[], Awaitable[dict[str, Any]]]
+    writable: bool = False
 
     async def watch(self) -> dict[str, Any]:
         """Status and ledger."""
-        return {**await self._status(), **shown(self._metrics)}
+        return {**await self.status(), **shown(self.metrics)}
 
     async def explain(self, path: str) -> dict[str, Any]:
         """What this node knows of the file at `path` (relative to the mount). Raises `NotFound`, `IsADirectory` and the
         errors of a lookup."""
-        found = await self._tree_queries.resolve(path)
+        found = await self.tree_queries.resolve(path)
         if found is None:
             raise NotFound(f"no such file: {path}")
         origin, version = found
-        store, size = self._store, self._store.block_size
+        store, size = self.store, self.store.block_size
         blocks = block_count(version.size, size)
         extents = -(-blocks // BLOCKS_PER_EXTENT)
         layout = store.layout(version)
         # As `Fetcher.open_backing` decides: a file in memory cannot become the staging file of a writer.
-        on_disk = self._writable and origin.can_write
+        on_disk = self.writable and origin.can_write
         return {
             "path": path,
             "source": version.source,
@@ -101,8 +83,8 @@ class Explainer:
         }
 
     def _extents(self, version: ObjectId, layout: list[dict[str, Any]], extents: int) -> list[dict[str, Any]]:
-        size = self._store.block_size
-        missed = dict(self._metrics.ledger.misses.last(version.digest, extents))
+        size = self.store.block_size
+        missed = dict(self.metrics.ledger.misses.last(version.digest, extents))
         copies: dict[int, list[dict[str, Any]]] = {}
         for copy in layout:
             copies.setdefault(copy["extent"], []).append(copy)
@@ -128,12 +110,12 @@ class Explainer:
 
     def _owner(self, version: ObjectId, extent: int) -> str:
         """The node that owns the extent; "" if it is this one."""
-        owner = None if self._cluster is None else self._cluster.owner(version.digest, extent)
+        owner = None if self.cluster is None else self.cluster.owner(version.digest, extent)
         return str(owner) if owner is not None else ""
 
     async def probe(self) -> list[dict[str, Any]]:
         """The duration of a small request to each origin, in seconds, or its error."""
-        return [await self._probe(origin) for origin in self._origins]
+        return [await self._probe(origin) for origin in self.origins]
 
     async def _probe(self, origin: Origin) -> dict[str, Any]:
         best = float("inf")

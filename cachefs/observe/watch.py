@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections import deque
@@ -17,6 +18,8 @@ from cachefs.base.ledger import WAITED_FOR
 from cachefs.base.metrics import Metrics
 from cachefs.base.tasks import in_thread
 from cachefs.observe.endpoint import Page, Reply, plain
+
+log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.1
 """Seconds between two checks of the clock: a pause is measured up to this much too short; a shorter one may be missed. The
@@ -157,6 +160,12 @@ class Watch:
             else:
                 return ""
         return f"{self._mountpoint} does not answer within {PROBE_S:g} s"
+
+    async def answers(self) -> None:
+        """Return once the mount answers."""
+        while reason := await self.illness():
+            log.warning("not ready: %s", reason)
+            await trio.sleep(1)
 
     # -- their data ---------------------------------------------------------------------------------
 

@@ -160,6 +160,20 @@ async def test_probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
+def test_a_mount_is_waited_for_until_it_answers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    watch = Watch(Metrics(), status, tmp_path / "later")
+
+    async def go() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch.answers)
+            await trio.sleep(0.5)
+            (tmp_path / "later").mkdir()
+            assert trio.lowlevel.current_statistics().tasks_living > 1
+
+    trio.run(go, clock=MockClock(rate=100))
+    assert f"not ready: {tmp_path}/later: No such file or directory" in caplog.text
+
+
 def test_samples_are_bounded_and_complete(tmp_path: Path) -> None:
     metrics = Metrics()
     pages = (watch := Watch(metrics, status, tmp_path)).pages()

@@ -76,21 +76,10 @@ def attended(notifier: Notifier, mount: Mount, seconds: float) -> None:
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
-def test_ready_is_said_once_the_mount_answers(manager: Listener, mount: Mount) -> None:
-    mount.hangs = trio.Event()
-    notifier = Notifier(asked_by(manager))
-
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(notifier.attend, mount.illness, "shows s3://bucket")
-            await trio.testing.wait_all_tasks_blocked()
-            assert mount.asked == 1
-            assert manager.heard() == []
-            assert mount.hangs is not None
-            mount.hangs.set()
-
-    trio.run(main, clock=trio.testing.MockClock())
+def test_ready_is_said_at_once(manager: Listener, mount: Mount) -> None:
+    attended(Notifier(asked_by(manager)), mount, 1)
     assert manager.heard() == ["READY=1\nSTATUS=shows s3://bucket"]
+    assert mount.asked == 0
 
 
 def test_the_watchdog_hears_from_a_living_mount_twice_in_its_interval(
