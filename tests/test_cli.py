@@ -652,11 +652,7 @@ def test_the_device(tmp_path: Path, fuse: Path, monkeypatch: pytest.MonkeyPatch)
     text = refusal(config_for(tmp_path / "m"))
     assert "modprobe fuse" in text
     assert "--device /dev/fuse" in text
-    assert "modprobe fuse" in str(mounting.translate_mount_failure(RuntimeError("fuse_session_mount failed")))
     fuse.touch()
-    assert "fuse_session_mount failed" in str(
-        mounting.translate_mount_failure(RuntimeError("fuse_session_mount failed"))
-    )
 
     def denied(*_: object) -> int:
         raise PermissionError(errno.EPERM, "no")

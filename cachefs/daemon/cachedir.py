@@ -16,6 +16,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.shared_memory import RowLog
 from cachefs.base.units import about_bytes
 from cachefs.config.config import Config
+from cachefs.daemon.mounting import existing_above
 from cachefs.fs import FORMAT, TABLES
 from cachefs.store import SHM, OpenStore, Store, open_store, remove_orphans
 from cachefs.upload import refuse_foreign
@@ -23,11 +24,8 @@ from cachefs.upload import refuse_foreign
 
 def _disk_of(config: Config) -> tuple[int, int]:
     """(free bytes, all bytes) of the disk that the cache directory is or will be on; (0, 0) if that cannot be read."""
-    place = config.cache_dir
-    while not os.path.exists(place) and place != place.parent:  # Path.exists raises without permission
-        place = place.parent
     try:
-        disk = os.statvfs(place)
+        disk = os.statvfs(existing_above(config.cache_dir))
         return disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
     except OSError:
         return 0, 0

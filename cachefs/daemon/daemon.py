@@ -498,12 +498,14 @@ class Daemon:
         except MountError as exc:
             if config.descriptor is not None:
                 raise
-            reason = mounting.translate_mount_failure(exc)
+            # `mounting.check` has excluded all other reasons.
+            is_root = os.getuid() == 0
+            hint = (
+                "seccomp or AppArmor of a container may forbid it" if is_root else "the line before says why"
+            )
             if self._replaces_dead and mount_at(config.mountpoint) is None:
-                reason = MountError(
-                    f"{reason}; {config.mountpoint} is no dead mount any more, but a directory"
-                )
-            raise reason from exc
+                hint += f"; {config.mountpoint} is no dead mount any more, but a directory"
+            raise MountError(f"mounting failed ({exc}): {hint}") from exc
         backend = self._backend.backend
         if config.descriptor is None:
             self._stopping.mounted(config.mountpoint)

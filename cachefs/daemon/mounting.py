@@ -12,7 +12,6 @@ import os
 import resource
 import shutil
 import stat
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,21 +109,33 @@ def _check_descriptors() -> None:
         )
 
 
-def _check_cache_directory(path: Path) -> None:
-    for above in (path, *path.parents):
-        if os.path.exists(above):  # Path.exists raises without permission
-            if not above.is_dir():
-                raise MountError(
-                    f"the cache directory {path} cannot be: {above} is a file: choose another --cache-dir"
-                )
-            return
+def existing_above(path: Path) -> Path:
+    """The path itself, or the nearest directory above it that exists."""
+    while not os.path.exists(path) and path != path.parent:  # Path.exists raises without permission
+        path = path.parent
+    return path
 
 
 def check_rights(allow_other: bool = False) -> None:
     """Raises `MountError` when this process may not mount anything."""
-    _check_fuse()
+    container = "in a container add --device /dev/fuse --cap-add SYS_ADMIN"
+    try:
+        os.close(os.open(FUSE_DEVICE, os.O_RDWR))
+    except FileNotFoundError:
+        raise MountError(f"{FUSE_DEVICE} is missing: modprobe fuse; {container}") from None
+    except PermissionError:
+        raise MountError(
+            f"no permission to open {FUSE_DEVICE}: chmod 666 {FUSE_DEVICE}; {container}"
+        ) from None
+    except OSError as exc:
+        raise MountError(
+            f"{FUSE_DEVICE} cannot be opened ({exc.strerror}): modprobe fuse; {container}"
+        ) from exc
     if os.getuid() == 0:
-        _check_capability()
+        if not linux.has_capability(linux.CAP_SYS_ADMIN):
+            raise MountError(
+                "this root may not mount: give the container --cap-add SYS_ADMIN --device /dev/fuse"
+            )
         return
     if shutil.which("fusermount3") is None:
         raise MountError("fusermount3 is missing: apt-get install fuse3")
@@ -199,52 +210,30 @@ def _check_directory(config: Config, *, nonempty: bool) -> None:
 
 
 def _check_overlap(config: Config) -> None:
+    mountpoint = config.mountpoint
     # First without resolving links: resolving one below a mount that is not served yet would wait for this process.
     for resolve in (os.path.abspath, os.path.realpath):
-        _check_nesting(config, resolve)
-    _check_cache_directory(config.cache_dir)
-
-
-def _check_nesting(config: Config, resolve: Callable[[str], str]) -> None:
-    mountpoint, cache_dir = config.mountpoint, Path(resolve(str(config.cache_dir)))
-    if cache_dir.is_relative_to(mountpoint):
-        raise MountError(
-            f"the cache directory {cache_dir} is inside the mountpoint: choose another --cache-dir"
-        )
-    if mountpoint.is_relative_to(cache_dir):
-        raise MountError(
-            f"the mountpoint {mountpoint} is inside the cache directory: choose another --cache-dir"
-        )
-    for source in config.sources:
-        if not source.url.startswith("file://"):
-            continue
-        shown = Path(resolve(source.url.removeprefix("file://").removeprefix("localhost")))
-        if shown.is_relative_to(mountpoint) or mountpoint.is_relative_to(shown):
+        cache_dir = Path(resolve(config.cache_dir))
+        if cache_dir.is_relative_to(mountpoint):
             raise MountError(
-                f"{mountpoint} and its source {source.url} contain one another, so the mount would read itself: "
-                "mount somewhere else"
+                f"the cache directory {cache_dir} is inside the mountpoint: choose another --cache-dir"
             )
-
-
-def _check_fuse() -> None:
-    container = "in a container add --device /dev/fuse --cap-add SYS_ADMIN"
-    try:
-        os.close(os.open(FUSE_DEVICE, os.O_RDWR))
-    except FileNotFoundError:
-        raise MountError(f"{FUSE_DEVICE} is missing: modprobe fuse; {container}") from None
-    except PermissionError:
+        if mountpoint.is_relative_to(cache_dir):
+            raise MountError(
+                f"the mountpoint {mountpoint} is inside the cache directory: choose another --cache-dir"
+            )
+        for url in (source.url for source in config.sources if source.url.startswith("file://")):
+            shown = Path(resolve(url.removeprefix("file://").removeprefix("localhost")))
+            if shown.is_relative_to(mountpoint) or mountpoint.is_relative_to(shown):
+                raise MountError(
+                    f"{mountpoint} and its source {url} contain one another, so the mount would read itself: "
+                    "mount somewhere else"
+                )
+    above = existing_above(config.cache_dir)
+    if not above.is_dir():
         raise MountError(
-            f"no permission to open {FUSE_DEVICE}: chmod 666 {FUSE_DEVICE}; {container}"
-        ) from None
-    except OSError as exc:
-        raise MountError(
-            f"{FUSE_DEVICE} cannot be opened ({exc.strerror}): modprobe fuse; {container}"
-        ) from exc
-
-
-def _check_capability() -> None:
-    if not linux.has_capability(linux.CAP_SYS_ADMIN):
-        raise MountError("this root may not mount: give the container --cap-add SYS_ADMIN --device /dev/fuse")
+            f"the cache directory {config.cache_dir} cannot be: {above} is a file: choose another --cache-dir"
+        )
 
 
 def _user_allow_other() -> bool:
@@ -252,20 +241,6 @@ def _user_allow_other() -> bool:
         return any(line.strip() == "user_allow_other" for line in FUSE_CONF.read_text().splitlines())
     except OSError:
         return False
-
-
-def translate_mount_failure(exc: BaseException) -> MountError:
-    """The error that explains libfuse's ``fuse_session_mount failed``, by checks made after the failure."""
-    try:
-        _check_fuse()
-        if os.getuid() == 0:
-            _check_capability()
-    except MountError as reason:
-        return reason
-    hint = (
-        "seccomp or AppArmor of a container may forbid it" if os.getuid() == 0 else "the line before says why"
-    )
-    return MountError(f"mounting failed ({exc}): {hint}")
 
 
 def detach(mount: Mount, *, lazy: bool) -> None:

@@ -257,10 +257,7 @@ class Jobs:
             await self._store.flush()  # a pin must survive a kill once it is reported
         if job.action == "pin" and job.error and job.done_files:
             job.error += f"; {job.done_files:,} files of them are pinned (cachefs unpin lets them go)"
-        if job.error:
-            job.state = "failed"
-        else:
-            job.state = "done" if done else "stopped"
+        job.state = "failed" if job.error else "done" if done else "stopped"
         job.ended = time.time()
         job.pieces.clear()
         job.items.clear()
@@ -429,8 +426,7 @@ class Jobs:
         job.done_bytes += wanted.object.size
 
     async def _pin(self, job: Job, wanted: Wanted) -> None:
-        obj = self._store.object(wanted.object)
-        self._store.pins.check(obj)  # refuse it before it is fetched
+        self._store.pins.check(self._store.object(wanted.object))  # refuse it before it is fetched
         await self._warm(job, wanted)
         obj = self._store.object(wanted.object)
         was_pinned = obj.pinned

@@ -209,8 +209,7 @@ def limits(files: int, memory: int) -> Iterator[Finding]:
 
 def cache_disk(place: Path, *, measure: bool) -> Iterator[Finding]:
     """The disk's filesystem, free space and speed."""
-    while not os.path.exists(place) and place != place.parent:
-        place = place.parent
+    place = mounting.existing_above(place)
     subject = f"cache disk {place}"
     try:
         stats = os.statvfs(place)

@@ -562,7 +562,7 @@ def test_a_disk_that_cannot_be_measured_is_followed_by_what_to_do(
 def test_a_directory_that_cannot_be_examined_is_no_internal_error(tmp_path: Path) -> None:
     """stat(2) fails, as without permission for a directory above."""
     unseen = tmp_path / ("x" * 300) / "cache"
-    mounting._check_cache_directory(unseen)
+    assert mounting.existing_above(unseen) == tmp_path
     (tmp_path / "file").touch()
     [a_file] = doctor.cache_disk(tmp_path / "file", measure=True)
     assert (a_file.level, a_file.found) == ("problem", "is a file")
