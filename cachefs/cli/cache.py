@@ -21,18 +21,8 @@ import click
 from cachefs import hints
 from cachefs.base.errors import ConfigError, MountError, NotFound
 from cachefs.base.units import about_bytes, about_share, format_bytes, parse_capacity
-from cachefs.cli import show
-from cachefs.cli.places import (
-    PathText,
-    Place,
-    list_option,
-    mounts_of,
-    parse_seconds,
-    parts_in_recording,
-    paths_by_mount,
-    paths_in_list,
-    single_path,
-)
+from cachefs.cli import places, show
+from cachefs.cli.places import PathText, Place, list_option, paths_by_mount
 from cachefs.cli.show import as_json, note, say
 from cachefs.config.config import Eviction
 from cachefs.daemon import asking
@@ -95,36 +85,32 @@ def warm(
     if stop:
         if list_file is not None or parallel or check or background or profile or cluster:
             raise ConfigError("--stop ends the jobs of PATH's mount, and goes without other options")
-        count = sum(asking.ask(mountpoint, "warm_stop", job=None) for mountpoint in mounts_of(paths))
+        count = sum(asking.ask(mountpoint, "warm_stop", job=None) for mountpoint in places.mounts_of(paths))
         if as_json:
             show.data({"ended": count})
         note(f"{count} jobs ended")
         return 0
     if profile and list_file is not None:
         raise ConfigError("--profile and -T are two lists of what to fetch: give one of them")
-    wanted: Mapping[Path, Iterable[Any]]
-    wanted = (
-        parts_in_recording(profile, single_path(paths, "--profile"))
+    wanted: Mapping[Path, Iterable[Any]] = (
+        places.parts_in_recording(profile, places.single_path(paths, "--profile"))
         if profile
         else paths_by_mount(paths, list_file)
     )
+    how: dict[str, Any] = {"at_once": parallel or 0, "vanish": bool(profile), "cluster": cluster}
     if background:
         if check:
             raise ConfigError("--background returns before anything is known, so it excludes --check")
         started = []
         for mountpoint, items in wanted.items():
-            running = asking.job(
-                mountpoint, "warm", items, at_once=parallel or 0, vanish=bool(profile), cluster=cluster
-            )
-            with running as number:
+            with asking.job(mountpoint, "warm", items, **how) as number:
                 started.append({"job": number, "mountpoint": str(mountpoint)})
         if as_json:
             show.data(started)
-        for job in () if as_json else started:
-            say(f"job {job['job']} on {job['mountpoint']}")
+        else:
+            say(*(f"job {job['job']} on {job['mountpoint']}" for job in started))
         return 0
-    action = "check" if check else "warm"
-    done = _jobs(action, wanted, parallel, vanish=bool(profile), cluster=cluster, as_json=as_json)
+    done = _jobs("check" if check else "warm", wanted, as_json, **how)
     if check:
         whole = done["cached_bytes"] >= done["bytes"] and done["cached_files"] >= done["files"]
         if not as_json:
@@ -162,7 +148,7 @@ def evict(paths: tuple[Path, ...], list_file: str | None, as_json: bool) -> None
 
     An open file is dropped when it is closed. A later read fetches the files again.
     """
-    done = _jobs("evict", paths_by_mount(paths, list_file), as_json=as_json)
+    done = _jobs("evict", paths_by_mount(paths, list_file), as_json)
     staying = f"; {done['kept_files']:,} files stay, pinned or in use" if done["kept_files"] else ""
     note(f"freed {about_bytes(done['freed_bytes'])} of {done['done_files']:,} files{staying}")
 
@@ -178,7 +164,7 @@ def pin(paths: tuple[Path, ...], list_file: str | None, parallel: int | None, as
     Pins survive restarts. A pin holds for the present version of a file: if the file is replaced at the origin, the
     new version is not pinned. The mount's --pin-budget limits the sum of all pins.
     """
-    done = _jobs("pin", paths_by_mount(paths, list_file), parallel, as_json=as_json)
+    done = _jobs("pin", paths_by_mount(paths, list_file), as_json, at_once=parallel or 0)
     note(
         f"pinned {done['done_files']:,} files, {about_bytes(done['done_bytes'])} "
         f"({about_bytes(done['fetched_bytes'])} fetched)"
@@ -194,24 +180,16 @@ def unpin(paths: tuple[Path, ...], list_file: str | None, as_json: bool) -> None
 
     With the mountpoint as PATH, all pins end, those of versions that were replaced or removed at the origin, too.
     """
-    done = _jobs("unpin", paths_by_mount(paths, list_file), as_json=as_json)
+    done = _jobs("unpin", paths_by_mount(paths, list_file), as_json)
     note(f"unpinned {done['done_files']:,} files")
 
 
-def _jobs(
-    action: str,
-    wanted: Mapping[Path, Iterable[Any]],
-    at_once: int | None = None,
-    *,
-    vanish: bool = False,
-    cluster: bool = False,
-    as_json: bool = False,
-) -> dict[str, Any]:
-    """Run a job on each mount, one after the other. Returns the sums of their results. Raises if a job or a file failed."""
+def _jobs(action: str, wanted: Mapping[Path, Iterable[Any]], as_json: bool, **how: Any) -> dict[str, Any]:
+    """Run a job on each mount, one after the other (`how`: see `asking.job`). Returns the sums of their results. Raises if a
+    job or a file failed."""
     ended: list[dict[str, Any]] = []
     for mountpoint, items in wanted.items():
-        job = asking.job(mountpoint, action, items, at_once=at_once or 0, vanish=vanish, cluster=cluster)
-        with job as number:
+        with asking.job(mountpoint, action, items, **how) as number:
             ended.append(show.progress(asking.follow_job(mountpoint, number)))
     counts = [name for name, value in ended[0].items() if type(value) in (int, float)]
     total: dict[str, Any] = {name: sum(job[name] for job in ended) for name in counts}
@@ -259,7 +237,7 @@ def hint(mountpoint: Path, list_file: str | None, plan: str, epoch: int, drop: b
         return
     if list_file is None:
         raise ConfigError("no LIST: give the paths with -T, one a line")
-    wanted = paths_in_list(list_file, mountpoint)
+    wanted = places.paths_in_list(list_file, mountpoint)
     if list(wanted) != [mount]:
         raise ConfigError(f"{list_file} has paths that are not below {mount}")
     hints.send_files(mount, plan, wanted[mount])
@@ -288,7 +266,7 @@ def record(mountpoint: Path, output: str, how_long: str | None) -> None:
     what cache it needs. Reads that the kernel answers from its page cache are not recorded.
     """
     mount, _ = asking.mount_of(mountpoint)
-    until = float("inf") if how_long is None else time.monotonic() + parse_seconds(how_long, "--for")
+    until = float("inf") if how_long is None else time.monotonic() + places.parse_seconds(how_long, "--for")
     enough = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: enough.set())
@@ -427,15 +405,14 @@ def _bytes(text: str, option: str) -> int:
 def _table(results: list[Any]) -> list[str]:
     epochs = sorted(results[0].asked)
     shown = epochs if len(epochs) <= SHOWN else [*epochs[: SHOWN - 1], epochs[-1]]
+    heads = ["#cache", "#policy", *(f"#epoch {epoch}" for epoch in shown), "#from the origin"]
     rows = []
     for result in results:
         ratios = [f"{100 * result.ratio(epoch):.1f} %" for epoch in shown]
         rows.append(
             [about_bytes(result.cache_bytes), result.policy, *ratios, about_bytes(result.store_bytes)]
         )
-    return show.table(
-        ["#cache", "#policy", *(f"#epoch {epoch}" for epoch in shown), "#from the origin"], rows
-    )
+    return show.table(heads, rows)
 
 
 COMMANDS = (warm, evict, pin, unpin, hint, record, simulate)

@@ -10,6 +10,7 @@ import errno
 import os
 import stat
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from operator import itemgetter
@@ -38,14 +39,15 @@ CACHED = "user.cachefs.cached"
 @as_json("A list of objects: path, size, cached.")
 def list_cached(path: Path, as_json: bool) -> None:
     """Show size, cached bytes and share of the file PATH, or of each file in the directory PATH."""
-    _refuse_outside_mounts(path)
+    asking.mount_of(
+        path
+    )  # refuses a path outside of a mount, where reading the attribute raises an unclear errno
     try:
         known = _measure(path)
         rows = [(str(path), path, known)]
         if known is None:
-            rows = [
-                (entry.name, entry, _measure(entry, may_be_missing=True)) for entry in sorted(path.iterdir())
-            ]
+            entries = sorted(path.iterdir())
+            rows = [(entry.name, entry, _measure(entry, may_be_missing=True)) for entry in entries]
     except OSError as exc:
         raise _failure(path, exc) from exc
     if as_json:
@@ -64,7 +66,7 @@ def add_up(path: Path, max_depth: int | None, summarize: bool, as_json: bool) ->
     """Add up size and cached bytes of the files below PATH, directory by directory, the total last."""
     if summarize and max_depth is not None:
         raise ConfigError("--summarize shows the total alone, so it excludes --max-depth")
-    _refuse_outside_mounts(path)
+    asking.mount_of(path)  # as in `ls`
     found: list[dict[str, Any]] = []
     deepest = 0 if summarize else max_depth
 
@@ -108,18 +110,12 @@ def _measure(path: Path, *, may_be_missing: bool = False) -> _Measured | None:
     """The bytes of a file; None for a directory, zeros for a missing file that `may_be_missing`."""
     try:
         stats = path.stat()
-        return (
-            None if stat.S_ISDIR(stats.st_mode) else _Measured(stats.st_size, int(os.getxattr(path, CACHED)))
-        )
+        is_directory = stat.S_ISDIR(stats.st_mode)
+        return None if is_directory else _Measured(stats.st_size, int(os.getxattr(path, CACHED)))
     except FileNotFoundError:
         if not may_be_missing:
             raise
         return _Measured(0, 0)
-
-
-def _refuse_outside_mounts(path: Path) -> None:
-    """Raise `MountError` for a path outside of a mount. Reading the attribute there would raise an unclear errno."""
-    asking.mount_of(path)
 
 
 def _row(known: _Measured, name: str) -> str:
@@ -141,17 +137,12 @@ def locate(paths: tuple[Path, ...], as_json: bool) -> None:
         return
     rows = []
     for answer in answers:
+        size = answer["bytes"]
         for node, cached in sorted(answer["nodes"].items()):
-            is_silent = node in answer["unreachable"]
-            rows.append(
-                (
-                    "?" if is_silent else about_bytes(cached),
-                    about_bytes(answer["bytes"]),
-                    "?" if is_silent else about_share(cached, answer["bytes"]),
-                    node,
-                    answer["path"],
-                )
-            )
+            held, share = about_bytes(cached), about_share(cached, size)
+            if node in answer["unreachable"]:
+                held = share = "?"
+            rows.append((held, about_bytes(size), share, node, answer["path"]))
     say(*show.table(("#HELD", "#SIZE", "#SHARE", "NODE", "PATH"), rows))
     silent = {node: why for answer in answers for node, why in answer["unreachable"].items()}
     for why in silent.values():
@@ -187,19 +178,15 @@ def info(path: Path, as_json: bool) -> None:
             ("path", f"{mountpoint / relative}/"),
             ("files", f"{located['files']:,}"),
             ("size", about_bytes(located["bytes"])),
-            *(
-                (f"on {node}", _of(count, located["bytes"]))
-                for node, count in sorted(located["nodes"].items())
-            ),
+            *((f"on {node}", _of(part, located["bytes"])) for node, part in sorted(located["nodes"].items())),
         ]
     else:
-        extents = known.pop("extents")
-        known["pinned"] = any(copy["pinned"] for row in extents for copy in row["tiers"])
-        tiers: dict[str, int] = {}
-        for row in extents:
-            for copy in row["tiers"]:
-                tiers[copy["tier"]] = tiers.get(copy["tier"], 0) + copy["blocks"]
-        known["tiers"] = tiers
+        copies = [copy for row in known.pop("extents") for copy in row["tiers"]]
+        known["pinned"] = any(copy["pinned"] for copy in copies)
+        tiers = known["tiers"] = Counter[str]()
+        for copy in copies:
+            tiers[copy["tier"]] += copy["blocks"]
+        reader = f"the kernel, from {known['passthrough_on']}" if known["passthrough_on"] else "the daemon"
         lines = [
             ("path", str(path)),
             ("object", f"{known['source']}/{known['key']}"),
@@ -209,10 +196,7 @@ def info(path: Path, as_json: bool) -> None:
             ("cached", _of(known["cached_bytes"], known["size"])),
             *((f"on {tier}", f"{count:,} blocks") for tier, count in tiers.items()),
             ("pinned", "yes" if known["pinned"] else "no"),
-            (
-                "read by",
-                f"the kernel, from {known['passthrough_on']}" if known["passthrough_on"] else "the daemon",
-            ),
+            ("read by", reader),
         ]
     if as_json:
         show.data(known)
@@ -271,9 +255,7 @@ def _extent(row: Mapping[str, Any], now: float) -> str:
     parts = []
     for copy in row["tiers"]:
         if copy["blocks"]:
-            more = [
-                word for word, key in (("pinned", "pinned"), ("remote-owned", "remote_owned")) if copy[key]
-            ]
+            more = [key.replace("_", "-") for key in ("pinned", "remote_owned") if copy[key]]
             if copy["verified"] < copy["blocks"]:
                 more.append("not verified yet")
             count = "" if copy["blocks"] == row["blocks"] else f" {copy['blocks']} of {row['blocks']} blocks"

@@ -70,24 +70,10 @@ def _grown(now: Mapping[str, int], before: Mapping[str, int]) -> Counter[str]:
 
 # -- stats -----------------------------------------------------------------------------------------
 
-COLUMNS = (
-    ("HIT", 6),
-    ("DAEMON", 6),
-    ("READS", 10),
-    ("OPENS", 7),
-    ("PASS", 6),
-    ("ORIGIN", 10),
-    ("GET", 6),
-    ("PEERS", 10),
-    ("SENT", 10),
-    ("EVICTED", 7),
-    ("WAIT", 6),
-    ("NOW", 4),
+LINE = "{:>6} {:>6} {:>10} {:>7} {:>6} {:>10} {:>6} {:>10} {:>10} {:>7} {:>6} {:>4}"
+HEADS = LINE.format(
+    "HIT", "DAEMON", "READS", "OPENS", "PASS", "ORIGIN", "GET", "PEERS", "SENT", "EVICTED", "WAIT", "NOW"
 )
-
-
-def _line(cells: tuple[str, ...]) -> str:
-    return " ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, COLUMNS, strict=True))
 
 
 @click.command(short_help="Activity of a mount, a line a second.")
@@ -111,20 +97,19 @@ def stats(mountpoint: Path | None, interval: str | None, count: int | None, as_j
         grown = _grown(after["metrics"], before["metrics"])
         blocked_s = after["reads"]["blocked_s"] - before["reads"]["blocked_s"]
         if as_json:
-            line = {
+            times = {
                 "time": round(time.time(), 3),
                 "seconds": round(seconds, 3),
                 "blocked_s": round(blocked_s, 6),
                 "waiting": after["reads"]["waiting"],
                 "loop_pause_s": after["loop_pause_s"],
             }
-            show.data(line | grown, line=True)
+            show.data(times | grown, line=True)
             continue
         if number % HEADS_EVERY == 0:
-            say(_line(tuple(head for head, _ in COLUMNS)))
-        ratios = ("-" if ratio is None else share(ratio, 1) for ratio in hit_ratios(grown))
-        cells = (
-            *ratios,
+            say(HEADS)
+        line = LINE.format(
+            *("-" if ratio is None else share(ratio, 1) for ratio in hit_ratios(grown)),
             rate(grown["fuse_read_bytes"], seconds),
             f"{grown['fuse_open'] / seconds:,.0f}",
             share(grown["passthrough_opens"], grown["fuse_open"]),
@@ -134,9 +119,9 @@ def stats(mountpoint: Path | None, interval: str | None, count: int | None, as_j
             rate(grown["origin_bytes_sent"], seconds),
             f"{grown['evicted_blocks']:,}",
             share(blocked_s, seconds),
-            str(after["reads"]["waiting"]),
+            after["reads"]["waiting"],
         )
-        say(_line(cells))
+        say(line)
 
 
 # -- top -------------------------------------------------------------------------------------------
@@ -318,26 +303,18 @@ def ledger(mountpoint: Path | None, prices: Path | None, as_json: bool) -> None:
             for row in known["processes"]
             if row["requests"]
         ]
-        since_s = round(time.time() - float(known["started"]), 1)
-        show.data(
-            {
-                "since_s": since_s,
-                "total": total,
-                "datasets": datasets,
-                "processes": processes,
-                "currency": price.currency if price else None,
-            }
-        )
+        answer = {
+            "since_s": round(time.time() - float(known["started"]), 1),
+            "total": total,
+            "datasets": datasets,
+            "processes": processes,
+            "currency": price.currency if price else None,
+        }
+        show.data(answer)
         return
     shown = [kind for kind in ORIGIN_REQUESTS if total["requests"].get(kind)]
-    heads = [
-        "DATASET",
-        *(f"#{kind.upper().replace('_', ' ')}" for kind in shown),
-        "#FROM ORIGIN",
-        "#TO ORIGIN",
-    ]
-    if price:
-        heads.append(f"#{price.currency}")
+    counts = [f"#{kind.upper().replace('_', ' ')}" for kind in shown]
+    heads = ["DATASET", *counts, "#FROM ORIGIN", "#TO ORIGIN", *([f"#{price.currency}"] if price else [])]
     ordered = sorted(datasets, key=lambda entry: (-entry.get("cost", 0), -sum(entry["requests"].values())))
     rows = [
         (

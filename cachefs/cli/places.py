@@ -153,9 +153,7 @@ def parts_in_recording(file: str, base: Path) -> dict[Path, list[Any]]:
 
 def _lines(file: str) -> Iterator[str]:
     try:
-        with open(
-            0 if file == "-" else file, encoding="utf-8", errors="surrogateescape", closefd=file != "-"
-        ) as lines:
+        with click.open_file(file, encoding="utf-8", errors="surrogateescape") as lines:
             for line in lines:
                 yield line.rstrip("\r\n")
     except OSError as exc:
