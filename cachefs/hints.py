@@ -137,10 +137,13 @@ class HintedSampler:
         # This runs when the first sample is requested: a loader may call `__iter__` twice before that.
         epoch = self._epoch()
         self._iterations += 1
-        length = _length(self.sampler)
-        if length is None or _in_worker():
-            if length is None:
-                _warn_once("the order of a sampler without a length is not known ahead")
+        try:
+            length = len(self.sampler)
+        except (TypeError, NotImplementedError):
+            _warn_once("the order of a sampler without a length is not known ahead")
+            yield from drawing
+            return
+        if _in_worker():
             yield from drawing
             return
         order: list[Any] = []
@@ -245,13 +248,6 @@ def _clone(sampler: Any, depth: int = 8) -> Any:
     return clone
 
 
-def _length(sampler: Any) -> int | None:
-    try:
-        return len(sampler)
-    except (TypeError, NotImplementedError):
-        return None
-
-
 def _indices(items: list[Any]) -> array[int]:
     """The indices of samples, or of batches of samples, as one array."""
     try:
@@ -323,9 +319,8 @@ class _Files:
         self._rank = rank
         self._replaces = replaces
         self._mount_plans: list[_MountPlan] = []
-        self._ahead: tuple[int, array[int]] | None = (
-            None  # (epoch, order) that was sent before its epoch began
-        )
+        # (epoch, order) that was sent before its epoch began
+        self._ahead: tuple[int, array[int]] | None = None
 
     def send(self, epoch: int, order: array[int], *, ahead: bool = False) -> None:
         """Send the order of an epoch, and before the first one the files. An order that was last sent `ahead` is not sent
@@ -429,18 +424,13 @@ def _by_mount(paths: list[str]) -> Iterable[_MountPlan]:
     finder = Finder()
     mount_plans: dict[str, _MountPlan] = {}
     for number, path in enumerate(paths):
-        found = finder.find(path)
-        if found is None:
-            continue
-        mountpoint, relative_path = found
+        mountpoint, relative_path = finder.find(path) or ("", "")
         if not relative_path:
             continue
         mount_plan = mount_plans.get(mountpoint)
         if mount_plan is None:
             mount_plan = mount_plans[mountpoint] = _MountPlan(mountpoint)
-        missing = number - len(mount_plan.positions)
-        if missing:
-            mount_plan.positions.extend([NOT_ON_A_MOUNT] * missing)
+        mount_plan.positions.extend([NOT_ON_A_MOUNT] * (number - len(mount_plan.positions)))
         mount_plan.positions.append(len(mount_plan.paths))
         mount_plan.paths.append(relative_path)
     return mount_plans.values()
@@ -505,12 +495,9 @@ class _Sender:
             try:
                 self._thread.start()
             except RuntimeError as exc:  # no thread can be started, or the interpreter is ending
-                failure = str(exc)
                 self._thread = None
                 self._tasks.clear()
-            else:
-                return
-        _warn_once(failure)
+                _warn_once(str(exc))
 
     def wait(self, timeout_s: float) -> bool:
         with self._changed:
