@@ -41,12 +41,8 @@ class Given(NamedTuple):
     given_by: str
 
 
-class SourceTable(NamedTuple):
-    """A ``[[source]]`` table, and its place in the file."""
-
-    options: dict[str, Given]
-    given_by: str
-
+SourceTable = tuple[dict[str, Given], str]
+"""The options in a ``[[source]]`` table, and its place in the file."""
 
 _ALIASES = {
     flag[2:].replace("-", "_"): name for name, row in ROWS.items() for flag in row.flags if flag[:2] == "--"
@@ -73,10 +69,8 @@ def load(argv: Mapping[str, Any], o: Sequence[str] = (), environ: Mapping[str, s
             "no MOUNTPOINT: write cachefs mount SOURCE MOUNTPOINT, or mountpoint = … in the config file"
         )
     values = {name: _parse(name, text) for name, text in given.items() if name in ROWS}
-    values |= {
-        "config": _parse("config", path) if path else None,
-        "mountpoint": _parse("mountpoint", given["mountpoint"]),
-    }
+    values["config"] = _parse("config", path) if path else None
+    values["mountpoint"] = _parse("mountpoint", given["mountpoint"])
     shared = {name: values[name] for name in PER_SOURCE if name in values and name not in INHERITED}
     values["sources"] = _sources(given.get("source"), source_tables, shared)
     if values.get("zero_open"):
@@ -175,8 +169,7 @@ def _environment(environ: Mapping[str, str]) -> dict[str, Given]:
         name = _ALIASES.get(name, name)
         allowed = [*_IN_EVERY_LAYER, *_POSITIONAL, "config"]
         if name in allowed:
-            _refuse_second(name, given, variable)
-            given[name] = Given(value, variable)
+            _add(given, name, Given(value, variable))
         elif near := difflib.get_close_matches(name, allowed, 1, 0.8):
             # Only a likely typo is refused: for a service named cachefs, Kubernetes sets CACHEFS_PORT and others.
             raise ConfigError(f"{variable}: unknown option: did you mean {ENV_PREFIX}{near[0].upper()}?")
@@ -197,14 +190,12 @@ def _file(path: Path) -> tuple[dict[str, Given], list[SourceTable]]:
     sources: list[SourceTable] = []
     for key, value in table.items():
         if key in ("source", "sources") and isinstance(value, list):
-            for number, entry in enumerate(value, 1):
-                sources.append(_source_table(entry, f"{path}: source {number}"))
+            sources += [_source_table(entry, f"{path}: source {n}") for n, entry in enumerate(value, 1)]
         elif isinstance(value, dict):
             raise ConfigError(f"{path}: {_no_sections(key, value)}")
         else:
             name = _known(key, str(path), [*_IN_EVERY_LAYER, *_POSITIONAL])
-            _refuse_second(name, given, f"{path}: {key}")
-            given[name] = _from_toml(name, value, f"{path}: {key}")
+            _add(given, name, _from_toml(name, value, f"{path}: {key}"))
     return given, sources
 
 
@@ -226,15 +217,17 @@ def _source_table(entry: object, given_by: str) -> SourceTable:
     options: dict[str, Given] = {}
     for key, value in entry.items():
         name = _known(key, given_by, ["name", "url", *PER_SOURCE], "key")
-        _refuse_second(name, options, f"{given_by}: {key}")
-        options[name] = _from_toml(name, value, f"{given_by}: {key}")
-    return SourceTable(options, given_by)
+        _add(options, name, _from_toml(name, value, f"{given_by}: {key}"))
+    return options, given_by
 
 
-def _refuse_second(name: str, given: Mapping[str, Given], given_by: str) -> None:
-    """Raise `ConfigError` if an option is given in two spellings: one would win silently."""
+def _add(given: dict[str, Given], name: str, option: Given) -> None:
+    """Raises `ConfigError` if the option is there in another spelling: one would win silently."""
     if name in given:
-        raise ConfigError(f"{given_by}: the same option as {given[name].given_by}: leave one of them out")
+        raise ConfigError(
+            f"{option.given_by}: the same option as {given[name].given_by}: leave one of them out"
+        )
+    given[name] = option
 
 
 def _from_toml(name: str, value: object, given_by: str) -> Given:
@@ -284,8 +277,7 @@ def dump(config: Config) -> str:
         if row.group != group:
             group = row.group
             lines += ["", f"# {group}"]
-        value = getattr(config, name)
-        if value is None:
+        if (value := getattr(config, name)) is None:
             lines += [f"# {name} is not set"]
         else:
             lines += [_assignment(name, row.show(value), config.origins.get(name, "default"))]
