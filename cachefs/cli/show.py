@@ -12,6 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import click
@@ -46,28 +47,19 @@ def _color(ctx: click.Context, param: click.Parameter, value: str | None) -> Non
         ctx.color = False
 
 
+_option = partial(click.Option, expose_value=False)
+_colors = click.Choice(["auto", "always", "never"])
+_color_help = "Whether to use colors.  [auto: on a terminal, unless NO_COLOR is set]"
+
 COMMON_OPTIONS = (
-    click.Option(
-        ["-q", "--quiet"],
-        is_flag=True,
-        expose_value=False,
-        callback=_quiet,
-        help="Print only results and errors.",
-    ),
-    click.Option(
+    _option(["-q", "--quiet"], is_flag=True, callback=_quiet, help="Print only results and errors."),
+    _option(
         ["-v", "--verbose"],
         is_flag=True,
-        expose_value=False,
         callback=_verbose,
         help="Print what this command does, and tracebacks of errors.",
     ),
-    click.Option(
-        ["--color"],
-        type=click.Choice(["auto", "always", "never"]),
-        expose_value=False,
-        callback=_color,
-        help="Whether to use colors.  [auto: on a terminal, unless NO_COLOR is set]",
-    ),
+    _option(["--color"], type=_colors, callback=_color, help=_color_help),
 )
 """Options of all verbs."""
 

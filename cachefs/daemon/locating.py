@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import trio
 
 from cachefs.base.errors import CachefsError, ConfigError
-from cachefs.base.names import ObjectId, block_count, block_length
+from cachefs.base.names import ObjectId, block_length
 from cachefs.fetch import Fetcher
 from cachefs.fs.tree_queries import TreeQueries
 from cachefs.peers.cluster import Cluster
@@ -41,15 +40,13 @@ class Locator:
         """The files at and below `path` (relative to the mount): how many, their bytes, how many of those each node has
         cached, and which nodes did not answer. Raises `NotFound`, and `ConfigError` when that takes longer than
         `DEADLINE_S`."""
-        held: Counter[str] = Counter()
         silent: dict[str, str] = {}
         files = size = 0
         this_node, others = THIS_NODE, list[Member]()
         if self._cluster is not None:
             this_node = min(map(str, self._cluster.membership.own_addresses), default=THIS_NODE)
             others = self._cluster.others()
-        held[this_node] = 0
-        held.update(dict.fromkeys(map(str, others), 0))
+        held = dict.fromkeys([this_node, *map(str, others)], 0)
         slots = trio.CapacityLimiter(AT_ONCE)
 
         async def ask_members(version: ObjectId) -> None:
@@ -78,20 +75,19 @@ class Locator:
             raise ConfigError(
                 f"{path or 'the mount'} has too many files to ask about: name a directory in it"
             )
-        return {"files": files, "bytes": size, "nodes": dict(held), "unreachable": silent}
+        return {"files": files, "bytes": size, "nodes": held, "unreachable": silent}
 
     async def _ask(
-        self, member: Member, version: ObjectId, held: Counter[str], silent: dict[str, str]
+        self, member: Member, version: ObjectId, held: dict[str, int], silent: dict[str, str]
     ) -> None:
         assert self._cluster is not None
         size = self._block_size
-        blocks = block_count(version.size, size)
+        step = MAX_HAVE_BLOCKS * size
         try:
-            for first in range(0, blocks, MAX_HAVE_BLOCKS):
-                last = min(blocks, first + MAX_HAVE_BLOCKS)
-                answer = await self._cluster.have(
-                    member, version, first * size, min(version.size, last * size)
-                )
+            for start in range(0, version.size, step):
+                stop = min(version.size, start + step)
+                answer = await self._cluster.have(member, version, start, stop)
+                first = start // size
                 held[str(member)] += sum(
                     block_length(first + index, version.size, size)
                     for index, is_cached in enumerate(answer)

@@ -7,13 +7,11 @@ Copied elsewhere, each gets a path made of its source and its key.
 
 from __future__ import annotations
 
-import errno
-import io
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from cachefs.base.errors import CachefsError, ConfigError, MountError
 from cachefs.base.linux import mount_at
@@ -106,29 +104,26 @@ def copy(found: Sequence[Orphan], target: Target, *, remove: bool) -> Iterator[O
             _copy_one(orphan, place)
             if remove and not orphan.waiting:
                 orphans.remove(orphan)
+        except FileExistsError as exc:
+            yield orphan, None, f"{exc.filename} exists"
         except OSError as exc:
-            exists = exc.errno == errno.EEXIST
-            yield (
-                orphan,
-                None,
-                f"{exc.filename} exists" if exists else f"{exc.filename or ''}: {exc.strerror}",
-            )
+            yield orphan, None, f"{exc.filename or ''}: {exc.strerror}"
         except CachefsError as exc:
             yield orphan, None, str(exc)
         else:
             yield orphan, place, ""
 
 
-def _opened(orphan: Orphan) -> BinaryIO:
-    return open(orphan.path, "rb") if orphan.content is None else io.BytesIO(orphan.content)
-
-
 def _copy_one(orphan: Orphan, place: Path) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        with _opened(orphan) as source, open(fd, "wb", closefd=False) as sink:
-            shutil.copyfileobj(source, sink, 1 << 20)
+        with open(fd, "wb", closefd=False) as sink:
+            if orphan.content is not None:
+                sink.write(orphan.content)
+            else:
+                with open(orphan.path, "rb") as source:
+                    shutil.copyfileobj(source, sink, 1 << 20)
         os.fsync(fd)
     except BaseException:
         os.close(fd)

@@ -107,9 +107,8 @@ class Uploading:
             log.info("on their way to the origin: %s", files)
         if waiting := self.uploads.elsewhere:
             sources = ", ".join(sorted({source for source, _ in waiting}))
-            self.unsent = Unsent(
-                [size for _, size in waiting], f"mount {sources} with this cache directory once"
-            )
+            sizes = [size for _, size in waiting]
+            self.unsent = Unsent(sizes, f"mount {sources} with this cache directory once")
 
     def hurry(self) -> None:
         """A second signal skips the remaining uploads."""
@@ -120,11 +119,7 @@ class Uploading:
         has all of them."""
         self.uploads.unmounted()
         with trio.CancelScope(shield=True):
-            pending = [
-                dirty_file
-                for dirty_file in self.uploads.pending()
-                if dirty_file.acknowledged or not dirty_file.handles
-            ]
+            pending = [file for file in self.uploads.pending() if file.acknowledged or not file.handles]
             if pending:
                 log.info("uploading %s (%s)", about_files(len(pending)), about_bytes(_bytes(pending)))
                 with self._hurry:
@@ -132,25 +127,18 @@ class Uploading:
             promised = not self.uploads.journal.removed
             left = await self.uploads.aclose(0.0)
         for dirty_file in left[:NAMED]:
-            log.warning(
-                "%s is not at the origin: %s",
-                self.path_of(dirty_file),
-                dirty_file.failure or "it takes too long",
-            )
+            why = dirty_file.failure or "it takes too long"
+            log.warning("%s is not at the origin: %s", self.path_of(dirty_file), why)
         staged = [dirty_file for dirty_file in left if not isinstance(dirty_file.failure, Lost)]
         if len(staged) < len(left):
             lost = about_files(len(left) - len(staged))
             log.error("lost: %s, removed from %s from outside", lost, self._staging)
         if staged:
-            log.warning(
-                "not at the origin: %s (%s) in %s, %s",
-                about_files(len(staged)),
-                about_bytes(_bytes(staged)),
-                self._staging,
-                "and the next mount of this cache that can be written sends it"
-                if promised
-                else f"whose journal was removed: cachefs recover {self._staging.parent} copies it",
-            )
+            then = "and the next mount of this cache that can be written sends it"
+            if not promised:
+                then = f"whose journal was removed: cachefs recover {self._staging.parent} copies it"
+            found = f"{about_files(len(staged))} ({about_bytes(_bytes(staged))})"
+            log.warning("not at the origin: %s in %s, %s", found, self._staging, then)
         return not left
 
     # -- for the control socket --------------------------------------------------------------------
@@ -170,13 +158,8 @@ class Uploading:
             "lost": sum(isinstance(dirty_file.failure, Lost) for dirty_file in failing),
             "promised": not self.uploads.journal.removed,
             "in_vain": sum(in_vain(d.failure) for d in failing if d.failure is not None) + others["in_vain"],
-            "failures": [
-                *(
-                    {"path": self.path_of(dirty_file), "error": str(dirty_file.failure)}
-                    for dirty_file in failing[:NAMED]
-                ),
-                *others["failures"],
-            ],
+            "failures": [{"path": self.path_of(d), "error": str(d.failure)} for d in failing[:NAMED]]
+            + others["failures"],
         }
 
     def status(self) -> dict[str, Any]:
@@ -191,8 +174,7 @@ class Uploading:
         for origin, name in self._names.items():
             if name and parts != name and not parts.startswith(name + "/"):
                 continue
-            rest = parts[len(name) :].strip("/") if name else parts
-            key = origin.prefix + rest
+            key = origin.prefix + parts.removeprefix(name).strip("/")
             return partial(_is_below, origin, key.rstrip("/"))
         raise NotFound(f"no such path: {path}")
 
@@ -211,9 +193,7 @@ def left_behind(state_dir: Path) -> Unsent:
     """The files that an earlier mount has left, for a mount that uploads nothing. Blocks. Raises `CacheUnusable` for a
     journal that cannot be read."""
     staging = staging_of(state_dir)
-    if not staging.is_dir():
-        return Unsent()
-    if not (state_dir / "journal" / "data.mdb").exists():
+    if not staging.is_dir() or not (state_dir / "journal" / "data.mdb").exists():
         # The next writable mount moves them to a directory of their own. Opening the journal would create an empty one.
         return Unsent()
     journal = Journal(state_dir / "journal", staging)

@@ -124,10 +124,8 @@ class Watch:
         return Reply(200, "text/html; charset=utf-8", PAGE.read_bytes())
 
     async def _exposition(self) -> Reply:
-        from cachefs.observe.exposition import (  # slow to import, and not every mount is scraped
-            CONTENT_TYPE,
-            expose,
-        )
+        # It is slow to import, and not every mount is scraped.
+        from cachefs.observe.exposition import CONTENT_TYPE, expose
 
         return Reply(200, CONTENT_TYPE, expose(self._metrics, await self._known()))
 
@@ -152,13 +150,11 @@ class Watch:
         which the daemon answers without the origin."""
         with trio.move_on_after(PROBE_S):
             try:
-                await in_thread(
-                    partial(os.statvfs, self._mountpoint), limiter=self._one_thread, abandon_on_cancel=True
-                )
+                ask = partial(os.statvfs, self._mountpoint)
+                await in_thread(ask, limiter=self._one_thread, abandon_on_cancel=True)
             except OSError as exc:
                 return f"{self._mountpoint}: {exc.strerror}"
-            else:
-                return ""
+            return ""
         return f"{self._mountpoint} does not answer within {PROBE_S:g} s"
 
     async def answers(self) -> None:
