@@ -166,34 +166,23 @@ def progress(statuses: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _bar(statuses: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    from rich import progress as parts
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
 
     color = click.get_current_context().color
     console = Console(stderr=True, highlight=False, no_color=True if color is False else None)
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+        parts.TextColumn("{task.description}"),
+        parts.BarColumn(),
+        parts.DownloadColumn(binary_units=True),
+        parts.TransferSpeedColumn(),
+        parts.TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as bar:
+    with parts.Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=None)
         for status in statuses:
-            bar.update(
-                task,
-                description=_files(status),
-                completed=status["done_bytes"],
-                total=status["bytes"] if status["walked"] else None,
-            )
+            total = status["bytes"] if status["walked"] else None
+            bar.update(task, description=_files(status), completed=status["done_bytes"], total=total)
             yield status
 
 

@@ -151,10 +151,8 @@ def _tier(tier: Mapping[str, Any]) -> str:
     used, cap = int(tier.get("used_bytes", 0)), int(tier.get("cap_bytes", 0))
     share = f" ({100 * used / cap:.0f} %)" if cap else ""
     state = f", {tier['state']}" if tier.get("state") else ""
-    blocks = f"{int(tier.get('blocks', 0)):,} blocks"
-    return (
-        f"{about_bytes(used)} of {about_bytes(cap)}{share}, {blocks}{state}  {tier.get('path', '')}".rstrip()
-    )
+    bytes_used = f"{about_bytes(used)} of {about_bytes(cap)}{share}"
+    return f"{bytes_used}, {int(tier.get('blocks', 0)):,} blocks{state}  {tier.get('path', '')}".rstrip()
 
 
 def _counts(metrics: Counter[str]) -> Iterator[tuple[str, str]]:
@@ -199,10 +197,8 @@ def _counts(metrics: Counter[str]) -> Iterator[tuple[str, str]]:
 def _mode(status: Mapping[str, Any]) -> str:
     if status["read_only"]:
         return "read-only"
-    uploads = status.get("uploads") or {}
-    return "writable, " + (
-        "here first (--writeback)" if uploads.get("writeback") else "to the origin at close and fsync"
-    )
+    writeback = (status.get("uploads") or {}).get("writeback")
+    return f"writable, {'here first (--writeback)' if writeback else 'to the origin at close and fsync'}"
 
 
 def _writing(uploads: Mapping[str, Any], metrics: Counter[str]) -> Iterator[tuple[str, str]]:
@@ -247,24 +243,15 @@ def _peers(peers: Mapping[str, Any], metrics: Counter[str]) -> Iterator[tuple[st
 
 
 def _job(job: Mapping[str, Any]) -> str:
-    if job.get("state", "running") != "running":
-        return _ended(job)
-    so_far = "" if job["walked"] else " so far"
+    files = f"{job['done_files']:,} of {job['files']:,} files"
     failed = f", {job['failed']:,} failed" if job["failed"] else ""
-    return (
-        f"{job['action']}: {job['done_files']:,} of {job['files']:,} files, {about_bytes(job['done_bytes'])} of "
-        f"{about_bytes(job['bytes'])}{so_far}, for {show.duration(job['seconds'])}{failed}"
-    )
-
-
-def _ended(job: Mapping[str, Any]) -> str:
+    if job.get("state", "running") == "running":
+        size = f"{about_bytes(job['done_bytes'])} of {about_bytes(job['bytes'])}{'' if job['walked'] else ' so far'}"
+        return f"{job['action']}: {files}, {size}, for {show.duration(job['seconds'])}{failed}"
     failures = [job["error"]] if job.get("error") else list(job.get("failures") or [])
-    failed = f", {job['failed']:,} failed" if job["failed"] else ""
     why = f": {'; '.join(failures[:FAILURES_NAMED])}" if failures else ""
-    return (
-        f"{job['action']}: {job['state']} {show.duration(time.time() - job['ended'])} ago, {job['done_files']:,} of "
-        f"{job['files']:,} files{failed}{why}"
-    )
+    ago = show.duration(time.time() - job["ended"])
+    return f"{job['action']}: {job['state']} {ago} ago, {files}{failed}{why}"
 
 
 def _eviction(eviction: Mapping[str, Any], pinned: int) -> Iterator[tuple[str, str]]:
@@ -301,10 +288,9 @@ def _prefetch(prefetch: Mapping[str, Any], metrics: Counter[str]) -> Iterator[tu
             f"{fetched:,} files prefetched, {used:,} used, {about_bytes(prefetch.get('unused_bytes', 0))} waiting{paused}",
         )
     for plan in prefetch.get("plans") or []:
-        epoch = (
-            "no order yet" if plan["epoch"] is None else f"epoch {plan['epoch']}, file {plan['position']:,}"
-        )
-        yield "plan", f"{plan['name']}: {epoch} of {plan['files']:,}, {plan['ahead']:,} ahead"
+        begun = plan["epoch"] is not None
+        at = f"epoch {plan['epoch']}, file {plan['position']:,}" if begun else "no order yet"
+        yield "plan", f"{plan['name']}: {at} of {plan['files']:,}, {plan['ahead']:,} ahead"
 
 
 def _origin(origin: Mapping[str, Any]) -> Iterator[str]:
@@ -316,15 +302,11 @@ def _origin(origin: Mapping[str, Any]) -> Iterator[str]:
         limited = f" of {origin.get('concurrency_max', '?')} ({reason})" if reason else ""
         yield f"concurrency {origin['concurrency']}{limited}"
     if origin.get("in_flight"):
-        background = int(origin.get("background_in_flight", 0))
-        yield f"{origin['in_flight']} in flight" + (
-            f" ({background} in the background)" if background else ""
-        )
+        background = origin.get("background_in_flight")
+        yield f"{origin['in_flight']} in flight{f' ({background} in the background)' if background else ''}"
     if origin.get("throughput"):
         limit = origin.get("download_limit")
-        yield f"{about_bytes(origin['throughput'])}/s" + (
-            f" of at most {about_bytes(limit)}/s" if limit else ""
-        )
+        yield f"{about_bytes(origin['throughput'])}/s{f' of at most {about_bytes(limit)}/s' if limit else ''}"
     if origin.get("upload_throughput"):
         yield f"{about_bytes(origin['upload_throughput'])}/s sent"
     if origin.get("demand_waiting"):
