@@ -139,12 +139,9 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
 class End(enum.Enum):
     """How a daemon ends."""
 
-    FAILED = enum.auto()
-    """By a failure of its own."""
-    STOPPED = enum.auto()
-    """By a signal, or by an umount."""
-    HANDED_OVER = enum.auto()
-    """By an upgrade: another daemon takes over the mount."""
+    FAILED = enum.auto()  # by a failure of its own
+    STOPPED = enum.auto()  # by a signal, or by an umount
+    HANDED_OVER = enum.auto()  # by an upgrade: another daemon takes over the mount
 
 
 class Daemon:
@@ -205,11 +202,9 @@ class Daemon:
                         async with trio.open_nursery() as nursery:
                             lasting.start_soon(self._stop_on_signal, signals, nursery.cancel_scope.cancel)
                             await self._open_origins(nursery)
+                            sources = [origin.source for origin in self._origins]
                             self._peers = await PeerNode.open(
-                                self._config,
-                                [origin.source for origin in self._origins],
-                                self._metrics,
-                                self._opened.state_dir,
+                                self._config, sources, self._metrics, self._opened.state_dir
                             )
                             if self._config.metrics is not None:
                                 self._endpoint = await open_endpoint(self._config.metrics)

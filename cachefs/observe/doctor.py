@@ -77,10 +77,8 @@ class Finding(NamedTuple):
 def examine(mountpoint: Path | None, cache_dir: Path | None, *, measure: bool) -> Iterator[Finding]:
     """All findings, without secrets. `mountpoint` None: all mounts of this user."""
     hide = hiding(os.environ)
-    for finding in _examine(mountpoint, cache_dir, measure):
-        yield finding._replace(
-            found=hide(finding.found), todo=hide(finding.todo), subject=hide(finding.subject)
-        )
+    for level, *texts in _examine(mountpoint, cache_dir, measure):
+        yield Finding(level, *map(hide, texts))
 
 
 def hiding(environ: Mapping[str, str]) -> Callable[[str], str]:
@@ -128,11 +126,8 @@ def _examine(mountpoint: Path | None, cache_dir: Path | None, measure: bool) -> 
 def _statuses(mountpoint: Path | None) -> tuple[list[dict[str, Any]], list[Finding]]:
     """(statuses of daemons, findings about daemons that do not answer)."""
     found, silent = [], []
-    if mountpoint is not None:
-        places = [mounting.canonical(mountpoint)]
-    else:
-        places = [Path(mount.path) for mount in mounts() if mount.is_cachefs]
-    for place in places:
+    places = [Path(mount.path) for mount in mounts() if mount.is_cachefs]
+    for place in places if mountpoint is None else [mounting.canonical(mountpoint)]:
         try:
             found.append(asking.ask(place, "status"))
         except (client.ControlError, MountError) as exc:
@@ -195,8 +190,7 @@ def limits(files: int, memory: int) -> Iterator[Finding]:
         todo = f"ulimit -Hn {1 << 16}, or LimitNOFILE=infinity in the service"
         yield Finding("problem", "open files", f"at most {files:,}", todo)
     else:
-        shown = "no limit" if files < 0 else f"{files:,}"
-        yield Finding("ok", "open files", shown)
+        yield Finding("ok", "open files", "no limit" if files < 0 else f"{files:,}")
     if memory < 1 << 30:
         todo = "give it more, or mount with --ram 0"
         yield Finding("note", "memory", f"{about_bytes(memory)} for this process and its RAM tier", todo)
@@ -234,13 +228,9 @@ def cache_disk(place: Path, *, measure: bool) -> Iterator[Finding]:
 
 
 def _file_system(place: Path) -> str:
-    real = os.path.realpath(place)
-    best, kind = "", "?"
-    for found in mounts():
-        inside = real == found.path or real.startswith(found.path.rstrip("/") + "/")
-        if inside and len(found.path) >= len(best):
-            best, kind = found.path, found.fstype
-    return kind
+    real = Path(os.path.realpath(place))
+    by_depth = sorted(mounts(), key=lambda found: len(found.path))
+    return next((found.fstype for found in reversed(by_depth) if real.is_relative_to(found.path)), "?")
 
 
 def speed(subject: str, place: Path) -> Finding:

@@ -155,18 +155,13 @@ def _peers(peers: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[Sample]]]:
 
 def _ledger(metrics: Metrics) -> Iterator[tuple[str, Iterable[Sample]]]:
     ledger = metrics.ledger
-    requests: list[Sample] = []
-    bytes_moved: list[Sample] = []
-    for name, account in ledger.datasets.items():
-        for counter, count in account.items():
-            if counter == "origin_bytes":
-                bytes_moved.append(((name, "in"), count))
-            elif counter == "origin_bytes_sent":
-                bytes_moved.append(((name, "out"), count))
-            else:
-                requests.append(((name, counter.removeprefix("origin_")), count))
-    yield "dataset_requests", requests
-    yield "dataset_bytes", bytes_moved
+    ways = {"origin_bytes": "in", "origin_bytes_sent": "out"}
+    rows = [(name, *item) for name, account in ledger.datasets.items() for item in account.items()]
+    yield (
+        "dataset_requests",
+        [((name, kind.removeprefix("origin_")), count) for name, kind, count in rows if kind not in ways],
+    )
+    yield "dataset_bytes", [((name, ways[kind]), count) for name, kind, count in rows if kind in ways]
     totals = ledger.waits.totals()
     yield "waiting", [((), totals["waiting"])]
     yield "blocked_seconds", [((), totals["blocked_s"])]
