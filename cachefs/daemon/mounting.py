@@ -12,7 +12,10 @@ import os
 import resource
 import shutil
 import stat
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from cachefs.base import linux
@@ -262,21 +265,18 @@ def detach(mount: Mount, *, lazy: bool) -> None:
 def holders(mount: Mount) -> list[str]:
     """Up to eight processes that have a file open or mapped below a mount, or their working directory there, as ``name (pid
     N)``. Only root sees those of other users. Compares names only, so a hanging mount does not hang it."""
-    found: list[str] = []
-    for process in Path("/proc").iterdir():
-        if len(found) == 8:
-            break
-        if process.name.isdigit() and int(process.name) != os.getpid() and _holds(process, mount):
-            try:
-                name = (process / "comm").read_text(errors="replace").strip()
-            except OSError:
-                continue
-            found.append(f"{name} (pid {process.name})")
-    return found
+
+    def users() -> Iterator[str]:
+        for process in Path("/proc").glob("[0-9]*"):
+            if int(process.name) != os.getpid() and _holds(process, mount):
+                with suppress(OSError):
+                    yield f"{(process / 'comm').read_text(errors='replace').strip()} (pid {process.name})"
+
+    return list(islice(users(), 8))
 
 
 def _holds(process: Path, mount: Mount) -> bool:
-    inside = (mount.path, mount.path.rstrip("/") + "/")
+    below = mount.path.rstrip("/") + "/"
     try:
         links = [process / "cwd", process / "root", *(process / "fd").iterdir()]
     except OSError:
@@ -286,9 +286,9 @@ def _holds(process: Path, mount: Mount) -> bool:
             target = os.readlink(link)
         except OSError:
             continue
-        if target == inside[0] or target.startswith(inside[1]):
+        if target == mount.path or target.startswith(below):
             return True
     try:
-        return any(inside[1] in line for line in (process / "maps").read_text(errors="replace").splitlines())
+        return below in (process / "maps").read_text(errors="replace")
     except OSError:
         return False
