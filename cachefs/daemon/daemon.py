@@ -29,7 +29,7 @@ import cachefs
 from cachefs.base import logs
 from cachefs.base.behind import WriteBehind
 from cachefs.base.client import control_path
-from cachefs.base.errors import CachefsError, ConfigError, MountError, OriginFailed
+from cachefs.base.errors import CachefsError, CacheUnusable, ConfigError, MountError, OriginFailed
 from cachefs.base.linux import mount_at, resident_bytes
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
@@ -42,7 +42,7 @@ from cachefs.daemon.locating import Locator
 from cachefs.daemon.notify import Notifier
 from cachefs.daemon.recording import Recordings
 from cachefs.daemon.stopping import Stopping
-from cachefs.daemon.uploading import Unsent, Uploading, left_behind
+from cachefs.daemon.uploading import Unsent, Uploading, left_behind, staging_of
 from cachefs.daemon.warming import Jobs
 from cachefs.fetch import Fetcher
 from cachefs.fetch.serving import Serving
@@ -59,7 +59,7 @@ from cachefs.origin import Origin, load_origin, open_origin
 from cachefs.peers.node import PeerNode
 from cachefs.prefetch import Paths, Prefetcher
 from cachefs.store import Backing, OpenStore, scrub
-from cachefs.upload import orphans
+from cachefs.upload import Uploads, orphans
 
 log = logging.getLogger(__name__)
 
@@ -320,21 +320,32 @@ class Daemon:
         log.warning("%s", line)
 
     async def _open_uploads(self, fetcher: Fetcher, lasting: trio.Nursery) -> Uploading:
-        # In a thread, because the constructor rewrites the journal of a daemon that was killed.
-        uploading = await trio.to_thread.run_sync(
-            Uploading,
-            self._config,
-            self._opened.state_dir,
-            cachedir.keep_free_bytes(self._config),
+        config, state_dir = self._config, self._opened.state_dir
+        if config.writeback and state_dir != config.cache_dir:
+            raise CacheUnusable(
+                f"--writeback needs a cache directory that can be written, and {config.cache_dir} cannot: choose another "
+                "--cache-dir"
+            )
+        staging_dir = staging_of(state_dir)
+        open_uploads = partial(
+            Uploads,
+            state_dir,
+            staging_dir,
             self._origins,
             self._store,
-            fetcher,
             self._metrics,
-            lasting,
-            self._memory,
-            self._opened.killed,
+            nursery=lasting,
+            reader=fetcher,
+            writeback=config.writeback,
+            upload_delay_s=config.upload_delay,
+            on_conflict=config.on_conflict,
+            keep_free_bytes=cachedir.keep_free_bytes(config),
+            memory=self._memory,
+            killed=self._opened.killed,
         )
-        self._uploading = uploading
+        # In a thread, because it rewrites the journal of a daemon that was killed.
+        uploads = await trio.to_thread.run_sync(open_uploads)
+        self._uploading = uploading = Uploading(config, self._origins, staging_dir, uploads)
         await uploading.recover(
             {record.ino for _, record in self._held.open} if self._held is not None else ()
         )

@@ -15,14 +15,10 @@ from typing import Any
 
 import trio
 
-from cachefs.base.errors import CacheUnusable, NotFound
-from cachefs.base.metrics import Metrics
-from cachefs.base.shared_memory import SharedMemory
+from cachefs.base.errors import NotFound
 from cachefs.base.units import about_bytes, about_files
 from cachefs.config.config import Config
-from cachefs.fetch import Fetcher
 from cachefs.origin import Origin
-from cachefs.store import Store
 from cachefs.upload import DirtyFile, Uploads
 from cachefs.upload.journal import DIRTY_FILES, Journal, restorable
 from cachefs.upload.queue import in_vain
@@ -56,47 +52,17 @@ class Unsent:
 
 
 class Uploading:
-    """The uploads of a mount. The constructor opens the journal, which blocks. It raises `CacheUnusable` when the journal
-    cannot be read, or when the cache directory, which `--writeback` needs, cannot be written."""
+    """The uploads of a mount."""
 
     def __init__(
-        self,
-        config: Config,
-        state_dir: Path,
-        keep_free_bytes: int,
-        origins: Sequence[Origin],
-        store: Store,
-        fetcher: Fetcher,
-        metrics: Metrics,
-        nursery: trio.Nursery,
-        memory: SharedMemory | None = None,
-        killed: bool = False,
+        self, config: Config, origins: Sequence[Origin], staging_dir: Path, uploads: Uploads
     ) -> None:
-        if config.writeback and state_dir != config.cache_dir:
-            raise CacheUnusable(
-                f"--writeback needs a cache directory that can be written, and {config.cache_dir} cannot: choose another "
-                "--cache-dir"
-            )
         self._names = {o: s.name for s, o in zip(config.sources, origins, strict=True)}
-        self._staging = staging_of(state_dir)
+        self._staging = staging_dir
         self._deadline_s = config.flush_deadline
         self._hurry = trio.CancelScope()
         self.unsent = Unsent()
-        self.uploads = Uploads(
-            state_dir,
-            self._staging,
-            origins,
-            store,
-            metrics,
-            nursery=nursery,
-            reader=fetcher,
-            writeback=config.writeback,
-            upload_delay_s=config.upload_delay,
-            on_conflict=config.on_conflict,
-            keep_free_bytes=keep_free_bytes,
-            memory=memory,
-            killed=killed,
-        )
+        self.uploads = uploads
 
     async def recover(self, open_inos: Container[int] = frozenset()) -> None:
         """Resume the uploads of an earlier daemon. Called before the mount, so that readers see these files from the
