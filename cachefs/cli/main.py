@@ -92,16 +92,16 @@ class OneLine(click.Group):
             exc.show()
             sys.exit(2)
         except click.ClickException as exc:
-            command = getattr(exc, "ctx", None)
             more = ""
-            if command:
-                has_help = command.help_option_names
-                more = f" (see {command.command_path} --help)" if has_help else " (see man mount.cachefs)"
+            if ctx := getattr(exc, "ctx", None):
+                more = (
+                    f" (see {ctx.command_path} --help)"
+                    if ctx.help_option_names
+                    else " (see man mount.cachefs)"
+                )
             _fail(exc.format_message(), 2, more)
-        except ConfigError as exc:
-            _fail(str(exc), 2)
         except CachefsError as exc:
-            _fail(str(exc), 1)
+            _fail(str(exc), 2 if isinstance(exc, ConfigError) else 1)
         except (click.Abort, KeyboardInterrupt):
             _fail("interrupted", 130)
         except BrokenPipeError:
@@ -113,8 +113,6 @@ class OneLine(click.Group):
                 _fail(f"the output cannot be written: {exc.strerror}", 1)
             if isinstance(exc, FileNotFoundError) and not _has_working_directory():
                 _fail("the working directory does not exist any more: cd to another one first", 1)
-            if _debugging():
-                traceback.print_exc()
             _fail(f"internal error: {type(exc).__name__}: {exc} (--log-level debug shows where)", 1)
         sys.exit(result if isinstance(result, int) else 0)
 
@@ -128,12 +126,8 @@ def _has_working_directory() -> bool:
     return True
 
 
-def _debugging() -> bool:
-    return logging.getLogger("cachefs").isEnabledFor(logging.DEBUG)
-
-
 def _fail(message: str, code: int, more: str = "") -> NoReturn:
-    if _debugging() and sys.exc_info()[0] is not None and code == 1:
+    if code == 1 and log.isEnabledFor(logging.DEBUG):
         traceback.print_exc()
     line = " ".join(message.split("\n")).rstrip(". ")
     say(f"cachefs: {line}{more}", err=True)

@@ -13,7 +13,7 @@ from cachefs.base import client
 from cachefs.base.client import ask as ask
 from cachefs.base.client import control_path, runtime_dir
 from cachefs.base.errors import MountError
-from cachefs.base.linux import is_dead, mount_at, mounts, probe
+from cachefs.base.linux import Finder, is_dead, mount_at, mounts, probe
 from cachefs.base.units import about_bytes, about_files, printable
 from cachefs.config.config import Config
 from cachefs.daemon.mounting import canonical
@@ -53,10 +53,9 @@ def shows_the_same(config: Config) -> bool:
 def all_statuses() -> list[dict[str, Any]]:
     """The status of every daemon of this user, sorted by mountpoint. Removes sockets without a listener."""
     found: list[dict[str, Any]] = []
-    try:
+    candidates: list[Path] = []
+    with suppress(OSError):
         candidates = sorted(runtime_dir().glob("*.sock"))
-    except OSError:
-        return found
     for socket in candidates:
         before = _inode(socket)
         try:
@@ -97,21 +96,12 @@ def dead_mounts(known: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def mount_of(path: Path) -> tuple[Path, str]:
     """The cachefs mount that `path` is below, and the path relative to it ("": the mount itself). Raises `MountError`."""
-    cachefs_mounts = {Path(mount.path) for mount in mounts() if mount.is_cachefs}
-
-    def mountpoint_above(place: Path) -> Path | None:
-        return next((above for above in (place, *place.parents) if above in cachefs_mounts), None)
-
+    finder = Finder()
     # Below a mount there are no links to resolve. Such a path is not touched, because the mount may hang.
-    place = Path(os.path.abspath(path))
-    mountpoint = mountpoint_above(place)
-    if mountpoint is None:
-        place = canonical(path)
-        mountpoint = mountpoint_above(place)
-    if mountpoint is None:
+    found = finder.find(os.path.abspath(path)) or finder.find(str(canonical(path)))
+    if found is None:
         raise MountError(f"{path} is not below a cachefs mount: cachefs status lists those there are")
-    relative = place.relative_to(mountpoint).as_posix()
-    return mountpoint, "" if relative == "." else relative
+    return Path(found[0]), found[1]
 
 
 def upgrade(mountpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -135,13 +125,8 @@ def flush(mountpoint: Path, relative: str, deadline_s: float, show: Callable[[An
     second."""
     until = time.monotonic() + deadline_s
     while True:
-        left: dict[str, Any] = ask(
-            mountpoint,
-            "flush",
-            FLUSH_STEP_S + 10.0,
-            path=relative,
-            seconds=max(min(FLUSH_STEP_S, until - time.monotonic()), 0.0),
-        )
+        step_s = max(min(FLUSH_STEP_S, until - time.monotonic()), 0.0)
+        left: dict[str, Any] = ask(mountpoint, "flush", FLUSH_STEP_S + 10.0, path=relative, seconds=step_s)
         if not left["files"] or left["in_vain"] == left["files"] or time.monotonic() >= until:
             return left
         show(left)
@@ -155,21 +140,11 @@ def describe(left: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def job(
-    mountpoint: Path,
-    action: str,
-    items: Iterable[Any],
-    *,
-    at_once: int = 0,
-    vanish: bool = False,
-    cluster: bool = False,
-) -> Iterator[int]:
-    """Begin a job in the daemon (see `cachefs.daemon.warming`) and send it all its items; yields its number. The job is
-    stopped when that, or the code inside, fails or is interrupted."""
+def job(mountpoint: Path, action: str, items: Iterable[Any], **how: Any) -> Iterator[int]:
+    """Begin a job in the daemon (`how`: see `Jobs.start`) and send it all its items; yields its number. The job is stopped
+    when that, or the code inside, fails or is interrupted."""
     # A signal before the `try` leaves a job without items, which ends after `warming.INPUT_DEADLINE_S`.
-    number: int = ask(
-        mountpoint, "warm_start", action=action, at_once=at_once, vanish=vanish, cluster=cluster
-    )
+    number: int = ask(mountpoint, "warm_start", action=action, **how)
     try:
         for batch in client.batches(items):
             if ask(mountpoint, "warm_add", 60.0, job=number, items=batch) != "running":
