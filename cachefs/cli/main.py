@@ -224,6 +224,7 @@ def mount(ctx: click.Context, /, places: tuple[str, ...], o: tuple[str, ...], **
     Defaults are in [brackets].
     """
     from cachefs.daemon import background
+    from cachefs.fuse import holder
     from cachefs.fuse.held import Held, why_not
 
     held = Held.from_environment()
@@ -240,7 +241,7 @@ def mount(ctx: click.Context, /, places: tuple[str, ...], o: tuple[str, ...], **
         mounting.check_log(config)
         if config.foreground or ready.in_background:
             # A connection in a service manager's store is taken over in any case, because programs wait for it.
-            if held is None and (not why_not(config) or background.has_stored_connection()):
+            if held is None and (not why_not(config) or holder.stored()):
                 command = background.held_by_holder(background.command_of(ctx.meta["arguments"]))
                 # The process id stays the same: the caller waits for it and sends it signals.
                 os.execv(command[0], command)

@@ -12,7 +12,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -76,11 +75,6 @@ def held_by_holder(command: Sequence[str], directory: str = "") -> list[str]:
     return [sys.executable, "-I", "-S", "-c", holder.LAUNCH, holders, directory or os.getcwd(), *command]
 
 
-def has_stored_connection() -> bool:
-    """True if a service manager has stored the connection of a mount for this process."""
-    return bool(holder.stored())
-
-
 def open_log(config: Config) -> tuple[Path, int]:
     """(path, descriptor) of the log. It lies beside the control socket where the cache directory cannot be written: a mount
     without a cache is better than none."""
@@ -104,7 +98,6 @@ def start(arguments: Sequence[str], config: Config, *, over_dead: bool = False) 
     """Run ``cachefs mount -f arguments`` in the background. Returns the path of its log when its mount answers. Otherwise
     raises `MountError` with the reason, or `ConfigError` for bad input, and nothing is left running. With `over_dead` the
     new mount replaces a dead one, and a failure leaves a dead mount."""
-    until = time.monotonic() + config.mount_timeout
     log_path, log_fd = open_log(config)
     log_start = os.fstat(log_fd).st_size
     read_fd, write_fd = os.pipe()
@@ -122,7 +115,7 @@ def start(arguments: Sequence[str], config: Config, *, over_dead: bool = False) 
         os.close(write_fd)
         os.close(log_fd)
     try:
-        _wait_until_ready(child, read_fd, until, config, log_path, log_start)
+        _wait_until_ready(child, read_fd, config, log_path, log_start)
     except BaseException:
         _stop(child)
         if not over_dead:
@@ -135,14 +128,16 @@ def start(arguments: Sequence[str], config: Config, *, over_dead: bool = False) 
 
 
 def _wait_until_ready(
-    child: subprocess.Popen[bytes], fd: int, until: float, config: Config, log_path: Path, log_start: int
+    child: subprocess.Popen[bytes], fd: int, config: Config, log_path: Path, log_start: int
 ) -> None:
     """Wait for the child's line. Unless it is "ready", raises `ConfigError` for bad input, else `MountError`."""
-    line = _read_line(fd, until)
-    if line is None:
+    readable, _, _ = select.select([fd], [], [], config.mount_timeout)
+    if not readable:
         raise MountError(
             f"{config.mountpoint} did not answer within {config.mount_timeout:g} s: see {log_path}"
         )
+    # The child writes its line with one call; "" means that it ended without one.
+    line = os.read(fd, 65536).decode("utf-8", "replace").strip()
     if line != "ready":
         with suppress(subprocess.TimeoutExpired):
             child.wait(STOP_DEADLINE_S)  # while it closes its cache
@@ -150,20 +145,6 @@ def _wait_until_ready(
             raise ConfigError(line.removeprefix(WRONG))
         reason = line.removeprefix(FAILED) or _last_line(log_path, log_start)
         raise MountError(reason or f"the daemon ended before the mount was there: see {log_path}")
-
-
-def _read_line(fd: int, until: float) -> str | None:
-    """The child's line: "" if it ended without one, None if none came in time."""
-    received = b""
-    while not received.endswith(b"\n"):
-        readable, _, _ = select.select([fd], [], [], max(until - time.monotonic(), 0))
-        if not readable:
-            return None
-        chunk = os.read(fd, 65536)
-        if not chunk:
-            break
-        received += chunk
-    return received.decode("utf-8", "replace").strip()
 
 
 def _last_line(path: Path, offset: int) -> str:
