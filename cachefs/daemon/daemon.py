@@ -53,8 +53,9 @@ from cachefs.fuse.connection import tune
 from cachefs.fuse.held import TOO_OLD, Held, why_not
 from cachefs.fuse.holder import HANDED_OVER
 from cachefs.fuse.notices import Notices
-from cachefs.observe import Endpoint, Pauses, Watch, open_endpoint
+from cachefs.observe.endpoint import Endpoint, open_endpoint
 from cachefs.observe.explaining import Explainer
+from cachefs.observe.watch import Pauses, Watch
 from cachefs.origin import Origin, load_origin, open_origin
 from cachefs.peers.node import PeerNode
 from cachefs.prefetch import Paths, Prefetcher
@@ -416,7 +417,6 @@ class Daemon:
                 cluster,
                 self._origins,
                 self._metrics,
-                self._status,
                 writable=self._uploading is not None,
             )
             paths = Paths(volumes)
@@ -658,7 +658,7 @@ class Daemon:
             "record_stop": self._recordings.stop,
             "locate": self._locator.locate,
             "explain": self._explainer.explain,
-            "watch": self._explainer.watch,
+            "watch": self._watch.everything,
             "probe": self._explainer.probe,
             "log_level": self._explainer.log_level,
             "flush": (self._uploading or self._unsent).flush,

@@ -4,8 +4,3 @@ This room counts nothing. The other rooms count, and each request reads their co
 for a sample every two seconds and ten checks of the clock a second. The pages are read-only and need no password: every
 client that reaches the port sees names of files and processes.
 """
-
-from cachefs.observe.endpoint import Endpoint, open_endpoint
-from cachefs.observe.watch import Pauses, Watch
-
-__all__ = ["Endpoint", "Pauses", "Watch", "open_endpoint"]

@@ -1,12 +1,12 @@
 """Verbs of the control socket that explain what the daemon does: `explain` (where a file's extents are, which node owns
-them, why they were missed last), `watch` (status and ledger), `probe` (round trips to the origins), `log_level`.
+them, why they were missed last), `probe` (round trips to the origins), `log_level`.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from cachefs.base.errors import CachefsError, ConfigError, NotFound
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count
 from cachefs.fs.tree_queries import TreeQueries
-from cachefs.observe.watch import shown
 from cachefs.origin import Origin
 from cachefs.peers.cluster import Cluster
 from cachefs.store import Store
@@ -39,20 +38,15 @@ LEVELS = ("debug", "info", "warning", "error")
 
 @dataclass(eq=False, repr=False)
 class Explainer:
-    """Answers these verbs. `status` returns what `cachefs status` shows; `cluster` is None on a mount without peers;
-    `writable` tells whether files can be written through the mount."""
+    """Answers these verbs. `cluster` is None on a mount without peers; `writable` tells whether files can be written through
+    the mount."""
 
     tree_queries: TreeQueries
     store: Store
     cluster: Cluster | None
     origins: Sequence[Origin]
     metrics: Metrics
-    status: Callable[[], Awaitable[dict[str, Any]]]
     writable: bool = False
-
-    async def watch(self) -> dict[str, Any]:
-        """Status and ledger."""
-        return {**await self.status(), **shown(self.metrics)}
 
     async def explain(self, path: str) -> dict[str, Any]:
         """What this node knows of the file at `path` (relative to the mount). Raises `NotFound`, `IsADirectory` and the

@@ -130,7 +130,7 @@ class Watch:
         return Reply(200, CONTENT_TYPE, expose(self._metrics, await self._known()))
 
     async def _state(self) -> Reply:
-        return _json({**await self._known(), **shown(self._metrics), "now": time.time()})
+        return _json({**await self.everything(), "now": time.time()})
 
     async def _history(self) -> Reply:
         return _json({"names": ["time", "blocked_s", *SAMPLED], "samples": list(self._samples)})
@@ -167,6 +167,10 @@ class Watch:
 
     async def _known(self) -> dict[str, Any]:
         return {**await self._status(), "ready": int(self.ready)}
+
+    async def everything(self) -> dict[str, Any]:
+        """Status and ledger, also for `cachefs top`."""
+        return {**await self._known(), **shown(self._metrics)}
 
     def _sample(self) -> None:
         blocked_s = self._metrics.ledger.waits.totals()["blocked_s"]

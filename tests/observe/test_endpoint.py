@@ -19,8 +19,8 @@ from trio.testing import MockClock
 from cachefs.base.errors import MountError
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
-from cachefs.observe import Endpoint, Watch, open_endpoint
-from cachefs.observe.endpoint import MAX_CONNECTIONS, Page, plain
+from cachefs.observe.endpoint import MAX_CONNECTIONS, Endpoint, Page, open_endpoint, plain
+from cachefs.observe.watch import Watch
 from tests.observe.test_exposition import STATUS
 
 PAGE = Path(__file__).parents[2] / "cachefs/observe/page.html"

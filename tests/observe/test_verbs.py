@@ -238,7 +238,7 @@ async def test_why_says_what_the_kernel_reads_by_itself(
     async with running(cache_dir, ram=3 * EXTENT) as lab:
         version = lab.origin.put("data/file", content(1, BLOCK))
         file = OneFile(version, can_write=can_write)
-        explainer = Explainer(file, lab.store, None, [], lab.metrics, _no_status, writable=writable)
+        explainer = Explainer(file, lab.store, None, [], lab.metrics, writable=writable)
         await lab.read(version, 0, BLOCK)
         await lab.quiet()
         known = await explainer.explain("file")
@@ -250,7 +250,7 @@ async def test_why_says_what_the_kernel_reads_by_itself(
 async def test_why_tells_where_extents_are_and_why_they_were_missed(cache_dir: Path) -> None:
     async with running(cache_dir, ssd=3 * EXTENT) as lab:
         version = lab.origin.put("data/file", content(1, 2 * EXTENT + 5))
-        explainer = Explainer(OneFile(version), lab.store, None, [], lab.metrics, _no_status)
+        explainer = Explainer(OneFile(version), lab.store, None, [], lab.metrics)
 
         async def lines() -> list[str]:
             await lab.quiet()  # all of a small object comes at once
@@ -280,10 +280,6 @@ async def test_why_tells_where_extents_are_and_why_they_were_missed(cache_dir: P
             await explainer.explain("dir")
         with pytest.raises(ConfigError, match="no such level"):
             await explainer.log_level("loud")
-
-
-async def _no_status() -> dict[str, Any]:
-    return {}
 
 
 def test_ls_and_du_add_up_sizes_and_cached_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -437,7 +433,7 @@ def test_kernels_and_limits() -> None:
 
 def test_an_origin_that_hangs_is_probed_until_a_deadline() -> None:
     origin = SimpleNamespace(source="s3://a", check=trio.sleep_forever)
-    explainer = Explainer(*[cast(Any, None)] * 3, cast(Any, [origin]), Metrics(), cast(Any, None))
+    explainer = Explainer(*[cast(Any, None)] * 3, cast(Any, [origin]), Metrics())
 
     async def main() -> Any:
         with trio.fail_after(3600):
@@ -456,7 +452,7 @@ def test_the_request_that_opens_a_connection_is_not_what_is_measured(monkeypatch
         now[0] += times.pop(0)
 
     origin = SimpleNamespace(source="s3://a", check=check)
-    explainer = Explainer(*[cast(Any, None)] * 3, cast(Any, [origin]), Metrics(), cast(Any, None))
+    explainer = Explainer(*[cast(Any, None)] * 3, cast(Any, [origin]), Metrics())
     assert trio.run(explainer.probe) == [{"source": "s3://a", "seconds": 0.25}] and not times
 
 
