@@ -51,16 +51,13 @@ INDICES_AT_ONCE = 48 << 10
 """Numbers of an order in one request: 192 KiB, and 256 KiB as base64. Derived: half of `client.MAX_REQUEST_BYTES`."""
 
 ASK_DEADLINE_S = 30.0
-"""Deadline of one request. The daemon answers most in milliseconds, and the last part of a list of a million files in
-seconds. Only the sending thread waits."""
+"""Deadline of a request. The last part of a list of a million files takes seconds. Only the sending thread waits."""
 
 EXIT_DEADLINE_S = 5.0
-"""How long a process waits at its end for the last hints to be sent. They take milliseconds; a daemon that hangs must not
-hold up the end of a job."""
+"""How long a process waits at its end until its hints are sent, which takes milliseconds unless the daemon hangs."""
 
 MOST_WAITING = 256
-"""Most announcements and orders that wait to be sent; beyond that the oldest is dropped. Derived: a daemon keeps so many
-plans."""
+"""Announcements and orders that may wait to be sent; the oldest is dropped. Derived: a daemon keeps so many plans."""
 
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "LOCAL_RANK")
 """Variables in which launchers (torchrun, srun, Open MPI, MPICH, Intel MPI) tell a process its rank."""
@@ -323,8 +320,7 @@ class _Files:
         self._ahead: tuple[int, array[int]] | None = None
 
     def send(self, epoch: int, order: array[int], *, ahead: bool = False) -> None:
-        """Send the order of an epoch, and before the first one the files. An order that was last sent `ahead` is not sent
-        again. Raises `CachefsError`."""
+        """Send an order, unless it was just sent `ahead`, and before the first one the files. Raises `CachefsError`."""
         sent, self._ahead = self._ahead, None
         if sent == (epoch, order):
             return
@@ -348,8 +344,7 @@ class _Files:
 
 
 class _MountPlan:
-    """The files of a plan below one mount. `positions` has, for each file of the whole list, its index in `paths`, or
-    `NOT_ON_A_MOUNT`."""
+    """The files of a plan below one mount. `positions`: the index in `paths`, or `NOT_ON_A_MOUNT`, of each file."""
 
     def __init__(self, mountpoint: str) -> None:
         self.mountpoint = Path(mountpoint)
@@ -453,8 +448,7 @@ def send_files(mountpoint: Path, plan: str, paths: list[str]) -> None:
 
 
 def send_order(mountpoint: Path, plan: str, epoch: int, order: array[int], files: str = "") -> None:
-    """Send the order of an epoch, as places in the list of files; `files` is that list's digest. Raises `CachefsError`, also
-    when the daemon has another list."""
+    """Send an order of places in the list with the digest `files`. Raises `CachefsError`, also if the daemon has another."""
     if sys.byteorder == "big":
         order = order[:]
         order.byteswap()

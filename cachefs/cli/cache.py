@@ -185,8 +185,7 @@ def unpin(paths: tuple[Path, ...], list_file: str | None, as_json: bool) -> None
 
 
 def _jobs(action: str, wanted: Mapping[Path, Iterable[Any]], as_json: bool, **how: Any) -> dict[str, Any]:
-    """Run a job on each mount, one after the other (`how`: see `asking.job`). Returns the sums of their results. Raises if a
-    job or a file failed."""
+    """Run a job on each mount in turn (`how`: see `asking.job`). Returns the sums of their results. Raises if any failed."""
     ended: list[dict[str, Any]] = []
     for mountpoint, items in wanted.items():
         with asking.job(mountpoint, action, items, **how) as number:

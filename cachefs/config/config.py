@@ -328,8 +328,7 @@ class Config:
 
     @property
     def identity(self) -> str:
-        """The options that must be the same in a daemon that takes over the mount: records of open and dirty files depend on
-        them."""
+        """The options on which records of open and dirty files depend: the next daemon of the mount must have the same."""
         sources = [(source.name, source.url) for source in self.sources]
         return repr((sources, str(self.cache_dir), self.block_size))
 
@@ -354,8 +353,7 @@ ROWS = dict(_rows())
 
 
 def default_cache_dir(sources: tuple[Source, ...]) -> Path:
-    """The default directory. It depends on the sources and not on the mountpoint, so a source that is mounted elsewhere
-    uses the same cache."""
+    """The default directory. It depends on the sources alone, so a source has the same cache at every mountpoint."""
     of_user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     base = Path("/var/cache") if os.getuid() == 0 else Path(of_user).expanduser()
     unique = "\0".join(f"{source.name}\1{source.url}\1{source.endpoint_url or ''}" for source in sources)

@@ -55,8 +55,7 @@ _POSITIONAL = ["source", "mountpoint"]
 
 
 def load(argv: Mapping[str, Any], o: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Config:
-    """The Config of all layers. `argv` maps option names, `source` and `mountpoint` to text, bool or None (not given); `o`
-    has the arguments of `-o`. Raises `ConfigError`."""
+    """The Config of all layers. `argv` maps names to text, bool or None (not given). Raises `ConfigError`."""
     environ = os.environ if environ is None else environ
     from_argv = {name: Given(_text(value), _flag(name)) for name, value in argv.items() if value is not None}
     from_env = _environment(environ)

@@ -111,8 +111,7 @@ DERIVED: Any = object()
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """An option: its parser, its formatter and its documentation. `flags` are further names; `flag_only` allows it on the
-    command line only; `derive` computes the default from the Config."""
+    """An option. `flags` are further names; `flag_only`: for the command line alone; `derive` computes the default."""
 
     help: str
     parse: Callable[[str], Any]

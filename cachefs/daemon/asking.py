@@ -25,8 +25,7 @@ UPGRADED_S = 60.0
 the next one to load, from a disk that may be slow, and answers with an error after that."""
 
 PROBE_S = 1.0
-"""How long a mount may take to answer before it counts as living: a dead one answers at once, with an error. Derived: one
-whose daemon is just started again must not hold `status` up."""
+"""A mount that takes longer to answer is not dead: a dead one answers at once. Derived: it must not hold `status` up."""
 
 FLUSH_STEP_S = 1.0
 """How long the daemon waits for uploads before it answers how much is left. Derived: a terminal shows it once a second."""
@@ -81,8 +80,7 @@ def _inode(file: Path) -> int:
 
 
 def dead_mounts(known: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A mountpoint and a warning for each mount of this user (for root: of any) whose daemon has died; none for those that
-    are in `known`, which have answered."""
+    """A mountpoint and a warning for each mount of this user (for root: of any) whose daemon has died, but for `known`."""
     answered = {status.get("mountpoint") for status in known}
     found: list[dict[str, Any]] = []
     for mount in mounts():
@@ -120,9 +118,8 @@ def upgrade(mountpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def flush(mountpoint: Path, relative: str, deadline_s: float, show: Callable[[Any], None]) -> dict[str, Any]:
-    """Wait until everything written at and below a path (relative to its mount) is at the origin, until the deadline is
-    over, or until the origin has refused all that is left. Returns what is left. `show` is called with it about once a
-    second."""
+    """Wait until everything written at and below a path (relative to its mount) is at the origin, or the origin has refused
+    all that is left, or until the deadline. Returns what is left. `show` is called with it about once a second."""
     until = time.monotonic() + deadline_s
     while True:
         step_s = max(min(FLUSH_STEP_S, until - time.monotonic()), 0.0)

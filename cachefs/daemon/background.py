@@ -76,8 +76,7 @@ def held_by_holder(command: Sequence[str], directory: str = "") -> list[str]:
 
 
 def open_log(config: Config) -> tuple[Path, int]:
-    """(path, descriptor) of the log. It lies beside the control socket where the cache directory cannot be written: a mount
-    without a cache is better than none."""
+    """(path, descriptor) of the log, which lies beside the control socket where the cache directory cannot be written."""
     wanted = config.log_file or config.cache_dir / LOG_NAME
     spare = runtime_dir() / f"{slug(str(config.mountpoint).strip('/'), str(config.mountpoint))}.log"
     problem: OSError | None = None
@@ -95,9 +94,8 @@ def open_log(config: Config) -> tuple[Path, int]:
 
 
 def start(arguments: Sequence[str], config: Config, *, over_dead: bool = False) -> Path:
-    """Run ``cachefs mount -f arguments`` in the background. Returns the path of its log when its mount answers. Otherwise
-    raises `MountError` with the reason, or `ConfigError` for bad input, and nothing is left running. With `over_dead` the
-    new mount replaces a dead one, and a failure leaves a dead mount."""
+    """Run ``cachefs mount -f arguments`` in the background. Returns the path of its log when its mount answers. Else raises
+    `MountError`, or `ConfigError` for bad input, and leaves nothing running, but with `over_dead` the dead mount."""
     log_path, log_fd = open_log(config)
     log_start = os.fstat(log_fd).st_size
     read_fd, write_fd = os.pipe()

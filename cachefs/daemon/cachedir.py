@@ -78,8 +78,7 @@ def _bytes_at_last_stop(cache_dir: Path) -> int:
 
 
 def open_names(opened: OpenStore, row_log: RowLog | None = None) -> WriteBehind:
-    """Open the names database beside the cache, or in shared memory if that is impossible: names can always be listed again.
-    For `row_log` see `WriteBehind`."""
+    """Open the names database beside the cache, or in shared memory: names can always be listed again."""
     # A random name, because every user can create directories there and could occupy a fixed one.
     refuge = SHM / f"cachefs-{os.getuid()}-names-{secrets.token_hex(8)}"
     opened.temporary.append(refuge)

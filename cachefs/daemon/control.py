@@ -41,8 +41,7 @@ VERB_DEADLINE_S = 60.0
 
 
 async def serve(path: Path, verbs: Verbs, *, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
-    """Answer requests at `path` until cancelled, and then remove the socket. Raises `ControlError` when another daemon
-    answers there, or the socket cannot be made."""
+    """Answer requests at `path` until cancelled. Raises `ControlError` if it cannot listen there."""
     listener = _listen(path)
     inode = os.stat(path).st_ino
     slots = trio.Semaphore(MAX_CONNECTIONS)

@@ -666,8 +666,7 @@ class Daemon:
         }
 
     async def _upgrade(self) -> str:
-        """Hand this mount over to the installed version. Returns that version. Raises `MountError` if this is impossible;
-        then nothing has changed."""
+        """Hand this mount over to the installed version, and return that. Raises `MountError`, with nothing changed."""
         why = self._not_held()
         if why or self._held is None:
             raise MountError(f"this mount ends with its daemon ({why}): umount, and mount again")
@@ -751,8 +750,7 @@ class Daemon:
             yield self._orphan_warning
 
     async def _orphans(self) -> str:
-        """The warning about orphaned staging files, or "". While the disk does not answer, or no thread can be started, the
-        last one."""
+        """The warning about orphaned staging files, or "". While the disk does not answer, the last one."""
         if not self._orphan_lookup.borrowed_tokens:
             with trio.move_on_after(ORPHANS_DEADLINE_S), suppress(OSError):
                 self._orphan_warning = await in_thread(

@@ -17,8 +17,7 @@ from cachefs.peers.membership import Member
 from cachefs.peers.wire import MAX_HAVE_BLOCKS, PeerFailed
 
 AT_ONCE = 8
-"""Files that peers are asked about at a time, each with a request to every member. Derived: half of the connections that a
-client has to one peer (`client.CONNECTIONS_PER_PEER`)."""
+"""Files that peers are asked about at a time. Derived: half of the connections to one peer (`CONNECTIONS_PER_PEER`)."""
 
 DEADLINE_S = 50.0
 """Deadline for all files. Derived: the command waits 60 s for the answer."""
@@ -37,9 +36,8 @@ class Locator:
     _block_size: int
 
     async def locate(self, path: str = "") -> dict[str, Any]:
-        """The files at and below `path` (relative to the mount): how many, their bytes, how many of those each node has
-        cached, and which nodes did not answer. Raises `NotFound`, and `ConfigError` when that takes longer than
-        `DEADLINE_S`."""
+        """How many files are at and below `path` (relative to the mount), their bytes, how many each node has cached,
+        and which nodes did not answer. Raises `NotFound`, and `ConfigError` after `DEADLINE_S`."""
         silent: dict[str, str] = {}
         files = size = 0
         this_node, others = THIS_NODE, list[Member]()

@@ -82,8 +82,7 @@ def check(config: Config) -> list[str]:
 
 
 def check_log(config: Config) -> None:
-    """Refuse a log below the mountpoint, which the daemon would write to itself. Raises `MountError`. This is checked
-    before the log is opened, because opening it makes the file."""
+    """Refuse, before it is made, a log below the mountpoint, which the daemon would write to itself. Raises `MountError`."""
     log, mountpoint = config.log_file, config.mountpoint
     # First without resolving links, as in `_check_overlap`.
     for resolve in (os.path.abspath, os.path.realpath):
@@ -149,8 +148,7 @@ def check_rights(allow_other: bool = False) -> None:
 
 
 def clear(config: Config) -> list[str]:
-    """Unmount dead mounts at the mountpoint, and check the directory below; returns lines for the log. Raises `MountError`.
-    A mount that another process has made is left alone."""
+    """Unmount dead mounts at the mountpoint, and check the directory. Returns lines for the log. Raises `MountError`."""
     if config.descriptor is not None:
         return []
     notes = _clear_mountpoint(config.mountpoint)
@@ -247,8 +245,7 @@ def _user_allow_other() -> bool:
 
 
 def detach(mount: Mount, *, lazy: bool) -> None:
-    """Unmount a mount, which must still be the topmost at its path. Raises `OSError`: ESTALE if another mount has replaced
-    it, EBUSY, EPERM, EINVAL, …"""
+    """Unmount a mount. Raises `OSError`: ESTALE if another mount is the topmost at its path, EBUSY, EPERM, EINVAL, …"""
     path = Path(mount.path)
     if not mount.same(mount_at(path)):
         raise OSError(errno.ESTALE, "another mount has taken its place", mount.path)

@@ -56,10 +56,8 @@ class Line(NamedTuple):
 
 
 def parsed(text: str) -> Line:
-    """Parse a line of a recording, which any program may have written.
-
-    Raises `ValueError`, whose text is for users, if `text` is not such a line, or has a later format. Unknown members are
-    ignored, because a later version may add some without a new format."""
+    """Parse a line of a recording, which any program may have written. Raises `ValueError`, whose text is for users. Unknown
+    members are ignored, because a later version may add some without a new format."""
     try:
         line = json.loads(text)
         path, size = line["path"], line["size"]
@@ -190,8 +188,7 @@ class RecordedReader:
 
 
 class Recordings:
-    """The recording of a mount: one at a time. `nursery` runs the task that ends it if no client drains it. `first` is the
-    number of the first one."""
+    """The recording of a mount, one at a time. It ends if no client drains it. `first` is the number of the first one."""
 
     def __init__(
         self,

@@ -96,8 +96,7 @@ Outcome = tuple[Orphan, Path | None, str]
 
 
 def copy(found: Sequence[Orphan], target: Target, *, remove: bool) -> Iterator[Outcome]:
-    """Copy each file, and replace no existing file. With `remove`, remove a file here once its copy is safe, unless the next
-    mount will upload it."""
+    """Copy each file, and replace none. `remove`: remove it once its copy is safe, unless the next mount will upload it."""
     for orphan in found:
         try:
             place = target.place(orphan)

@@ -30,8 +30,7 @@ STAGE_S = 20.0
 """How long a stage may take in addition to its `seconds`: all together take well under a second, but a disk may be slow."""
 
 LOOK_EVERY_S = 2.0
-"""Seconds between two checks of the thread, and how long it waits for the last line to be written, because the log may be on
-the disk that hangs. Derived: a tenth of a stage."""
+"""Seconds between two checks, and for the last line: the log may be on the disk that hangs. Derived: a tenth of a stage."""
 
 EXIT_CODE = 70
 """EX_SOFTWARE: a service manager does not take it for a clean stop."""

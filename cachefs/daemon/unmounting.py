@@ -25,8 +25,7 @@ from cachefs.daemon.mounting import canonical, detach, holders
 Show = Callable[[Any], None]
 
 EXIT_DEADLINE_S = 30.0
-"""How long the daemon may take to end after the unmount. Derived: the last stage of a stop may take 30 s
-(`SPILL_DEADLINE_S` and `STAGE_S`)."""
+"""How long the daemon may take to end after the unmount. Derived: the last stage's `SPILL_DEADLINE_S` and `STAGE_S`."""
 
 
 def unmount(path: Path, *, lazy: bool = False, flush: bool = False, show: Show = lambda left: None) -> str:
@@ -64,8 +63,7 @@ def unmount(path: Path, *, lazy: bool = False, flush: bool = False, show: Show =
 
 
 def _wait_for_uploads(path: Path, must: bool, show: Show) -> str | None:
-    """Wait for uploads. Returns None when all are done, else a line about what is left. With `must`, raises `MountError` in
-    place of that line."""
+    """Wait for uploads. Returns a line about what is left, or None. With `must`, raises it as a `MountError`."""
     try:
         status = asking.status_of(path)
         uploads = status.get("uploads") or {"pending": 0, "flush_deadline": 0}

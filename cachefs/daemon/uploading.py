@@ -65,8 +65,7 @@ class Uploading:
         self.uploads = uploads
 
     async def recover(self, open_inos: Container[int] = frozenset()) -> None:
-        """Resume the uploads of an earlier daemon. Called before the mount, so that readers see these files from the
-        start."""
+        """Resume the uploads of an earlier daemon, before the mount, so that readers see these files from the start."""
         found = await self.uploads.recover(open_inos)
         if found:
             files = f"{about_files(len(found))} ({about_bytes(_bytes(found))}) of an earlier mount"
@@ -81,8 +80,7 @@ class Uploading:
         self._hurry.cancel()
 
     async def finish(self) -> bool:
-        """After the mount has gone: wait for uploads, and log the files that are not uploaded. Returns True if the origin
-        has all of them."""
+        """After the mount has gone, wait for uploads. Logs the files that are left; returns True if there are none."""
         self.uploads.unmounted()
         with trio.CancelScope(shield=True):
             pending = [file for file in self.uploads.pending() if file.acknowledged or not file.handles]
@@ -156,8 +154,7 @@ def staging_of(state_dir: Path) -> Path:
 
 
 def left_behind(state_dir: Path) -> Unsent:
-    """The files that an earlier mount has left, for a mount that uploads nothing. Blocks. Raises `CacheUnusable` for a
-    journal that cannot be read."""
+    """The files that an earlier mount has left. Blocks. Raises `CacheUnusable` for a journal that cannot be read."""
     staging = staging_of(state_dir)
     if not staging.is_dir() or not (state_dir / "journal" / "data.mdb").exists():
         # The next writable mount moves them to a directory of their own. Opening the journal would create an empty one.

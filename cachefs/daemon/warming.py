@@ -42,18 +42,15 @@ LIST_BYTES = 256 << 20
 """Bytes of one job's list that may wait to be walked. Derived: five million paths of 50 bytes."""
 
 INPUT_DEADLINE_S = 60.0
-"""How long a job waits for the next piece of its list before its client counts as dead. Derived: as long as the client waits
-for the answer to each piece."""
+"""Longest wait for the next piece of a list, after which its client counts as dead. Derived: the client's own deadline."""
 
 SLICE_BYTES = 256 << 20
-"""Bytes of a large file that are fetched before they are counted as done. Derived: at 1 GB/s the shown progress moves four
-times a second, as often as the command asks."""
+"""Bytes of a large file that count as done together. Derived: at 1 GB/s the progress moves as often as the command asks."""
 
 FAILURES_NAMED = 10
 
 FAILURES_IN_A_ROW = 200
-"""A job gives up after so many failures in a row: then the origin is unreachable or refuses everything. A directory without
-permission usually has fewer files."""
+"""A job gives up after so many failures in a row. A directory without permission usually has fewer files."""
 
 KEPT = 32
 """Ended jobs whose status is kept."""
@@ -190,8 +187,8 @@ class Jobs:
     async def start(
         self, action: str = "warm", at_once: int = 0, vanish: bool = False, cluster: bool = False
     ) -> int:
-        """Begin a job without paths. Returns its number. With `vanish`, missing paths are counted and are not failures. With
-        `cluster`, other nodes are asked to fetch their shares."""
+        """Begin a job without paths. Returns its number. With `vanish`, missing paths are no failures. With `cluster`, other
+        nodes are asked to fetch their shares."""
         if action not in self._actions:
             raise ConfigError(f"no such job: {action!r}: there are {', '.join(self._actions)}")
         job = Job(next(self._numbers), action, min(at_once, MOST_AT_ONCE) or self._at_once, vanish, cluster)
@@ -344,8 +341,7 @@ class Jobs:
         return sum(stop - start for start, stop, kept in pieces if kept)
 
     def _capacity(self) -> int:
-        """Bytes that a job may fetch before it evicts its own, if nothing is pinned: all of the last tier, and of each tier
-        above it the part that stays there after spilling."""
+        """Bytes that a job may fetch before it evicts its own: the last tier, and what stays above it after spilling."""
         limits = [tier.limit_bytes() for tier in self._store.tiers]
         return int(sum(limits[:-1]) * SPILL_TO) + sum(limits[-1:])
 

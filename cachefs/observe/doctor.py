@@ -47,12 +47,10 @@ FAR_S = 0.1
 """A longer round trip to an origin, in seconds, is a finding. Guessed: the origin is in another region."""
 
 LOOKED_S = 1.0
-"""How long the processor time of daemons is measured. Derived: /proc counts it in hundredths of a second, so a share is
-known to a percent."""
+"""How long processor time is measured. Derived: /proc counts hundredths of a second, so a share is known to a percent."""
 
 BUSY = 0.8
-"""A thread that takes at least this share of one processor is reported as its mount's bottleneck. Guessed: one that takes
-less has often slept."""
+"""A thread that takes this share of a processor is its mount's bottleneck. Guessed: one that takes less has often slept."""
 
 IDLE = 0.05
 """A daemon that takes less than this share of one processor is reported as idle. Guessed."""

@@ -25,8 +25,7 @@ MAX_CONNECTIONS = 32
 `doctor` wants for a mount, and more than some scrapers, probes and open pages need."""
 
 ANSWER_S = 15.0
-"""Deadline of a connection, until its client has received the reply. Derived: Prometheus gives up after 10 s
-(`scrape_timeout`)."""
+"""Deadline of a connection. Derived: Prometheus gives up after 10 s (`scrape_timeout`)."""
 
 
 class Reply(NamedTuple):
@@ -67,8 +66,7 @@ async def open_endpoint(where: str) -> Endpoint:
 
 
 class Endpoint:
-    """A server that listens. `address` is HOST:PORT, with the port that the kernel chose for port 0. `warning` is "" on the
-    loopback."""
+    """A server that listens. `address` has the port that the kernel chose for port 0. `warning` is "" on the loopback."""
 
     def __init__(self, host: str, listeners: Sequence[trio.SocketListener]) -> None:
         self.address = f"{host}:{listeners[0].socket.getsockname()[1]}"

@@ -38,8 +38,7 @@ LEVELS = ("debug", "info", "warning", "error")
 
 @dataclass(eq=False, repr=False)
 class Explainer:
-    """Answers these verbs. `cluster` is None on a mount without peers; `writable` tells whether files can be written through
-    the mount."""
+    """Answers these verbs. `cluster` is None on a mount without peers; `writable`: files can be written through it."""
 
     tree_queries: TreeQueries
     store: Store
@@ -49,8 +48,7 @@ class Explainer:
     writable: bool = False
 
     async def explain(self, path: str) -> dict[str, Any]:
-        """What this node knows of the file at `path` (relative to the mount). Raises `NotFound`, `IsADirectory` and the
-        errors of a lookup."""
+        """What this node knows of the file at `path` (relative to the mount). Raises the errors of a lookup."""
         found = await self.tree_queries.resolve(path)
         if found is None:
             raise NotFound(f"no such file: {path}")

@@ -63,8 +63,7 @@ class Trace:
 
 @dataclass
 class Result:
-    """The result for one cache. By epoch: bytes read (`asked`), and those of them that were cached (`hit`). `store_bytes`
-    came from the origin."""
+    """The result for one cache: bytes read by epoch (`asked`, cached: `hit`), and those from the origin (`store_bytes`)."""
 
     policy: str
     cache_bytes: int

@@ -146,8 +146,7 @@ class Watch:
         return plain(reason, 503) if reason else plain("ready")
 
     async def illness(self) -> str:
-        """Why the mount does not answer; "" if it does. Sends a statfs, which the kernel always passes to the daemon, and
-        which the daemon answers without the origin."""
+        """Why the mount does not answer a statfs, which always reaches the daemon and never the origin; "" if it does."""
         with trio.move_on_after(PROBE_S):
             try:
                 ask = partial(os.statvfs, self._mountpoint)
