@@ -9,7 +9,9 @@ not repeat it.
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 import re
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -142,10 +144,6 @@ def _parse_weight(text: str) -> float:
     return float(text)
 
 
-def _parse_path(text: str) -> Path:
-    return Path(absolute(_parse_text(text)))
-
-
 def _parse_block_size(text: str) -> int:
     size = parse_bytes(text)
     if size & (size - 1) or not 64 << 10 <= size <= 16 << 20:
@@ -170,18 +168,6 @@ def _parse_endpoint(text: str) -> str:
     if not known or re.search(r"\s", text.strip()):
         raise ValueError("not the address of a server: write it like http://minio:9000")
     return check_url(text.strip())
-
-
-def _user(name: str) -> int:
-    import pwd
-
-    return pwd.getpwnam(name).pw_uid
-
-
-def _group(name: str) -> int:
-    import grp
-
-    return grp.getgrnam(name).gr_gid
 
 
 NO_ID = (1 << 32) - 1
@@ -243,9 +229,9 @@ WEIGHT = _kind("N", _parse_weight)
 TEXT = _kind("TEXT", _parse_text)
 ENDPOINT = _kind("URL", _parse_endpoint)
 LISTEN = _kind("HOST:PORT", _parse_listen)
-PATH = _kind("PATH", _parse_path, str)
-USER = _kind("USER", partial(_parse_id, "user", _user))
-GROUP = _kind("GROUP", partial(_parse_id, "group", _group))
+PATH = _kind("PATH", lambda text: Path(absolute(_parse_text(text))), str)
+USER = _kind("USER", partial(_parse_id, "user", lambda name: pwd.getpwnam(name).pw_uid))
+GROUP = _kind("GROUP", partial(_parse_id, "group", lambda name: grp.getgrnam(name).gr_gid))
 SWITCH = _kind("", parse_bool)
 OUTAGE = _kind("serve-stale|eio|wait=TIME", _parse_outage, str)
 
