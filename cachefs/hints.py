@@ -145,30 +145,25 @@ class HintedSampler:
             return
         order: list[Any] = []
         if any(hasattr(one, "state_dict") for one in _wrapped_samplers(self.sampler)):
-            self._draw_ahead(epoch, lambda: self._send(epoch, list(islice(_clone(self.sampler), length))))
+            self._draw(epoch, length)
         else:
             order = list(islice(drawing, length))
             self._send(epoch, order)
         for count, item in enumerate(chain(order, drawing), 1):
             yield item
-            # Half way: drawing at the beginning would delay the first batches, and the next epoch is still far.
-            if count == (length + 1) // 2:
-                self._send_next(epoch, length)
+            # Half way: drawing at the beginning would delay the first batches, and the next epoch is still far. Without a
+            # setter, the next order is not decided yet.
+            if count == (length + 1) // 2 and _epoch_setter(self.sampler) is not None:
+                self._draw(epoch + 1, length, ahead=True)
 
-    def _send_next(self, epoch: int, length: int) -> None:
-        def draw() -> None:
-            later = _clone(self.sampler)
-            _epoch_setter(later).set_epoch(epoch + 1)
-            self._send(epoch + 1, list(islice(later, length)), ahead=True)
-
-        if _epoch_setter(self.sampler) is not None:  # without it, the next order is not decided yet
-            self._draw_ahead(epoch + 1, draw)
-
-    def _draw_ahead(self, epoch: int, draw: Callable[[], None]) -> None:
-        """Draw an order ahead of time, and restore every random generator."""
+    def _draw(self, epoch: int, length: int, *, ahead: bool = False) -> None:
+        """Send an order that a copy of the sampler draws, `ahead` for a later epoch. Restores every random generator."""
         try:
             with _generators_restored(self.sampler):
-                draw()
+                clone = _clone(self.sampler)
+                if ahead:
+                    _epoch_setter(clone).set_epoch(epoch)
+                self._send(epoch, list(islice(clone, length)), ahead=ahead)
         except Exception as exc:
             _warn_once(f"the order of epoch {epoch} could not be drawn ahead: {exc!r}")
 

@@ -97,7 +97,7 @@ def hiding(environ: Mapping[str, str]) -> Callable[[str], str]:
 
 def _examine(mountpoint: Path | None, cache_dir: Path | None, measure: bool) -> Iterator[Finding]:
     yield from machine()
-    yield from rights()
+    yield rights()
     yield from limits(resource.getrlimit(resource.RLIMIT_NOFILE)[1], memory_limit())
     yield from memory_left()
     statuses, silent = _statuses(mountpoint)
@@ -161,15 +161,14 @@ def kernel(text: str, uid: int) -> Finding:
     return Finding("note", "kernel", f"{text}: every read of a cached file goes through the daemon", todo)
 
 
-def rights() -> Iterator[Finding]:
+def rights() -> Finding:
     """Whether this user may mount."""
     try:
         mounting.check_rights()
     except MountError as exc:
         reason, _, todo = str(exc).partition(": ")
-        yield Finding("problem", "rights", reason, todo)
-    else:
-        yield Finding("ok", "rights", f"user {os.getuid()} may mount")
+        return Finding("problem", "rights", reason, todo)
+    return Finding("ok", "rights", f"user {os.getuid()} may mount")
 
 
 def memory_left() -> Iterator[Finding]:
