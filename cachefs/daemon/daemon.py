@@ -347,9 +347,8 @@ class Daemon:
         # In a thread, because it rewrites the journal of a daemon that was killed.
         uploads = await trio.to_thread.run_sync(open_uploads)
         self._uploading = uploading = Uploading(config, self._origins, staging_dir, uploads)
-        await uploading.recover(
-            {record.ino for _, record in self._held.open} if self._held is not None else ()
-        )
+        open_files = self._held.open if self._held is not None else ()
+        await uploading.recover({record.ino for _, record in open_files})
         return uploading
 
     async def _serve(self, nursery: trio.Nursery, lasting: trio.Nursery) -> None:
@@ -361,16 +360,16 @@ class Daemon:
             self._store, nursery, self._metrics, max_readahead=config.max_readahead, upstream=upstream
         )
         uploading = await self._open_uploads(fetcher, lasting) if self._writable() else None
-        if uploading is None:
-            self._unsent = await trio.to_thread.run_sync(left_behind, self._opened.state_dir)
-        else:
+        if uploading is not None:
             self._unsent = uploading.unsent
+        else:
+            self._unsent = await trio.to_thread.run_sync(left_behind, self._opened.state_dir)
+            if config.writeback:
+                self._warn("--writeback has no effect: nothing can be written")
         if self._unsent.sizes:
             self._warn(str(self._unsent))
         if orphaned := await self._orphans():
             log.warning("%s", orphaned)
-        if config.writeback and uploading is None:
-            self._warn("--writeback has no effect: nothing can be written")
         volumes = [
             Volume(s.name, o, ttls_of(config, s)) for s, o in zip(config.sources, self._origins, strict=True)
         ]
@@ -579,7 +578,10 @@ class Daemon:
         self._tuning = await trio.to_thread.run_sync(tune, self._config.mountpoint, granted)
         for line in self._tuning:
             log.info("%s", line)
-        await self._watch.answers()
+        if (
+            self._config.descriptor is None
+        ):  # a mount that another process has made may be for another user alone
+            await self._watch.answers()
         log.info("mounted %s on %s", self._title(), self._config.mountpoint)
         self._watch.ready = True
         self._mounted.set()

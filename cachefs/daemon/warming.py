@@ -17,7 +17,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -115,10 +115,7 @@ class Job:
 
     def as_dict(self) -> dict[str, Any]:
         """For the control socket: plain values."""
-        return {
-            **{name: value for name, value in vars(self).items() if name in self.__dataclass_fields__},
-            "seconds": (self.ended or time.time()) - self.started,
-        }
+        return {**asdict(self), "seconds": (self.ended or time.time()) - self.started}
 
     def summary(self) -> str:
         """How the job ended, in one line."""
