@@ -92,11 +92,11 @@ def warm(
         return 0
     if profile and list_file is not None:
         raise ConfigError("--profile and -T are two lists of what to fetch: give one of them")
-    wanted: Mapping[Path, Iterable[Any]] = (
-        places.parts_in_recording(profile, places.single_path(paths, "--profile"))
-        if profile
-        else paths_by_mount(paths, list_file)
-    )
+    wanted: Mapping[Path, Iterable[Any]]
+    if profile:
+        wanted = places.parts_in_recording(profile, places.single_path(paths, "--profile"))
+    else:
+        wanted = paths_by_mount(paths, list_file)
     how: dict[str, Any] = {"at_once": parallel or 0, "vanish": bool(profile), "cluster": cluster}
     if background:
         if check:

@@ -94,11 +94,8 @@ class OneLine(click.Group):
         except click.ClickException as exc:
             more = ""
             if ctx := getattr(exc, "ctx", None):
-                more = (
-                    f" (see {ctx.command_path} --help)"
-                    if ctx.help_option_names
-                    else " (see man mount.cachefs)"
-                )
+                help = f"{ctx.command_path} --help" if ctx.help_option_names else "man mount.cachefs"
+                more = f" (see {help})"
             _fail(exc.format_message(), 2, more)
         except CachefsError as exc:
             _fail(str(exc), 2 if isinstance(exc, ConfigError) else 1)

@@ -171,11 +171,8 @@ def _counts(metrics: Counter[str]) -> Iterator[tuple[str, str]]:
         if through_daemon is not None and (metrics["passthrough_blocks"] or metrics["page_cache_blocks"]):
             daemon = f"; {100 * through_daemon:.1f} % of those read through the daemon"
         yield "hits", f"{100 * overall:.1f} % of {total:,} blocks ({', '.join(parts)}){daemon}"
-    yield (
-        "origin",
-        f"{metrics['origin_get']:,} GET, {metrics['origin_head']:,} HEAD, {metrics['origin_list']:,} LIST, "
-        f"{about_bytes(metrics['origin_bytes'])} received",
-    )
+    requests = ", ".join(f"{metrics[f'origin_{kind}']:,} {kind.upper()}" for kind in ("get", "head", "list"))
+    yield "origin", f"{requests}, {about_bytes(metrics['origin_bytes'])} received"
     trouble = {
         "origin_retries": "retries",
         "origin_throttled": "throttled",
@@ -187,11 +184,8 @@ def _counts(metrics: Counter[str]) -> Iterator[tuple[str, str]]:
     counts = [f"{metrics[name]:,} {words}" for name, words in trouble.items() if metrics[name]]
     if counts:
         yield "trouble", ", ".join(counts)
-    yield (
-        "readers",
-        f"{metrics['fuse_open']:,} opens, {metrics['fuse_read']:,} reads, "
-        f"{about_bytes(metrics['fuse_read_bytes'])} returned",
-    )
+    messages = f"{metrics['fuse_open']:,} opens, {metrics['fuse_read']:,} reads"
+    yield "readers", f"{messages}, {about_bytes(metrics['fuse_read_bytes'])} returned"
 
 
 def _mode(status: Mapping[str, Any]) -> str:
@@ -205,21 +199,15 @@ def _writing(uploads: Mapping[str, Any], metrics: Counter[str]) -> Iterator[tupl
     if not uploads:
         return
     if metrics["fuse_write"] or metrics["origin_bytes_sent"]:
-        yield (
-            "written",
-            f"{about_bytes(metrics['fuse_write_bytes'])} through the daemon, "
-            f"{about_bytes(metrics['origin_bytes_sent'])} sent in "
-            f"{metrics['origin_put']:,} PUT, {metrics['origin_put_part']:,} parts; "
-            f"{metrics['origin_copy']:,} COPY, {metrics['origin_delete']:,} DELETE",
-        )
+        written, sent = about_bytes(metrics["fuse_write_bytes"]), about_bytes(metrics["origin_bytes_sent"])
+        puts = f"{metrics['origin_put']:,} PUT, {metrics['origin_put_part']:,} parts"
+        others = f"{metrics['origin_copy']:,} COPY, {metrics['origin_delete']:,} DELETE"
+        yield "written", f"{written} through the daemon, {sent} sent in {puts}; {others}"
     if uploads.get("pending"):
         failed = uploads.get("failed")
         trouble = f", {failed:,} of them failed: {uploads.get('last_error')}" if failed else ""
-        yield (
-            "uploading",
-            f"{about_files(uploads['pending'])}, {about_bytes(uploads['pending_bytes'])}, for "
-            f"{show.duration(uploads.get('oldest_s', 0))}{trouble}",
-        )
+        pending = f"{about_files(uploads['pending'])}, {about_bytes(uploads['pending_bytes'])}"
+        yield "uploading", f"{pending}, for {show.duration(uploads.get('oldest_s', 0))}{trouble}"
 
 
 def _peers(peers: Mapping[str, Any], metrics: Counter[str]) -> Iterator[tuple[str, str]]:
@@ -231,15 +219,10 @@ def _peers(peers: Mapping[str, Any], metrics: Counter[str]) -> Iterator[tuple[st
     incompatible = Counter(other["state"] for other in peers.get("incompatible", ()))
     trouble = "".join(f", {number} {state}" for state, number in {**states, **incompatible}.items() if number)
     listens = f", listening on {peers['listen']}" if peers.get("listen") else ", giving nothing"
-    yield (
-        "peers",
-        f"{len(others)} others in group {peers.get('group')}{trouble}{listens}, from {peers.get('from')}",
-    )
-    yield (
-        "shared",
-        f"{about_bytes(metrics['peer_bytes_in'])} from others, {about_bytes(metrics['peer_bytes_out'])} to them; "
-        f"{metrics['peer_misses']:,} blocks they did not give",
-    )
+    group = f"{len(others)} others in group {peers.get('group')}{trouble}"
+    yield "peers", f"{group}{listens}, from {peers.get('from')}"
+    moved = f"{about_bytes(metrics['peer_bytes_in'])} from others, {about_bytes(metrics['peer_bytes_out'])} to them"
+    yield "shared", f"{moved}; {metrics['peer_misses']:,} blocks they did not give"
 
 
 def _job(job: Mapping[str, Any]) -> str:
@@ -270,11 +253,9 @@ def _eviction(eviction: Mapping[str, Any], pinned: int) -> Iterator[tuple[str, s
         if ratio is None:
             ratio = dataset.get("last_hit_ratio")
         hits = f", {100 * ratio:.0f} % cached" if ratio is not None else ""
-        yield (
-            "epochs",
-            f"{dataset.get('name') or '/'}: epoch {dataset['epoch']}, {100 * dataset.get('used_share', 0):.0f} % of "
-            f"{about_bytes(dataset.get('footprint_bytes', 0))} read{hits}",
-        )
+        size = about_bytes(dataset.get("footprint_bytes", 0))
+        read = f"{100 * dataset.get('used_share', 0):.0f} % of {size} read{hits}"
+        yield "epochs", f"{dataset.get('name') or '/'}: epoch {dataset['epoch']}, {read}"
     if pinned:
         yield "pinned", about_bytes(pinned)
 
@@ -283,10 +264,8 @@ def _prefetch(prefetch: Mapping[str, Any], metrics: Counter[str]) -> Iterator[tu
     fetched, used = metrics["prefetch_files"], metrics["prefetch_used_files"]
     if prefetch and (fetched or prefetch.get("in_flight")):
         paused = f", pausing: {prefetch['paused']}" if prefetch.get("paused") else ""
-        yield (
-            "prefetch",
-            f"{fetched:,} files prefetched, {used:,} used, {about_bytes(prefetch.get('unused_bytes', 0))} waiting{paused}",
-        )
+        unused = about_bytes(prefetch.get("unused_bytes", 0))
+        yield "prefetch", f"{fetched:,} files prefetched, {used:,} used, {unused} waiting{paused}"
     for plan in prefetch.get("plans") or []:
         begun = plan["epoch"] is not None
         at = f"epoch {plan['epoch']}, file {plan['position']:,}" if begun else "no order yet"
