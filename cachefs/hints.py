@@ -449,17 +449,8 @@ def send_order(mountpoint: Path, plan: str, epoch: int, order: array[int], files
         order.byteswap()
     for at in range(0, len(order), INDICES_AT_ONCE):
         text = base64.b64encode(order[at : at + INDICES_AT_ONCE].tobytes()).decode()
-        client.ask(
-            mountpoint,
-            "hint_order",
-            ASK_DEADLINE_S,
-            plan=plan,
-            epoch=epoch,
-            indices_b64=text,
-            at=at,
-            total=len(order),
-            files=files,
-        )
+        part = {"indices_b64": text, "at": at, "total": len(order)}
+        client.ask(mountpoint, "hint_order", ASK_DEADLINE_S, plan=plan, epoch=epoch, files=files, **part)
 
 
 def drop(mountpoint: Path, plan: str) -> bool:

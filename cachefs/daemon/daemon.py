@@ -410,13 +410,9 @@ class Daemon:
             first = 1 + 1_000_000 * (self._held.restarts if self._held is not None else 0)
             self._jobs = Jobs(self._fs.tree_queries, fetcher, self._store, nursery, config.concurrency, first)
             self._locator = Locator(self._fs.tree_queries, fetcher, cluster, config.block_size)
+            writable = uploading is not None
             self._explainer = Explainer(
-                self._fs.tree_queries,
-                self._store,
-                cluster,
-                self._origins,
-                self._metrics,
-                writable=self._uploading is not None,
+                self._fs.tree_queries, self._store, cluster, self._origins, self._metrics, writable
             )
             paths = Paths(volumes)
             if upstream.comparing is not None:
@@ -462,11 +458,8 @@ class Daemon:
 
     def _open_prefetcher(self, volumes: list[Volume], fetcher: Fetcher) -> Prefetcher | None:
         config = self._config
-        prefetched = {
-            volume.origin
-            for volume, source in zip(volumes, config.sources, strict=True)
-            if config.of(source, "prefetch") == "on"
-        }
+        is_on = [config.of(source, "prefetch") == "on" for source in config.sources]
+        prefetched = {volume.origin for volume, on in zip(volumes, is_on, strict=True) if on}
         if not prefetched:
             return None
         prefetcher = Prefetcher(
@@ -616,11 +609,8 @@ class Daemon:
             return
         config = self._config
         given = {*config.origins, *fresh.origins}  # defaults are not compared: the machine decides some
-        changed = [
-            name
-            for name, row in ROWS.items()
-            if not row.flag_only and getattr(fresh, name) != getattr(config, name)
-        ]
+        names = [name for name, row in ROWS.items() if not row.flag_only]
+        changed = [name for name in names if getattr(fresh, name) != getattr(config, name)]
         live = {name: getattr(fresh, name) for name in LIVE}
         later = [name for name in changed if name not in LIVE and name in given]
         if _without_ttls(fresh.sources) == _without_ttls(config.sources):
@@ -755,10 +745,9 @@ class Daemon:
         """The warning about orphaned staging files, or "". While the disk does not answer, the last one."""
         if not self._orphan_lookup.borrowed_tokens:
             with trio.move_on_after(ORPHANS_DEADLINE_S), suppress(OSError):
+                look = partial(orphans.warning, self._opened.state_dir)
                 self._orphan_warning = await in_thread(
-                    partial(orphans.warning, self._opened.state_dir),
-                    limiter=self._orphan_lookup,
-                    abandon_on_cancel=True,
+                    look, limiter=self._orphan_lookup, abandon_on_cancel=True
                 )
         return self._orphan_warning
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import compress, count
 from typing import Any
 
 import trio
@@ -85,12 +86,8 @@ class Locator:
             for start in range(0, version.size, step):
                 stop = min(version.size, start + step)
                 answer = await self._cluster.have(member, version, start, stop)
-                first = start // size
-                held[str(member)] += sum(
-                    block_length(first + index, version.size, size)
-                    for index, is_cached in enumerate(answer)
-                    if is_cached
-                )
+                cached = compress(count(start // size), answer)
+                held[str(member)] += sum(block_length(block, version.size, size) for block in cached)
         except PeerFailed as exc:
             if exc.kind != "not_here":
                 silent[str(member)] = str(exc)

@@ -53,12 +53,8 @@ def located(config: Config) -> Config:
     mount = connection.mount_of(fd)
     if mount is None:
         return replace(config, descriptor=fd)
-    return replace(
-        config,
-        descriptor=fd,
-        mountpoint=Path(mount.path),
-        read_only=config.read_only or "rw" not in mount.options,
-    )
+    read_only = config.read_only or "rw" not in mount.options
+    return replace(config, descriptor=fd, mountpoint=Path(mount.path), read_only=read_only)
 
 
 def check(config: Config) -> list[str]:

@@ -122,23 +122,15 @@ def _origins(origins: list[Mapping[str, Any]]) -> Iterator[tuple[str, Iterable[S
     yield "origin_concurrency", summed(((o["source"],), o["concurrency"]) for o in origins)
     yield "origin_out", {(o["source"],): int(o["out_s"] is not None) for o in origins}.items()
     yield "origin_throughput_bytes", summed(((o["source"],), o["throughput"]) for o in origins)
-    yield (
-        "origin_in_flight",
-        summed(
-            ((o["source"], kind), count)
-            for o in origins
-            for kind, count in (
-                ("demand", o["in_flight"] - o["background_in_flight"]),
-                ("background", o["background_in_flight"]),
-            )
-        ),
-    )
-    yield (
-        "origin_waiting",
-        summed(
-            ((o["source"], kind), o[f"{kind}_waiting"]) for o in origins for kind in ("demand", "background")
-        ),
-    )
+    in_flight: list[Sample] = []
+    waiting: list[Sample] = []
+    for o in origins:
+        demand, background = (o["source"], "demand"), (o["source"], "background")
+        in_flight.append((demand, o["in_flight"] - o["background_in_flight"]))
+        in_flight.append((background, o["background_in_flight"]))
+        waiting += [(demand, o["demand_waiting"]), (background, o["background_waiting"])]
+    yield "origin_in_flight", summed(in_flight)
+    yield "origin_waiting", summed(waiting)
 
 
 def _peers(peers: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[Sample]]]:
@@ -157,10 +149,8 @@ def _ledger(metrics: Metrics) -> Iterator[tuple[str, Iterable[Sample]]]:
     ledger = metrics.ledger
     ways = {"origin_bytes": "in", "origin_bytes_sent": "out"}
     rows = [(name, *item) for name, account in ledger.datasets.items() for item in account.items()]
-    yield (
-        "dataset_requests",
-        [((name, kind.removeprefix("origin_")), count) for name, kind, count in rows if kind not in ways],
-    )
+    requests = [(name, kind.removeprefix("origin_"), count) for name, kind, count in rows if kind not in ways]
+    yield "dataset_requests", [((name, kind), count) for name, kind, count in requests]
     yield "dataset_bytes", [((name, ways[kind]), count) for name, kind, count in rows if kind in ways]
     totals = ledger.waits.totals()
     yield "waiting", [((), totals["waiting"])]
