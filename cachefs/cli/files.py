@@ -39,9 +39,8 @@ CACHED = "user.cachefs.cached"
 @as_json("A list of objects: path, size, cached.")
 def list_cached(path: Path, as_json: bool) -> None:
     """Show size, cached bytes and share of the file PATH, or of each file in the directory PATH."""
-    asking.mount_of(
-        path
-    )  # refuses a path outside of a mount, where reading the attribute raises an unclear errno
+    # Refuses a path outside of a mount, where reading the attribute would raise an unclear errno.
+    asking.mount_of(path)
     try:
         known = _measure(path)
         rows = [(str(path), path, known)]
