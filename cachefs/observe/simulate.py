@@ -93,14 +93,11 @@ def simulate(trace: Trace, cache_bytes: int, policy: Policy, block_size: int = 1
     cache = Model(cache_bytes, policy)
     epoch_of = _epochs(trace, block_size)
     for number, use in enumerate(units(trace, block_size)):
-        wanted, length = use.wanted, use.length
-        missing = cache.use(
-            use.file, use.extent, trace.datasets[use.file], wanted, use.fetched, length, block_size
-        )
+        missing = cache.use(use, trace.datasets[use.file], block_size)
         epoch = epoch_of(number, use)
         result.asked[epoch] += use.asked
-        result.hit[epoch] += use.asked * (wanted & ~missing).bit_count() // wanted.bit_count()
-        result.store_bytes += _bytes(missing, length, block_size)
+        result.hit[epoch] += use.asked * (use.wanted & ~missing).bit_count() // use.wanted.bit_count()
+        result.store_bytes += _bytes(missing, use.length, block_size)
     return result
 
 
@@ -121,9 +118,8 @@ def units(trace: Trace, block_size: int) -> Iterator[Use]:
     """Split all accesses into extents, in their order."""
     unit = BLOCKS_PER_EXTENT * block_size
     sizes = trace.sizes
-    for number, (file, offset, length) in enumerate(
-        zip(trace.files, trace.offsets, trace.lengths, strict=True)
-    ):
+    accesses = zip(trace.files, trace.offsets, trace.lengths, strict=True)
+    for number, (file, offset, length) in enumerate(accesses):
         size = sizes[file]
         end = min(offset + length, size)
         while offset < end:
@@ -143,13 +139,11 @@ def _epochs(trace: Trace, block_size: int) -> Callable[[int, Use], int]:
         return lambda _, use: trace.epochs[use.access]
     watch = Epochs("auto")
     starts: dict[int, list[int]] = {}
-    of_use = array("Q")
     for clock, use in enumerate(units(trace, block_size), 1):
         dataset, unit = trace.datasets[use.file], unit_of(use.file, use.extent)
-        of_use.append(dataset)
         if watch.used(dataset, unit, clock, use.length, hit=False) and watch.has_epochs(dataset):
             starts.setdefault(dataset, []).append(watch.start(dataset))
-    return lambda number, _: 1 + bisect_right(starts.get(of_use[number], ()), number + 1)
+    return lambda number, use: 1 + bisect_right(starts.get(trace.datasets[use.file], ()), number + 1)
 
 
 def _bytes(blocks: int, length: int, block_size: int) -> int:
@@ -202,19 +196,17 @@ class Model:
         self._datasets: defaultdict[int, _Resident] = defaultdict(_Resident)
         self._clock = 0
 
-    def use(
-        self, file: int, extent: int, dataset: int, wanted: int, fetched: int, length: int, block_size: int
-    ) -> int:
-        """Read the blocks `wanted` of an extent. Returns the blocks that had to be fetched, as bits."""
+    def use(self, use: Use, dataset: int, block_size: int) -> int:
+        """Read a part of an extent. Returns the blocks that had to be fetched, as bits."""
         self._clock += 1
-        key = (file, extent)
+        key = (use.file, use.extent)
         resident = self._datasets[dataset]
         cached = resident.young.pop(key, None) or resident.old.pop(key, None) or _Cached()
-        missing = fetched & ~cached.blocks if wanted & ~cached.blocks else 0
-        if self.epochs.used(dataset, unit_of(file, extent), self._clock, length, hit=not missing):
+        missing = use.fetched & ~cached.blocks if use.wanted & ~cached.blocks else 0
+        if self.epochs.used(dataset, unit_of(*key), self._clock, use.length, hit=not missing):
             resident.begin_epoch(self.epochs.start(dataset))
         if missing:
-            need = _bytes(missing, length, block_size)
+            need = _bytes(missing, use.length, block_size)
             while self.used_bytes + need > self._limit and self._evict():
                 pass
             if self.used_bytes + need <= self._limit:
@@ -259,13 +251,11 @@ def load(path: Path) -> Trace:
                         name, size, offset, length = parsed(line)
                     except ValueError as exc:
                         raise ConfigError(f"{path} line {number} is no line of a trace: {exc}") from exc
-                    file = files.get((name, size))
-                    if file is None:
+                    if (name, size) not in files:
                         first, slash, _ = name.lstrip("/").partition("/")
-                        file = files[name, size] = trace.file(
-                            size, zlib.crc32(first.encode("utf-8", "surrogateescape")) if slash else 0
-                        )
-                    trace.access(file, offset, length)
+                        dataset = zlib.crc32(first.encode("utf-8", "surrogateescape")) if slash else 0
+                        files[name, size] = trace.file(size, dataset)
+                    trace.access(files[name, size], offset, length)
     except OSError as exc:
         raise ConfigError(f"cannot read the trace {path}: {exc.strerror}") from exc
     if not trace.files:
