@@ -33,7 +33,12 @@ def flush(path: Path | None, timeout: str | None, as_json: bool) -> None:
     deadline_s = FOREVER if timeout is None else parse_seconds(timeout, "--timeout")
     if path is not None:
         wanted = [asking.mount_of(path)]
-        _must_exist(path)
+        try:
+            path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            raise MountError(f"{path}: no such file or directory") from None
+        except OSError:
+            pass  # the daemon reports it
     else:
         writing = (s for s in asking.all_statuses() if s.get("uploads") or s.get("unsent"))
         wanted = [(Path(s["mountpoint"]), "") for s in writing]
@@ -48,16 +53,6 @@ def flush(path: Path | None, timeout: str | None, as_json: bool) -> None:
         show.data(answers)
     if answers and answers[-1]["files"]:
         raise OriginFailed(f"{answers[-1]['mountpoint']}: {asking.describe(answers[-1])}")
-
-
-def _must_exist(path: Path) -> None:
-    """Raise `MountError` for a missing path. The daemon reports other errors."""
-    try:
-        path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        raise MountError(f"{path}: no such file or directory") from None
-    except OSError:
-        pass
 
 
 def show_left(left: Mapping[str, Any]) -> None:
@@ -102,15 +97,9 @@ def recover(place: Path, to: Path | None, remove: bool, as_json: bool) -> None:
             name = recovering.name_of(orphan)
             failed += bool(why)
             if as_json:
-                row = {
-                    "name": name,
-                    "size": orphan.size,
-                    "mtime": orphan.mtime_ns / 1e9,
-                    "waiting": orphan.waiting,
-                    "copied": copied and str(copied),
-                    "error": why,
-                }
-                rows.append(row)
+                mtime = orphan.mtime_ns / 1e9
+                row = {"name": name, "size": orphan.size, "mtime": mtime, "waiting": orphan.waiting}
+                rows.append({**row, "copied": copied and str(copied), "error": why})
             elif to is None:
                 say(_row(orphan, name))
             else:

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import trio
@@ -76,7 +77,8 @@ class Explainer:
 
     def _extents(self, version: ObjectId, layout: list[dict[str, Any]], extents: int) -> list[dict[str, Any]]:
         size = self.store.block_size
-        missed = dict(self.metrics.ledger.misses.last(version.digest, extents))
+        misses = self.metrics.ledger.misses.last(version.digest, extents)
+        missed = {extent: asdict(miss) for extent, miss in misses}
         copies: dict[int, list[dict[str, Any]]] = {}
         for copy in layout:
             copies.setdefault(copy["extent"], []).append(copy)
@@ -84,20 +86,17 @@ class Explainer:
         for extent in range(extents):
             first = extent * BLOCKS_PER_EXTENT
             last = min(first + BLOCKS_PER_EXTENT, block_count(version.size, size))
-            miss = missed.get(extent)
-            rows.append(
-                {
-                    "extent": extent,
-                    "offset": first * size,
-                    "blocks": last - first,
-                    "tiers": copies.get(extent, []),
-                    "on_its_way": max((copy["in_progress"] for copy in copies.get(extent, [])), default=0),
-                    "owner": self._owner(version, extent),
-                    "last_miss": None
-                    if miss is None
-                    else {"at": miss.at, "reason": miss.reason, "asked": miss.asked},
-                }
-            )
+            here = copies.get(extent, [])
+            row = {
+                "extent": extent,
+                "offset": first * size,
+                "blocks": last - first,
+                "tiers": here,
+                "on_its_way": max((copy["in_progress"] for copy in here), default=0),
+                "owner": self._owner(version, extent),
+                "last_miss": missed.get(extent),
+            }
+            rows.append(row)
         return rows
 
     def _owner(self, version: ObjectId, extent: int) -> str:
@@ -133,10 +132,9 @@ class Explainer:
 def _whole_and_verified(layout: Sequence[Mapping[str, Any]], blocks: int, on_disk: bool) -> str:
     """The tier that has all blocks of a version, verified, so that the kernel may read them by itself; "" if none has.
     `on_disk`: the RAM tier does not count."""
-    for tier in dict.fromkeys(copy["tier"] for copy in layout):
-        if (
-            not (on_disk and tier == NAMES[RAM])
-            and sum(copy["verified"] for copy in layout if copy["tier"] == tier) == blocks
-        ):
-            return str(tier)
-    return ""
+    verified = Counter[str]()
+    for copy in layout:
+        verified[copy["tier"]] += copy["verified"]
+    if on_disk:
+        del verified[NAMES[RAM]]
+    return next((tier for tier, count in verified.items() if count == blocks), "")
