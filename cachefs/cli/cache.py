@@ -7,12 +7,10 @@ daemon what will be read, `record` writes down what is read, `simulate` computes
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 import time
 from array import array
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
@@ -85,7 +83,10 @@ def warm(
     if stop:
         if list_file is not None or parallel or check or background or profile or cluster:
             raise ConfigError("--stop ends the jobs of PATH's mount, and goes without other options")
-        count = sum(asking.ask(mountpoint, "warm_stop", job=None) for mountpoint in places.mounts_of(paths))
+        if not paths:
+            raise ConfigError("no PATH: give the mount")
+        mounts = dict.fromkeys(asking.mount_of(path)[0] for path in paths)
+        count = sum(asking.ask(mountpoint, "warm_stop", job=None) for mountpoint in mounts)
         if as_json:
             show.data({"ended": count})
         note(f"{count} jobs ended")
@@ -280,9 +281,9 @@ def record(mountpoint: Path, output: str, how_long: str | None) -> None:
     note(f"{lines:,} lines{more}")
 
 
-def _opened(output: str) -> AbstractContextManager[IO[str]]:
+def _opened(output: str) -> IO[str]:
     try:
-        return nullcontext(sys.stdout) if output == "-" else open(output, "w", encoding="utf-8")
+        return click.open_file(output, "w", encoding="utf-8")
     except OSError as exc:
         raise ConfigError(f"{output}: {exc.strerror}") from exc
 

@@ -162,10 +162,3 @@ def _lines(file: str) -> Iterator[str]:
 
 def _join(above: str, relative: str) -> str:
     return os.path.normpath(f"{above}/{relative}".lstrip("/"))
-
-
-def mounts_of(paths: Sequence[Path]) -> list[Path]:
-    """The mounts of the paths, each once. Raises `ConfigError` if there are no paths."""
-    if not paths:
-        raise ConfigError("no PATH: give the mount")
-    return list(dict.fromkeys(asking.mount_of(path)[0] for path in paths))

@@ -94,7 +94,7 @@ def recover(place: Path, to: Path | None, remove: bool, as_json: bool) -> None:
             outcomes = recovering.copy(found, recovering.Target(to), remove=remove)
         failed, rows = 0, []
         for orphan, copied, why in outcomes:
-            name = recovering.name_of(orphan)
+            name = f"{orphan.source}/{orphan.key}" if orphan.key else orphan.path.name
             failed += bool(why)
             if as_json:
                 mtime = orphan.mtime_ns / 1e9

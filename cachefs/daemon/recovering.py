@@ -54,10 +54,6 @@ def with_contents(found: Sequence[Orphan], state_dir: Path) -> list[Orphan]:
     return sorted(by_path.values(), key=lambda orphan: -orphan.mtime_ns)
 
 
-def name_of(orphan: Orphan) -> str:
-    return f"{orphan.source}/{orphan.key}" if orphan.key else orphan.path.name
-
-
 class Target:
     """The directory `to`, below which files are copied; it may be a mount."""
 

@@ -55,8 +55,10 @@ def _series(metrics: Metrics, status: Mapping[str, Any]) -> Iterator[Metric]:
         help = f"{row.meaning} ({row.unit})" if row.unit else row.meaning
         if row.kind == "histogram":
             durations = HistogramMetricFamily(PREFIX + row.name, help, labels=row.labels)
+            bounds = [*map(str, BUCKETS_S), "+Inf"]
             for labels, histogram in _histograms(metrics)[row.name].items():
-                durations.add_metric(labels, _buckets(histogram), sum_value=histogram.sum_s)
+                buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
+                durations.add_metric(labels, buckets, sum_value=histogram.sum_s)
             yield durations
             continue
         family = GaugeMetricFamily if row.kind == "gauge" else CounterMetricFamily
@@ -76,11 +78,6 @@ def _histograms(metrics: Metrics) -> dict[str, dict[tuple[str, ...], Histogram]]
         "origin_seconds": {(kind,): histogram for kind, histogram in ledger.origin_seconds.items()},
         "upload_seconds": {(): ledger.upload_seconds},
     }
-
-
-def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    bounds = [*(str(bound) for bound in BUCKETS_S), "+Inf"]
-    return list(zip(bounds, accumulate(histogram.counts), strict=True))
 
 
 def _values(metrics: Metrics, status: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[Sample]]]:
