@@ -116,17 +116,16 @@ def paths_in_list(list_file: str, base: Path | None) -> dict[Path, list[str]]:
     for number, line in enumerate(_lines(list_file), 1):
         if not line:
             continue
-        if not line.startswith("/"):
-            if start is None:
-                raise ConfigError(
-                    f"{list_file}, line {number}: a relative path: say below which mount, as PATH"
-                )
-            wanted.setdefault(start[0], []).append(_join(start[1], line))
-            continue
-        found = finder.find(line)
-        if found is None:
-            raise ConfigError(f"{list_file}, line {number}: {line} is not below a cachefs mount")
-        wanted.setdefault(Path(found[0]), []).append(found[1])
+        if line.startswith("/"):
+            found = finder.find(line)
+            if found is None:
+                raise ConfigError(f"{list_file}, line {number}: {line} is not below a cachefs mount")
+            mountpoint, relative = Path(found[0]), found[1]
+        elif start is not None:
+            mountpoint, relative = start[0], _join(start[1], line)
+        else:
+            raise ConfigError(f"{list_file}, line {number}: a relative path: say below which mount, as PATH")
+        wanted.setdefault(mountpoint, []).append(relative)
     if not wanted:
         raise ConfigError(f"{list_file} has no paths")
     return wanted

@@ -37,12 +37,10 @@ class Ready:
 
     def __init__(self) -> None:
         text = os.environ.pop(READY_FD, "")
-        self._fd: int | None = int(text) if text.isdigit() else None
-        if self._fd is not None:
-            try:
-                os.set_inheritable(self._fd, False)
-            except OSError:  # a stale variable in the environment
-                self._fd = None
+        self._fd: int | None = None
+        with suppress(ValueError, OSError):  # no number, or a stale variable in the environment
+            os.set_inheritable(int(text), False)
+            self._fd = int(text)
         # A daemon that follows another one has no pipe, and logs to the same file.
         self.in_background = self._fd is not None or text == holder.SAID
 

@@ -85,17 +85,14 @@ class Endpoint:
 
         async def handle(stream: trio.SocketStream) -> None:
             try:
-                self._connections.acquire_nowait()
-            except trio.WouldBlock:
-                await trio.aclose_forcefully(stream)
-                return
-            try:
                 async with stream:
-                    await self._serve_one(stream, pages)
-            except (trio.BrokenResourceError, trio.ClosedResourceError, OSError):
-                pass  # the client has closed the connection
-            finally:
-                self._connections.release()
+                    self._connections.acquire_nowait()
+                    try:
+                        await self._serve_one(stream, pages)
+                    finally:
+                        self._connections.release()
+            except (trio.WouldBlock, trio.BrokenResourceError, trio.ClosedResourceError, OSError):
+                pass  # there are too many connections, or the client has closed this one
 
         listeners = [Listener(listener, "metrics") for listener in self._listeners]
         await trio.serve_listeners(containing("a request for metrics", handle), listeners)
