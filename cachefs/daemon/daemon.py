@@ -731,8 +731,8 @@ class Daemon:
 
     def _warnings(self) -> Iterator[str]:
         yield from self._opened.warnings
-        if self._store.index_error:
-            yield self._store.index_error
+        if self._store.catalog.index_error:
+            yield self._store.catalog.index_error
         yield from dict.fromkeys(origin.complaint for origin in self._origins if origin.complaint)
         if self._endpoint is not None and self._endpoint.warning:
             yield self._endpoint.warning

@@ -1,13 +1,11 @@
 """Adopted files: a whole file that was written on the SSD tier's disk becomes the cache file of its version.
 
 Nothing is copied: the blocks are hashed, space is reserved, and a thread renames the file to the path of the version's cache
-file; no other task creates one there meanwhile. Then the rows are made. A program may still have the file open and read it,
-so it is immutable, as after an open in passthrough: it is never punched, only unlinked as a whole.
+file. Then the rows are made; a crash before leaves a file without rows, which the scrub removes. A program may still have
+the file open and read it, so it is immutable, as after an open in passthrough.
 
 The copies are as young as ones used now, but adopting is no use: they belong to no dataset until they are read. Otherwise a
 checkpoint beside a dataset would be protected for an epoch, as a file that this epoch should still read.
-
-A crash before the rows are in the index leaves a file without rows, which the scrub removes.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import logging
 import os
 import stat
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,10 +34,6 @@ log = logging.getLogger(__name__)
 
 NO_DATASET = 0
 """The dataset of copies that were not read yet. Datasets are 32-bit hashes, so one of four billion has this number, too."""
-
-HASHED_NOW = 256 << 10
-"""Largest file that is hashed without a thread if its pages are in memory. Measured: 57 µs, 19 for 100 KB; a thread takes
-50 to 100 µs more."""
 
 ZEROS = bytes(1 << 20)
 
@@ -331,7 +325,7 @@ class Adopting:
 
     def _copies_of_all(self, obj: CachedObject, tier: Tier) -> list[Copy] | None:
         """The copies of a version in order, if they are all of it, verified, in an immutable file; else None."""
-        copies = sorted(self._catalog.copies(obj, tier.number), key=lambda copy: copy.extent)
+        copies = self._catalog.copies(obj, tier.number)
         verified = sum((copy.verified & copy.bitmap).bit_count() for copy in copies)
         whole = verified == block_count(obj.id.size, self._block_size)
         return copies if whole and tier.immutable(obj.id.digest) is not False else None
@@ -351,10 +345,6 @@ class Adopting:
             (b * self._block_size, block_length(b, size, self._block_size))
             for b in range(block_count(size, self._block_size))
         ]
-        if size <= HASHED_NOW:
-            # Not all pages are in memory: a thread reads them below, and meets any other error again.
-            with suppress(OSError):
-                return checksums(fd, blocks, os.RWF_NOWAIT)
         found: list[int] = []
         while len(found) < len(blocks):
             some = blocks[len(found) : len(found) + BLOCKS_PER_EXTENT]

@@ -1,8 +1,7 @@
 """Passthrough: cache files that the kernel reads and maps by itself, without requests to the daemon.
 
 A version is opened in passthrough from one tier, if all its blocks lie there and are verified. Its first such open makes
-its file immutable (`tier.IMMUTABLE`), because a process may keep a mapping after it has closed the file, and for longer
-than the daemon lives. `space.py` never changes such a file, it only unlinks it.
+its file immutable (`tier.IMMUTABLE`): `space.py` never changes such a file, it only unlinks it.
 
 Programs that have a file open must see what a program on this node writes into it. So on a writable mount, a file that
 is about to be changed leaves the cache first (`take_out`) and becomes the staging file, which its readers have open
@@ -358,19 +357,11 @@ class Passthrough:
             return False
         if obj.is_immutable(ssd):
             return False  # a crash lost some of its rows; its other blocks can still be read
-        parts: list[list[Copy]] = []
-        for extent, bits in self._catalog.extents(obj):
-            copies = self._catalog.on_any_tier(obj, extent)
-            held = 0
-            for copy in copies:
-                held |= copy.bitmap
-            if held != bits or any(c.in_progress for c in copies):
-                return False
-            parts.append(copies)
-        down = [c for copies in parts for c in copies if c.tier == ram.number]
+        down, kept = (self._catalog.copies(obj, tier.number) for tier in (ram, ssd))
+        if not self._catalog.whole(obj) or any(copy.in_progress for copy in (*down, *kept)):
+            return False
         if any(copy.key in self._eviction.remote_owned for copy in down):
             return False
-        kept = [c for copies in parts for c in copies if c.tier == ssd.number]
         # All are pinned, so that making space for some of them does not evict the others.
         with self._space.pinned(obj, *down), self._space.pinned(obj, *kept):
             for copy in down:

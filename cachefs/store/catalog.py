@@ -1,13 +1,13 @@
 """Which blocks lie where: the index on the disk, and the catalog in memory. `eviction.py` decides what is evicted first.
 
-The index lists every copy. The catalog holds the copies that were looked at, and writes changes back in batches. All
-rules that keep the two consistent are here: a key that was removed, or that a running flush is writing, is not loaded
-from the index; a row whose clock is not the copy's is out of date.
+A row of the index is a *copy*: an extent of one version on one tier, its age, and the checksums of its blocks. The order
+of eviction is a table of its own, (tier, clock) → copy and dataset, so a start reads no rows and eviction reads only its
+victims. Copies pinned on the last tier have no row in that table.
 
-A row of the index is a *copy*: an extent of one version on one tier, its age, and the checksums of its blocks. Rows are
-only written in batches (a flush every second or so, fsynced, from a worker thread). A batch lost in a crash costs a
-refetch. The order of eviction is a table of its own, (tier, clock) → copy and dataset, so a start reads no rows and
-eviction reads only its victims. Copies pinned on the last tier have no row in that table.
+The catalog holds the copies that were looked at, and writes changes back in batches (a flush every second or so, fsynced,
+from a worker thread). A batch lost in a crash costs a refetch. All rules that keep the two consistent are here: a key that
+was removed, or that a running flush is writing, is not loaded from the index; a row whose clock is not the copy's is out
+of date.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import trio
 import xxhash
@@ -103,10 +103,6 @@ class Copy:
 def unit_hash(digest: bytes, extent: int) -> int:
     """The unit (a 64-bit hash) of an extent of the version `digest`."""
     return (int.from_bytes(digest[:8], "big") + extent * 0x9E3779B97F4A7C15) % UNITS
-
-
-def pack_key(key: CopyKey) -> bytes:
-    return _KEY.pack(*key)
 
 
 def pack_copy(copy: Copy, *, ordered: bool = True) -> bytes:
@@ -259,13 +255,13 @@ class Index:
         """Write all of this in one durable transaction. `removed`: (key, stored clock). Blocking."""
         puts: list[Put] = []
         for key, stored in removed:
-            puts.append(("copies", pack_key(key), None))
+            puts.append(("copies", _KEY.pack(*key), None))
             if stored:
                 puts.append(("order", _CLOCK.pack(key[0], stored), None))
         for key, row, dataset, clock, stored in saved:
             if stored and stored != clock:
                 puts.append(("order", _CLOCK.pack(key[0], stored), None))
-            puts.append(("copies", pack_key(key), row))
+            puts.append(("copies", _KEY.pack(*key), row))
             if clock:
                 puts.append(("order", _CLOCK.pack(key[0], clock), _ORDERED.pack(*key, dataset)))
         for tier, total in totals.items():
@@ -296,10 +292,6 @@ only looked at. A bound of memory."""
 
 CHECKED_COPIES = 131_072
 """Copies of each of two generations in `Checked`, about 70 bytes each (measured), so 18 MiB in all. A bound of memory."""
-
-SAME_USE = 4
-"""Uses of other copies, without a flush between, after which a use is a separate one. Guessed between two cases: a reader
-beside three others spares the accounting, 2 µs a read; of five files that are read by turns, each read is a use."""
 
 
 class CachedObject:
@@ -512,14 +504,6 @@ class Checked:
         return unit_hash(key[1], key[2]) ^ key[0]
 
 
-class Placed(NamedTuple):
-    """A row that a flush has written in the order of eviction."""
-
-    key: CopyKey
-    clock: int
-    dataset: int
-
-
 class Catalog:
     """The records in memory, and their changes for the index. `trust`: blocks are not checked; otherwise each is verified
     before its first use. `clock` is the logical time, which grows with each use."""
@@ -635,9 +619,8 @@ class Catalog:
         try:
             return obj.copies[tier, extent]
         except KeyError:
-            pass
-        self._load(obj, [extent])
-        return obj.copies[tier, extent]
+            self._load(obj, [extent])
+            return obj.copies[tier, extent]
 
     def _load(self, obj: CachedObject, extents: Iterable[int]) -> None:
         """Load the copies of these extents on all tiers, as far as they are not loaded, in one transaction."""
@@ -692,6 +675,15 @@ class Catalog:
     def all_copies(self, obj: CachedObject) -> list[Copy]:
         """All copies of the version, tier by tier."""
         return [copy for tier in self._tiers for copy in self.copies(obj, tier.number)]
+
+    def whole(self, obj: CachedObject) -> bool:
+        """True if each block of the version lies on some tier."""
+        for extent, bits in self.extents(obj):
+            for copy in self.on_any_tier(obj, extent):
+                bits &= ~copy.bitmap
+            if bits:
+                return False
+        return True
 
     def find(self, obj: CachedObject, block: int) -> Copy | None:
         """The fastest tier's copy that has the block, verified ones first. Tiers whose disk is down are left out."""
@@ -756,14 +748,6 @@ class Catalog:
             self._loaded += self.remembers(obj)
         return copy
 
-    def lately_used(self, copy: Copy) -> bool:
-        """True if a read of the copy now continues its last use: few other copies were used since."""
-        return copy.used > self.recent and self.clock - copy.used < SAME_USE
-
-    def used_since_flush(self, copy: Copy) -> bool:
-        """True if the copy was used since the last flush."""
-        return copy.used > self.recent
-
     def touch(self, copy: Copy) -> CopyKey:
         """Set the copy's clock to now; the next flush writes it. Returns its key."""
         copy.clock = copy.used = self.clock = self.clock + 1
@@ -801,13 +785,13 @@ class Catalog:
         """Make each use from now on a separate one."""
         self.recent = self.clock
 
-    async def flush(self, notes: dict[bytes, bytes]) -> list[Placed] | None:
-        """Write changes and `notes` to the index; one call at a time. Returns the rows written in the order of eviction.
-        None if it failed: then all changes are kept for the next flush, and `index_error` says why."""
+    async def flush(self, notes: dict[bytes, bytes]) -> list[tuple[CopyKey, int, int]]:
+        """Write changes and `notes` to the index; one call at a time. Returns (key, clock, dataset) of each row written in
+        the order of eviction. If it failed, all changes are kept for the next flush, and `index_error` says why."""
         saving, self._dirty = self._dirty, {}
         removing, self._removed = self._removed, {}
         saved: list[Saved] = []
-        placed: list[Placed] = []
+        placed: list[tuple[CopyKey, int, int]] = []
         gone: list[tuple[CopyKey, int | None]] = [*removing.items()]
         before = {key: copy.stored_clock for key, copy in saving.items()}
         for key, copy in saving.items():
@@ -818,7 +802,7 @@ class Catalog:
                 saved.append((key, row, copy.dataset, clock, copy.stored_clock))
                 copy.stored_clock = clock
                 if clock:
-                    placed.append(Placed(key, clock, copy.dataset))
+                    placed.append((key, clock, copy.dataset))
             else:  # all its blocks are forgotten, but a user still has a pin
                 gone.append((key, copy.stored_clock))
                 copy.stored_clock = 0  # the row is there until this flush has ended
@@ -835,7 +819,7 @@ class Catalog:
                 log.warning("cannot write the cache index, a restart will be colder: %s", exc)
             self.index_error = str(exc)
             self._take_back(saving, removing, before)
-            return None
+            return []
         else:
             if self.index_error:
                 log.warning("the cache index can be written again")
@@ -845,10 +829,7 @@ class Catalog:
             self._flushing = {}
 
     def _take_back(
-        self,
-        saving: dict[CopyKey, Copy],
-        removing: dict[CopyKey, int],
-        before: dict[CopyKey, int | None],
+        self, saving: dict[CopyKey, Copy], removing: dict[CopyKey, int], before: dict[CopyKey, int | None]
     ) -> None:
         """After a failed flush: have the next one write all of it, with what has changed since."""
         for key, copy in saving.items():

@@ -1,25 +1,19 @@
 """The order of eviction: which copy of a tier is evicted first.
 
 A copy's place is one key: (tier, priority class, clock of its last use), lowest first. The index keeps rows by (tier,
-clock). The class is not stored, because it changes for many copies at once when an epoch begins. It is computed from
-the state of this module: which copies other nodes own, which wait for their first reader, and which units this epoch of
-a dataset has used.
+clock). The class is computed, because it changes for many copies at once when an epoch begins: from which copies other
+nodes own, which wait for their first reader, and which units this epoch of a dataset has used.
 
 A search walks a tier's rows, least recently used first, and skips those of a higher class. A protected row stays
 protected until an epoch begins, so it is looked at once: with a million rows, the search goes on where it was. Rows whose
 copies were in use, and rows that are added behind the search, are looked at after the next flush.
 
-**Epoch detection** tells which copies of a dataset will be used again soon, and which will not. It is pure: it has no I/O
-and no clock of its own.
-
-Training reads a dataset once per epoch, in another order each time. If the dataset is larger than the cache, the least
-recently used copies are needed next. The best victim is a copy that was *already used in this epoch*, because its next
-use is the furthest away. A copy that was used in the last epoch and not yet in this one is protected. A copy that was
-not used for a whole epoch is evicted first. Nothing is refused admission: a block that was fetched and read becomes the
-next victim.
-
-So the policy only needs the clocks at which the epochs of a dataset began, on the logical clock of the cache. With
-`auto` it also decides whether a dataset has epochs at all; without epochs, recency decides.
+**Epoch detection** is pure: it has no I/O and no clock of its own. Training reads a dataset once per epoch, in another
+order each time. The best victim is a copy that was *already used in this epoch*, because its next use is the furthest
+away. A copy that was used in the last epoch and not yet in this one is protected. A copy that was not used for a whole
+epoch is evicted first. Nothing is refused admission: a block that was fetched and read becomes the next victim. So the
+policy only needs the clocks at which the epochs of a dataset began, on the logical clock of the cache. With `auto` it
+also decides whether a dataset has epochs at all; without epochs, recency decides.
 
 - `Dataset` detects epochs in a sequence of uses. A *re-reference* is a use of a unit that was used in this epoch already.
   One is noise; many close together mean that a new epoch began with the first of them. A dataset has epochs if at that
@@ -32,12 +26,7 @@ So the policy only needs the clocks at which the epochs of a dataset began, on t
   have used it in this epoch as in the last. If each node reads a part that changes every epoch (a distributed sampler),
   pairs show no epochs and units do. Peers are told apart by host.
 
-Why not set dueling (DIP: recency against bimodal insertion, decided by two sampled caches)? It was simulated with the
-access patterns of `cachefs simulate` (`bench/set_dueling.py`). With a cache of half a dataset, its hit ratio from the third
-epoch on is 0.48 to 0.49 (insertion of one in 32 or 64), as required. Other requirements are missed: a second dataset that
-takes over reaches 0.10 in its fourth epoch, against 0.49 in its second here; files opened twice hit 0.58, against 0.75;
-four nodes that read through one owner miss 37 to 59 units an epoch, against 25 allowed. It also cannot tell prefetch
-whether a file was used in this epoch (`Epochs.had`).
+Set dueling (DIP) would be simpler, and was simulated: `bench/set_dueling.py` says which requirements it misses.
 """
 
 from __future__ import annotations
@@ -718,9 +707,6 @@ class Class(enum.IntEnum):
     """A copy that waits for its first reader, or that should still be used in this epoch."""
 
 
-OrderKey = tuple[int, Class, int]
-"""(tier, priority class, clock): the order of eviction."""
-
 Classes = tuple[Class, ...]
 """Classes that may be evicted to free space, in their order."""
 
@@ -824,13 +810,6 @@ class Keys:
         if keys is not None and key in keys:
             keys.move_to_end(key)
 
-    def clear(self, tier: int | None = None) -> None:
-        """Remove the keys of one tier, or all."""
-        if tier is None:
-            self.tiers.clear()
-        else:
-            self.tiers.pop(tier, None)
-
     def oldest(self, tier: int) -> Iterator[CopyKey]:
         """Up to `KEPT_AT_ONCE` keys of a tier, least recently used first. Each becomes the most recently used one when the
         caller asks for the next, so that another search looks at it last."""
@@ -892,10 +871,6 @@ class Eviction:
             self.epochs.protects(dataset, clock) and key not in self._evictable_first
         )
 
-    def key(self, copy: Copy) -> OrderKey:
-        """The copy's place in the order of eviction."""
-        return copy.tier, self.class_of(copy.key, copy.clock, copy.dataset), copy.clock
-
     def protected(self, copy: Copy) -> bool:
         """True if it is pinned, waits for its first reader, or is still to be used in this epoch."""
         return copy.pinned or self._wanted(copy.key, copy.clock, copy.dataset)
@@ -908,16 +883,9 @@ class Eviction:
         if self.remote_owned.tiers:
             self.remote_owned.used(key)
 
-    def touch_if_old(self, copy: Copy) -> bool:
-        """`touch`, if this is a separate use and not a continued one. True if it was touched."""
-        if self._catalog.lately_used(copy) or not copy.bitmap:
-            return False
-        self.touch(copy)
-        return True
-
     def touch_if_flushed(self, copy: Copy) -> bool:
-        """`touch`, unless it was used since the last flush, because it is young then. True if it was touched."""
-        if self._catalog.used_since_flush(copy) or not copy.bitmap:
+        """`touch`, unless it was used since the last flush: uses in between are one use. True if it was touched."""
+        if copy.used > self._catalog.recent or not copy.bitmap:
             return False
         self.touch(copy)
         return True
@@ -986,10 +954,6 @@ class Eviction:
         self.remote_owned.discard(key)
         self._evictable_first.discard(key)
 
-    def forget_tier(self, tier: int) -> None:
-        self.remote_owned.clear(tier)
-        self._evictable_first.clear(tier)
-
     # -- the search --------------------------------------------------------------------------------
 
     def victim(
@@ -1002,10 +966,8 @@ class Eviction:
         for one in classes:
             if one in (Class.REMOTE_OWNED, Class.REMOTE_PREFETCHED):
                 found = self._remote_owned_victim(tier, waiting=one is Class.REMOTE_PREFETCHED)
-            elif one is Class.EVICTABLE:
-                found = self._first(tier, True, older_than, moving)
             else:
-                found = self._first(tier, False, older_than, moving)
+                found = self._first(tier, one is Class.EVICTABLE, older_than, moving)
             if found is not None:
                 return found
         return None
@@ -1056,8 +1018,8 @@ class Eviction:
             if copy is not None and copy.tier == tier and copy.bitmap and copy.key not in self.remote_owned
         )
         for copy in islice(young, KEPT_AT_ONCE):
-            _, priority, clock = self.key(copy)
-            if (older_than is None or clock < older_than) and not (evictable and priority is Class.PROTECTED):
+            protected = evictable and self._wanted(copy.key, copy.clock, copy.dataset)
+            if (older_than is None or copy.clock < older_than) and not protected:
                 obj = catalog.by_digest(copy.digest)
                 if self._can_go(obj, copy, moving):
                     return obj, copy
@@ -1073,7 +1035,7 @@ class Eviction:
         """Start the walks over if an epoch has begun: copies that were skipped may have lost their protection."""
         if self._seen_version != self.epochs.version:
             self._seen_version = self.epochs.version
-            self._evictable_first.clear()
+            self._evictable_first.tiers.clear()
             for walk in self._evictable.values():
                 walk.restart()
 
@@ -1089,7 +1051,7 @@ class Eviction:
             if not self._catalog.changes and not closing:
                 return
             try:
-                for key, clock, dataset in await self._catalog.flush(self._notes(closing)) or ():
+                for key, clock, dataset in await self._catalog.flush(self._notes(closing)):
                     self._evictable[key[0]].add(key, clock, dataset)
             finally:
                 for walk in self._evictable.values():

@@ -91,10 +91,13 @@ def open_store(
                     ram.forget(own, shared)
                 continue
             try:
-                place = ram.provide(cache_dir, cap) if number == RAM else _on_disk(cache_dir, keep_free_bytes)
                 if number == RAM:
+                    place = ram.provide(cache_dir, cap)
                     claims.append(ram.claim(place.path, cache_dir))
                     undo.callback(ram.take_away, place.path)
+                else:
+                    ownership.claim(cache_dir)
+                    place = ram.Place(cache_dir, keep_free_bytes)
                 tier = Tier(
                     number, place.path, cap, keep_free_bytes=place.keep_free_bytes, clock=time.monotonic
                 )
@@ -110,11 +113,6 @@ def open_store(
         store = Store(index, tiers, block_size, verify, metrics, time.monotonic, eviction)
         undo.pop_all()
     return OpenStore(store, state_dir, warnings, temporary, claims, killed)
-
-
-def _on_disk(path: Path, keep_free_bytes: int) -> ram.Place:
-    ownership.claim(path)
-    return ram.Place(path, keep_free_bytes)
 
 
 def _ours(path: Path) -> bool:

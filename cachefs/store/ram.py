@@ -18,7 +18,7 @@ import stat
 import threading
 import time
 import uuid
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,8 +60,7 @@ some microseconds, or while it removes the tier. A daemon that uses the tier is 
 _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_NOATIME = 0x2, 0x4, 0x20, 0x400
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """A directory for a tier, and how many bytes of its file system the tier leaves free."""
 
     path: Path
@@ -143,7 +142,8 @@ def remove_orphans() -> list[Left]:
     over. Returns the other tiers without a daemon. Memory is freed in the background."""
     left: list[Left] = []
     # glob.glob, unlike Path.glob, raises nothing for a directory that this user may not read.
-    for path in [Path(name) for place in (OWN, SHM) for name in glob.glob(f"{place}/{_names()}")]:
+    pattern = f"cachefs-{os.getuid()}-{'[0-9a-f]' * 12}"
+    for path in [Path(name) for place in (OWN, SHM) for name in glob.glob(f"{place}/{pattern}")]:
         try:
             fd = os.open(path / OWNER, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError:
@@ -318,43 +318,27 @@ def _detach(path: Path) -> int:
         os.close(fd)
         return -1
     for name in ("tag", OWNER):
-        try:
+        with suppress(OSError):
             os.unlink(name, dir_fd=fd)
-        except OSError:
-            pass
-    try:
+    with suppress(OSError):
         os.rename("objects", f"trash-{uuid.uuid4().hex}", src_dir_fd=fd, dst_dir_fd=fd)
-    except OSError:
-        pass
     if os.path.ismount(path):
         _unmount(path)
-    try:
+    with suppress(OSError):
         os.rmdir(path)
-    except OSError:
-        pass
     return fd
 
 
 def _delete(fd: int, path: Path) -> None:
     """Delete the files that `_detach` left, and close its descriptor. Closing alone would not free an unmounted tmpfs if
     another mount namespace has a copy of the mount."""
-    try:
+    with suppress(OSError):
         for name in os.listdir(fd):
             if name.startswith("trash-"):
                 shutil.rmtree(name, ignore_errors=True, dir_fd=fd)
-    except OSError:
-        pass
-    finally:
-        os.close(fd)
-    try:
+    os.close(fd)
+    with suppress(OSError):  # it was removed, or holds files of another program
         os.rmdir(path)
-    except OSError:
-        pass  # it was removed, or holds files of another program
-
-
-def _names() -> str:
-    """The glob pattern of this user's directories."""
-    return f"cachefs-{os.getuid()}-{'[0-9a-f]' * 12}"
 
 
 def _name(cache_dir: Path) -> str:

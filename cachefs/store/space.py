@@ -5,18 +5,16 @@ The states of a block's bytes: *reserved* (one writer, a cache write or a move, 
 exists, and the next flush writes its row), *forgotten* (no search finds it, its bytes are still in the file), *freed* (the
 last pin of its copy is gone). Bytes are freed in no other way, so a caller with a pinned copy may read the bytes it had.
 
-A file is unlinked with its last block; before, evicted blocks are punched out. A file that was opened in passthrough is
-immutable, because a process may have it mapped, even after a restart. It is never written or punched: when one of its
-blocks is evicted, the whole file is unlinked.
+A file is unlinked with its last block; before, evicted blocks are punched out. An immutable file (`tier.IMMUTABLE`) is
+never written or punched: when one of its blocks is evicted, the whole file is unlinked.
 
-**Moves**: RAM spills extents to SSD when it fills up, and SSD extents that are used again are promoted to RAM. `move`
-copies; the caller decides about the source. A promoted copy stays on SSD, so that RAM can drop it without another copy. A
-copy keeps its age, so one order of eviction holds over both tiers: no spilled copy displaces one that is evicted later.
+**Moves**: RAM spills extents to SSD when it fills up, and SSD extents that are used again are promoted to RAM. A promoted
+copy stays on SSD, so that RAM can drop it without another copy. A copy keeps its age, so one order of eviction holds over
+both tiers: no spilled copy displaces one that is evicted later.
 
-**Cache writes** write blocks into a tier, or into the heap if no tier has room. A cache write is an origin's sink. `write`
-runs in a worker thread and changes only the cache write itself; everything that other callers see changes in
-`CacheWrites.settle`, on the trio thread. Before a block is settled, only the readers that wait for this transfer can read
-it. They may read bytes below `written`, which only grows.
+**Cache writes**: `write` runs in a worker thread and changes only the cache write itself; everything that other callers
+see changes in `CacheWrites.settle`, on the trio thread. Before a block is settled, only the readers that wait for this
+transfer can read it. They may read bytes below `written`, which only grows.
 """
 
 from __future__ import annotations
@@ -83,9 +81,6 @@ class Heap:
         self.blocks: OrderedDict[tuple[bytes, int], bytes] = OrderedDict()  # by (digest, block)
         self._bytes = 0
 
-    def get(self, digest: bytes, block: int) -> bytes | None:
-        return self.blocks.get((digest, block))
-
     def drop(self, digest: bytes) -> int:
         """Drop all blocks of a version. Returns how many bytes they had."""
         keys = [key for key in self.blocks if key[0] == digest]
@@ -102,10 +97,8 @@ class Heap:
 
 
 class Space:
-    """Accounting for all tiers: the only writer of copies' block states, of pins, and of the tiers' counters.
-
-    `tiers` are from fastest to slowest. It holds the catalog, the order of eviction and the heap for the store's other
-    parts."""
+    """Accounting for all tiers (from fastest to slowest): the only writer of copies' block states, of pins, and of the
+    tiers' counters."""
 
     def __init__(
         self, catalog: Catalog, eviction: Eviction, tiers: list[Tier], block_size: int, metrics: Metrics
@@ -230,8 +223,9 @@ class Space:
         copy.bitmap |= bits
         copy.verified |= verified & bits
         tier = self._tiers[copy.tier]
-        tier.committed(self.bytes(copy, bits))
-        tier.pinned_bytes += self.bytes(copy, bits) if copy.pinned else 0
+        held = self.bytes(copy, bits)
+        tier.unlisted_bytes -= held
+        tier.pinned_bytes += held if copy.pinned else 0
         tier.blocks += bits.bit_count()
 
     def abandon(self, copy: Copy, bits: int) -> None:
@@ -277,9 +271,10 @@ class Space:
         copy.bitmap &= ~bits
         copy.verified &= ~bits
         copy.forgotten |= bits
+        held = self.bytes(copy, bits)
         tier.blocks -= bits.bit_count()
-        tier.forgot(self.bytes(copy, bits))
-        tier.pinned_bytes -= self.bytes(copy, bits) if copy.pinned else 0
+        tier.unlisted_bytes += held  # no row accounts for them any more, but they are not freed yet
+        tier.pinned_bytes -= held if copy.pinned else 0
         self.catalog.changed(copy)
         return bits.bit_count()
 
@@ -304,7 +299,7 @@ class Space:
         return freed
 
     def _free_file(self, obj: CachedObject, tier: Tier) -> None:
-        """Unlink an immutable file that is leaving, unless it is still in use."""
+        """Unlink a file that is leaving, unless it is still in use."""
         copies = obj.on(tier)
         if any(copy.pins for copy in copies):
             return
@@ -371,7 +366,9 @@ class Space:
         """Handle a version's file that could not be opened for writing: it has vanished, is immutable, or the tier fails.
         For `unwritten` see `Tier.full`."""
         if exc.errno == errno.ENOENT:
-            self._vanished(obj, tier)
+            for copy in self.catalog.copies(obj, tier.number):
+                if copy.bitmap:
+                    self.lost(obj, copy, exc)
         elif exc.errno == errno.EROFS and tier.immutable(obj.id.digest) is not False:
             # A crash lost some of its rows. An immutable file cannot be completed, so it is dropped and fetched again.
             self.drop_file(obj, tier)
@@ -384,11 +381,6 @@ class Space:
         """Count an I/O error, and have the tier note it. For `unwritten` see `Tier.full`."""
         self.metrics.tier_errors += 1
         tier.failed(exc, unwritten)
-
-    def _vanished(self, obj: CachedObject, tier: Tier) -> None:
-        for copy in self.catalog.copies(obj, tier.number):
-            if copy.bitmap:
-                self.lost(obj, copy, OSError(errno.ENOENT, "its file vanished"))
 
     def lost(self, obj: CachedObject, copy: Copy, exc: OSError) -> None:
         """Drop a copy that could not be read: its blocks are misses. It stays if this process had no descriptor or memory
@@ -417,9 +409,8 @@ class Pins:
     """`cachefs pin` and `cachefs evict`: versions that users keep or drop, on all tiers. `budget` is how much may be pinned,
     a share of the tiers' limits or a number of bytes.
 
-    A pin is a flag in the row of a copy: it outlives restarts and follows the copy to SSD. Of a block that lies on both
-    tiers, the copy on SSD has it. Copies made later get it as long as the version is in memory. Pinning reserves no space:
-    the caller fetches first."""
+    A pin is a flag in the row of a copy: it outlives restarts and follows the copy to SSD. Pinning reserves no space: the
+    caller fetches first."""
 
     def __init__(self, space: Space) -> None:
         self._catalog = space.catalog
@@ -479,8 +470,8 @@ class Pins:
                 await trio.lowlevel.checkpoint()
 
     def evict(self, obj: CachedObject) -> int:
-        """Drop the copies that are not pinned. Returns their bytes; those in use are freed with their last user."""
-        freed = 0
+        """Drop all of the version that is not pinned. Returns its bytes; those in use are freed with their last user."""
+        freed = self._space.heap.drop(obj.id.digest)
         for tier in self._tiers:
             copies = self._catalog.copies(obj, tier.number)
             if obj.is_immutable(tier) and any(copy.pinned for copy in copies):
@@ -490,16 +481,6 @@ class Pins:
             for copy in loose:
                 self._space.drop(obj, copy, copy.bitmap)
         return freed
-
-    def whole(self, obj: CachedObject) -> bool:
-        """True if each of its blocks lies on some tier."""
-        for extent, bits in self._catalog.extents(obj):
-            held = 0
-            for copy in self._catalog.on_any_tier(obj, extent):
-                held |= copy.bitmap
-            if held != bits:
-                return False
-        return True
 
 
 # -- moves between tiers ---------------------------------------------------------------------------
@@ -648,13 +629,7 @@ class Moves:
             return await self._copy_blocks(obj, copy, to, source, ranges, wanted)
 
     async def _copy_blocks(
-        self,
-        obj: CachedObject,
-        copy: Copy,
-        to: Tier,
-        source: Tier,
-        ranges: list[Range],
-        wanted: int,
+        self, obj: CachedObject, copy: Copy, to: Tier, source: Tier, ranges: list[Range], wanted: int
     ) -> bool:
         if source.disk.down or to.disk.down:  # a thread would wait for the disk, and a stop for the thread
             return False
@@ -681,7 +656,7 @@ class Moves:
         except _SourceFailed as exc:
             self._space.lost(obj, copy, exc)
         except _NotOpened as exc:
-            self._space.not_opened(obj, to, exc.failure, self._space.bytes(target, wanted))
+            self._space.not_opened(obj, to, exc, self._space.bytes(target, wanted))
         except OSError as exc:
             if exc.errno != errno.EAGAIN:  # no thread can be started, which is not the tier's fault
                 self._space.failed(to, exc, self._space.bytes(target, wanted))
@@ -695,11 +670,8 @@ class _SourceFailed(OSError):
     """The file to copy from is not what the index says."""
 
 
-class _NotOpened(Exception):
+class _NotOpened(OSError):
     """The file to copy into cannot be opened."""
-
-    def __init__(self, failure: OSError) -> None:
-        self.failure = failure
 
 
 def _copy_ranges(open_source: Callable[[], int], open_sink: Callable[[], int], ranges: list[Range]) -> None:
@@ -712,7 +684,7 @@ def _copy_ranges(open_source: Callable[[], int], open_sink: Callable[[], int], r
         sink = open_sink()
     except OSError as exc:
         os.close(source)
-        raise _NotOpened(exc) from exc
+        raise _NotOpened(exc.errno, exc.strerror) from exc
     try:
         for start, length in ranges:
             os.lseek(sink, start, os.SEEK_SET)
@@ -920,18 +892,6 @@ class CacheWrites:
         self._metrics = space.metrics
 
     def begin(
-        self,
-        obj: CachedObject,
-        start: int,
-        stop: int,
-        *,
-        prefetched: bool = False,
-        remote_owned: bool = False,
-    ) -> CacheWrite | None:
-        """`begin_all` for one range."""
-        return self.begin_all([(obj, start, stop)], prefetched=prefetched, remote_owned=remote_owned)[0]
-
-    def begin_all(
         self, wanted: Sequence[Run], *, prefetched: bool = False, remote_owned: bool = False
     ) -> list[CacheWrite | None]:
         """Reserve space for blocks of several versions, each in the fastest tier that has it; None for those for which no

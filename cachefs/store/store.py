@@ -96,16 +96,12 @@ class Store:
         adopting = Adopting(self.space)
 
         self.object, self.look = self.catalog.object, self.catalog.look
-        self.look_soon = self.catalog.look_soon
+        self.look_soon, self.whole = self.catalog.look_soon, self.catalog.whole
         self.datasets = self.eviction.datasets
         self.course, self.left_behind = self.eviction.course, self.eviction.left_behind
         self.flush = self.eviction.flush
-        self.pin, self.unpin, self.whole = self.pins.pin, self.pins.unpin, self.pins.whole
-        self.begin_write, self.begin_writes, self.begin_bypass = (
-            cache_writes.begin,
-            cache_writes.begin_all,
-            cache_writes.bypass,
-        )
+        self.pin, self.unpin, self.evict = self.pins.pin, self.pins.unpin, self.pins.evict
+        self.begin_writes, self.begin_bypass = cache_writes.begin, cache_writes.bypass
         self.settle, self.end_write = cache_writes.settle, cache_writes.end
         self.adopt_bytes = adopting.adopt_bytes
         self.adopt, self.recast, self.evict_to_hold = adopting.adopt, adopting.recast, adopting.evict_to_hold
@@ -116,11 +112,6 @@ class Store:
         self.to_make_immutable = self.backing_files.to_make_immutable
         self.make_immutable, self.refuse = self.backing_files.make_immutable, self.backing_files.refuse
         self.prepare_later = self.backing_files.prepare_later
-
-    @property
-    def index_error(self) -> str:
-        """Why the index cannot be written, or ""."""
-        return self.catalog.index_error
 
     def eviction_status(self) -> dict[str, Any]:
         """The policy, and the state of the datasets in use, as plain values."""
@@ -170,10 +161,6 @@ class Store:
             if not self.eviction.protected(copy):
                 self.eviction.touch(copy)
 
-    def evict(self, obj: CachedObject) -> int:
-        """Drop all of the version that is not pinned. Returns its bytes; those in use are freed with their last user."""
-        return self.pins.evict(obj) + self.space.heap.drop(obj.id.digest)
-
     # -- reading -----------------------------------------------------------------------------------
 
     def read_now(self, obj: CachedObject, offset: int, size: int, *, count: bool = True) -> Buffer | None:
@@ -195,7 +182,7 @@ class Store:
         parts: list[Buffer] = []
         for block, at, length in self._pieces(offset, size):
             part: Buffer | None
-            kept = self.space.heap.get(obj.id.digest, block)
+            kept = self.space.heap.blocks.get((obj.id.digest, block))
             if kept is not None:
                 start = at - block * self.block_size
                 part = memoryview(kept)[start : start + length]
@@ -253,7 +240,7 @@ class Store:
         for block, at, length in self._pieces(offset, size):
             copy = self.catalog.find(obj, block)
             if copy is None:
-                kept = self.space.heap.get(obj.id.digest, block)
+                kept = self.space.heap.blocks.get((obj.id.digest, block))
                 if kept is None:
                     return None
                 start = at - block * self.block_size
@@ -337,8 +324,7 @@ class Store:
             self._metrics.ram_hits += blocks
         else:
             self._metrics.ssd_hits += blocks
-        if copy.bitmap and not self.catalog.lately_used(copy):
-            self.eviction.touch(copy)
+        if self.eviction.touch_if_flushed(copy):
             self.eviction.used(obj, copy, hit=True)
             if copy.tier != RAM and self._moves is not None:
                 self._moves.used(copy)
@@ -366,8 +352,8 @@ class Store:
             self.space.lost(obj, copy, exc)
             return None
         self.space.pin(copy)
-        if self.eviction.touch_if_old(copy) or requester:
-            self.eviction.used(obj, copy, hit=True, requester=requester)
+        self.eviction.touch(copy)
+        self.eviction.used(obj, copy, hit=True, requester=requester)
         length = block_length(block, obj.id.size, self.block_size)
         return Shared(copy, fd, block * self.block_size, length, not tier.blocking, copy.checksums[position])
 
@@ -418,7 +404,6 @@ class Store:
         ram = self._tier.get(RAM)
         if ram is not None:
             self.catalog.forget_tier(RAM)
-            self.eviction.forget_tier(RAM)
             await trio.to_thread.run_sync(ram.remove)
         await self._close_index(HANGS_AFTER_S)
 

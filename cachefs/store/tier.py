@@ -12,12 +12,10 @@ lowers the limit to what is used.
 **The disk** may hang instead of failing: a call on it does not return, and no signal ends it. So each call that may wait
 for the disk runs in a worker thread and is recorded while it runs (`busy`). A call that takes too long takes the disk
 *down*: its readers get an error at once, and no new call begins, until a probe in a thread of its own has returned.
-`goes_down` and `goes_up` are the only two transitions.
 
-Removing a large file, or punching holes into it, takes the file system seconds, and longer on a disk that hangs. So the
-trio thread only queues the removal, and one thread (`Disposal`) carries out the queue in its order. Until the jobs of a
-file are done, its bytes are counted as `going_bytes`, and a thread that writes the same version again waits for them
-(`settle`).
+Removing a large file, or punching holes into it, takes the file system seconds. So the trio thread only queues the
+removal, and one thread (`Disposal`) carries out the queue in its order. Until the jobs of a file are done, its bytes are
+counted as `going_bytes`, and a thread that writes the same version again waits for them (`settle`).
 """
 
 from __future__ import annotations
@@ -103,16 +101,8 @@ class Disk:
         result: Outcome[T] | None = None
 
         def recorded() -> T:
-            if self.down:
-                raise self._hangs()  # the disk went down while the call waited for a thread
             with self.busy():
                 return call()
-
-        def start() -> None:
-            try:
-                start_in_thread(recorded, end)
-            except OSError as exc:
-                end(Error(exc))
 
         def end(found: Outcome[T]) -> None:
             nonlocal result
@@ -121,19 +111,21 @@ class Disk:
             finish(found.value if isinstance(found, Value) else None)
             ended.set()
 
-        async def start_in_turn() -> None:
-            await self._threads.acquire_on_behalf_of(slot)
-            start()
-
-        try:
-            self._threads.acquire_on_behalf_of_nowait(slot)
-        except trio.WouldBlock:
-            trio.lowlevel.spawn_system_task(start_in_turn)
-        else:
-            start()
         with trio.CancelScope() as scope:
             self._readers.add(scope)
             try:
+                try:
+                    self._threads.acquire_on_behalf_of_nowait(slot)
+                except trio.WouldBlock:
+                    try:
+                        await self._threads.acquire_on_behalf_of(slot)
+                    except trio.Cancelled:
+                        finish(None)
+                        raise
+                try:
+                    start_in_thread(recorded, end)
+                except OSError as exc:
+                    end(Error(exc))
                 await ended.wait()
             finally:
                 self._readers.discard(scope)
@@ -187,14 +179,12 @@ class Disk:
             callback()
         trio.lowlevel.spawn_system_task(self._probe)
 
-    def goes_up(self) -> None:
-        self.down = False
-        log.warning("cache tier %s (%s) answers again", self._name, self._path)
-
     async def _probe(self) -> None:
+        """Take the disk up again when a call of its own has returned."""
         probe, limiter = partial(_write_and_remove, self._path / "probe"), trio.CapacityLimiter(1)
         await in_thread_at_last(probe, abandon_on_cancel=True, limiter=limiter)
-        self.goes_up()
+        self.down = False
+        log.warning("cache tier %s (%s) answers again", self._name, self._path)
 
 
 def _write_and_remove(path: Path) -> None:
@@ -337,8 +327,7 @@ def _punch(path: str, ranges: Sequence[tuple[int, int]]) -> None:
     try:
         for start, length in ranges:
             for at in range(start, start + length, SLICE_BYTES):
-                some = min(SLICE_BYTES, start + length - at)
-                punch(fd, at, some)
+                punch(fd, at, min(SLICE_BYTES, start + length - at))
     finally:
         os.close(fd)
 
@@ -396,13 +385,12 @@ def is_immutable(status: os.stat_result) -> bool:
     return stat.S_IMODE(status.st_mode) & 0o222 == 0
 
 
-def checksums(fd: int, ranges: Sequence[tuple[int, int]], how: int = 0) -> list[int]:
-    """xxh3_64 of each (offset, length) range of a file, read with the flags `how` (RWF_*). OSError if the file is too
-    short."""
+def checksums(fd: int, ranges: Sequence[tuple[int, int]]) -> list[int]:
+    """xxh3_64 of each (offset, length) range of a file. OSError if the file is too short."""
     buffer = memoryview(bytearray(max(length for _, length in ranges)))
     found = []
     for start, length in ranges:
-        if os.preadv(fd, [buffer[:length]], start, how) != length:
+        if os.preadv(fd, [buffer[:length]], start) != length:
             raise OSError(errno.EIO, "short read")
         found.append(xxhash.xxh3_64_intdigest(buffer[:length]))
     return found
@@ -423,13 +411,7 @@ class Tier:
     `passthrough`: the kernel accepts its files as backing files. Times are of `clock`, in seconds."""
 
     def __init__(
-        self,
-        number: int,
-        path: Path,
-        cap_bytes: int,
-        *,
-        keep_free_bytes: int,
-        clock: Callable[[], float],
+        self, number: int, path: Path, cap_bytes: int, *, keep_free_bytes: int, clock: Callable[[], float]
     ) -> None:
         self.number = number
         self.name = NAMES[number]
@@ -549,7 +531,7 @@ class Tier:
             return  # another program removed a file: its blocks are a miss, and the tier is well
         before = self.state
         self.errors_in_a_row += 1
-        self.last_error = f"{os.strerror(exc.errno or 0)}"
+        self.last_error = os.strerror(exc.errno or 0)
         self._retry_at = self._clock() + RETRY_S
         if self.state != before:
             log.warning("cache tier %s (%s) is %s: %s", self.name, self.path, self.state, self.last_error)
@@ -579,14 +561,6 @@ class Tier:
         self.used_bytes += count
         self.unlisted_bytes += count
         self._used_at_reading += here
-
-    def committed(self, count: int) -> None:
-        """Reserved bytes are written, and an index row accounts for them."""
-        self.unlisted_bytes -= count
-
-    def forgot(self, count: int) -> None:
-        """No index row accounts for these bytes any more, but they are not freed yet."""
-        self.unlisted_bytes += count
 
     def freed(self, count: int) -> None:
         """Unlisted bytes are freed: they are no longer used."""

@@ -106,7 +106,7 @@ def check_passthrough(store: Store) -> None:
 def check_counted(store: Store) -> None:
     """After a flush: tiers count what copies hold, and the index has a row, and a place in the order, for each."""
     catalog = store.catalog
-    if store.index_error:
+    if store.catalog.index_error:
         return
     assert not catalog._dirty and not catalog._removed, "a flush left something unwritten"
     known = rows(store)

@@ -21,7 +21,7 @@ import trio
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.fetch import Fetcher
-from cachefs.store import OpenStore, Store, open_store, ram
+from cachefs.store import CachedObject, CacheWrite, OpenStore, Store, open_store, ram
 from cachefs.store.tier import Disposal
 from tests.fetch.scripted import ScriptedOrigin
 from tests.store import counters
@@ -154,6 +154,11 @@ async def running(
                 obj.backing.close()
         for path in opened.temporary:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def begin_write(store: Store, obj: CachedObject, start: int, stop: int, **how: bool) -> CacheWrite | None:
+    """`Store.begin_writes` for one range."""
+    return store.begin_writes([(obj, start, stop)], **how)[0]
 
 
 async def until(condition: Callable[[], bool], seconds: float = 1.0) -> None:

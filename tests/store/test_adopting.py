@@ -31,6 +31,7 @@ from tests.store.lab import (
     PAGE,
     Lab,
     as_kill_leaves_it,
+    begin_write,
     cache_files,
     flip_bit,
     killed_at_random,
@@ -327,7 +328,7 @@ async def test_parts_that_were_cached_are_superseded(cache_dir: Path, tier: str)
         object_id = lab.origin.put("k", data)
         obj = lab.store.object(object_id)
         if tier == "remote_owned":
-            cache_write = lab.store.begin_write(obj, 16, 18, remote_owned=True)
+            cache_write = begin_write(lab.store, obj, 16, 18, remote_owned=True)
             assert cache_write is not None
             cache_write.write(data[EXTENT : EXTENT + 2 * BLOCK])
             lab.store.end_write(obj, cache_write)

@@ -18,7 +18,7 @@ import trio.lowlevel
 from cachefs.base.errors import NoRoom
 from cachefs.store import ram, scrub
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
-from tests.store.lab import BLOCK, EXTENT, MIB, cache_files, in_child, running
+from tests.store.lab import BLOCK, EXTENT, MIB, begin_write, cache_files, in_child, running
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="mounts a small tmpfs")
 
@@ -183,7 +183,7 @@ async def test_a_file_that_is_removed_between_two_cache_writes_is_not_made_again
         obj, (tier,) = store.object(object_id), store.tiers
         file = tier.file_path(object_id.digest)
         with obj.held():
-            first, second = store.begin_write(obj, 0, 1), store.begin_write(obj, 1, 2)
+            first, second = begin_write(store, obj, 0, 1), begin_write(store, obj, 1, 2)
             assert first is not None and second is not None
             first.write(data[:BLOCK])
             if ended:
@@ -261,7 +261,7 @@ async def test_a_disk_that_others_fill_up_while_running(request: pytest.FixtureR
         await trio.sleep(0.6)
         await read_everything(lab, ids, data)
         await lab.store.flush()
-        assert lab.store.index_error == ""
+        assert lab.store.catalog.index_error == ""
         assert lab.used() > 5 * MIB
         await lab.quiet()
         lab.check_accounts()
@@ -512,10 +512,10 @@ async def test_an_index_that_cannot_be_written_is_said_and_served_around(
             # Evicts, drops and refills under an index that stays behind.
             await read_everything(lab, ids, data)
             await lab.store.flush()
-            assert "disk full" in lab.store.index_error
+            assert "disk full" in lab.store.catalog.index_error
         monkeypatch.setattr(Database, "write", real)
         await lab.store.flush()
-        assert lab.store.index_error == ""
+        assert lab.store.catalog.index_error == ""
         await lab.quiet()
         lab.check_accounts()
         origin = lab.origin

@@ -285,9 +285,9 @@ async def test_a_flush_for_which_no_thread_can_be_started_loses_nothing(
         with monkeypatch.context() as patch:
             threads.none_starts(patch)
             await lab.store.flush()
-            assert "no thread" in lab.store.index_error
+            assert "no thread" in lab.store.catalog.index_error
         await lab.store.flush()
-        assert lab.store.index_error == ""
+        assert lab.store.catalog.index_error == ""
         assert {key[1] for key in counters.rows(lab.store)} == {new.digest}
 
 

@@ -194,6 +194,6 @@ def test_the_heap_holds_what_came_last(steps: list[tuple[int, int, int]]) -> Non
                 heap.put(digest, block, data)
                 while sum(map(len, plain.values())) > 20 and len(plain) > 1:
                     plain.popitem(last=False)
-            found = {(bytes([v]), b): heap.get(bytes([v]), b) for v in range(3) for b in range(4)}
+            found = {(bytes([v]), b): heap.blocks.get((bytes([v]), b)) for v in range(3) for b in range(4)}
             assert {key: data for key, data in found.items() if data is not None} == plain
             assert heap._bytes == sum(map(len, plain.values()))

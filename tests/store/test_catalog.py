@@ -17,7 +17,7 @@ from cachefs.store.eviction import ANY, LOWEST
 from cachefs.store.tier import SSD
 from tests.fetch.scripted import in_trio
 from tests.store import counters
-from tests.store.lab import BLOCK, EXTENT, Lab, running
+from tests.store.lab import BLOCK, EXTENT, Lab, begin_write, running
 
 SIZES = [1, BLOCK, 2 * BLOCK + 3, EXTENT + BLOCK]
 
@@ -40,7 +40,7 @@ class World:
             case 0 | 1 | 2:
                 block = rng.randrange(blocks)
                 if block not in here:
-                    cache_write = store.begin_write(obj, block, block + 1)
+                    cache_write = begin_write(store, obj, block, block + 1)
                     assert cache_write is not None
                     cache_write.write(bytes(cache_write.stop - cache_write.start))
                     store.end_write(obj, cache_write)
@@ -123,7 +123,7 @@ async def test_rows_are_those_of_the_copies_though_flushes_fail(
                     lab.store.eviction.victim(SSD, classes)
                 gate.set()
             if changes:
-                assert bool(lab.store.index_error) is fails
+                assert bool(lab.store.catalog.index_error) is fails
             if rng.random() < 0.5:
                 world.forget()
             for object_id in world.ids:
@@ -154,7 +154,7 @@ async def test_what_is_in_use_or_not_written_is_not_forgotten(
         rows = lab.store.catalog
         ids = world.ids[:6]
         for object_id in ids:
-            cache_write = lab.store.begin_write(lab.store.object(object_id), 0, 1)
+            cache_write = begin_write(lab.store, lab.store.object(object_id), 0, 1)
             assert cache_write is not None
             cache_write.write(bytes(cache_write.stop - cache_write.start))
             lab.store.end_write(lab.store.object(object_id), cache_write)
@@ -185,7 +185,7 @@ async def test_memory_is_bounded(cache_dir: Path, monkeypatch: pytest.MonkeyPatc
             for number, object_id in enumerate(ids):
                 obj = rows.object(object_id)
                 if not lab.store.has(obj, 0):
-                    cache_write = lab.store.begin_write(obj, 0, 1)
+                    cache_write = begin_write(lab.store, obj, 0, 1)
                     assert cache_write is not None
                     cache_write.write(bytes(BLOCK))
                     lab.store.end_write(obj, cache_write)
@@ -211,7 +211,7 @@ async def test_a_copy_made_anew_during_a_flush_that_fails_has_one_place_in_the_o
         obj, index = store.object(object_id), store.catalog._index
 
         def cache() -> None:
-            cache_write = store.begin_write(obj, 0, 1)
+            cache_write = begin_write(store, obj, 0, 1)
             assert cache_write is not None
             cache_write.write(bytes(BLOCK))
             store.end_write(obj, cache_write)
@@ -232,7 +232,7 @@ async def test_a_copy_made_anew_during_a_flush_that_fails_has_one_place_in_the_o
         with monkeypatch.context() as patch:
             patch.setattr(index, "write", refuse)
             await store.flush()
-        assert store.index_error
+        assert store.catalog.index_error
         await store.flush()
         assert len(index._db.scan("order")) == 1
 

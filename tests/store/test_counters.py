@@ -23,7 +23,7 @@ from cachefs.store.tier import RAM, SSD
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
 from tests.store import counters
 from tests.store.counters import open_files
-from tests.store.lab import BLOCK, EXTENT, KIB, MIB, Lab, cache_files, running
+from tests.store.lab import BLOCK, EXTENT, KIB, MIB, Lab, begin_write, cache_files, running
 
 SMALL = 4096
 
@@ -111,7 +111,7 @@ def borrow(lab: Lab, object_id: Any, block: int, *, whole: bool = True) -> bool:
     obj = lab.store.object(object_id)
     if lab.store.has(obj, block) or lab.fetcher.transfers.of(obj):
         return False
-    cache_write = lab.store.begin_write(obj, block, block + 1, remote_owned=True)
+    cache_write = begin_write(lab.store, obj, block, block + 1, remote_owned=True)
     if cache_write is None:
         return False
     length = min(BLOCK, object_id.size - block * BLOCK)
@@ -148,21 +148,21 @@ async def test_no_two_fills_write_one_block(cache_dir: Path) -> None:
     async with running(cache_dir) as lab:
         object_id = lab.origin.put("k", content(1, 2 * EXTENT))
         obj = lab.store.object(object_id)
-        first = lab.store.begin_write(obj, 2, 6)
+        first = begin_write(lab.store, obj, 2, 6)
         assert first is not None
         used = lab.used()
         for start, stop in ((0, 3), (2, 6), (3, 4), (5, 16)):
-            assert lab.store.begin_write(obj, start, stop) is None
+            assert begin_write(lab.store, obj, start, stop) is None
         assert lab.used() == used, "what was refused has reserved nothing"
-        beside = [lab.store.begin_write(obj, start, stop) for start, stop in ((0, 2), (6, 16), (18, 22))]
+        beside = [begin_write(lab.store, obj, start, stop) for start, stop in ((0, 2), (6, 16), (18, 22))]
         assert all(beside)
         first.write(content(1, 2 * EXTENT)[2 * BLOCK : 4 * BLOCK])
         lab.store.settle(obj, first)
-        assert lab.store.begin_write(obj, 4, 6) is None, "still on its way"
+        assert begin_write(lab.store, obj, 4, 6) is None, "still on its way"
         for cache_write in (first, *beside):
             assert cache_write is not None
             lab.store.end_write(obj, cache_write)
-        again = lab.store.begin_write(obj, 4, 6)
+        again = begin_write(lab.store, obj, 4, 6)
         assert again is not None, "it did not come, so it may come again"
         lab.store.end_write(obj, again)
         obj.rest()
@@ -176,12 +176,12 @@ async def test_what_did_not_come_is_no_use(cache_dir: Path) -> None:
         obj = lab.store.object(lab.origin.put("k", content(1, 2 * BLOCK)))
         clock = lab.store.catalog.clock
         for some in (b"", bytes(BLOCK // 2)):
-            cache_write = lab.store.begin_write(obj, 0, 2)
+            cache_write = begin_write(lab.store, obj, 0, 2)
             assert cache_write is not None and cache_write.wanted
             cache_write.write(some)
             lab.store.end_write(obj, cache_write)
         assert lab.store.catalog.clock == clock and not lab.store.eviction_status()["datasets"]
-        cache_write = lab.store.begin_write(obj, 0, 2)
+        cache_write = begin_write(lab.store, obj, 0, 2)
         assert cache_write is not None
         cache_write.write(content(1, 2 * BLOCK)[: BLOCK + 1])
         lab.store.end_write(obj, cache_write)
@@ -237,11 +237,11 @@ async def test_what_is_remote_owned_becomes_ones_own_with_all_that_it_counts(cac
         assert tier.number == RAM and borrow(lab, object_id, 0)
         assert not borrow(lab, object_id, 1, whole=False)
         assert tier.remote_owned_bytes == tier.used_bytes == BLOCK
-        coming = lab.store.begin_write(obj, 2, 4, remote_owned=True)
+        coming = begin_write(lab.store, obj, 2, 4, remote_owned=True)
         assert coming is not None and tier.remote_owned_bytes == tier.used_bytes == 3 * BLOCK
         lab.store.evict(obj)  # its bytes stay as long as something comes into it
         assert tier.remote_owned_bytes == tier.used_bytes == 3 * BLOCK
-        own = lab.store.begin_write(obj, 8, 9)
+        own = begin_write(lab.store, obj, 8, 9)
         assert own is not None
         assert (tier.remote_owned_bytes, tier.kept_bytes) == (0, 4 * BLOCK), "an extent is kept as a whole"
         for cache_write in (coming, own):
@@ -269,7 +269,7 @@ async def test_what_is_remote_owned_and_dropped_counts_no_more(cache_dir: Path, 
         obj = lab.store.object(object_id)
         for block in range(3):
             assert borrow(lab, object_id, block)
-        coming = lab.store.begin_write(obj, 4, 5, remote_owned=True) if while_used else None
+        coming = begin_write(lab.store, obj, 4, 5, remote_owned=True) if while_used else None
         lab.store.evict(obj)
         assert tier.remote_owned_bytes == tier.used_bytes == (4 * BLOCK if while_used else 0)
         if coming is not None:

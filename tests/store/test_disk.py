@@ -135,8 +135,7 @@ async def test_readers_of_what_lies_there_are_sent_to_the_origin(
 
 @in_trio
 async def test_a_call_on_the_disk_begins_no_task(tmp_path: Path) -> None:
-    """It is one wait for its reader. Only calls for which no thread is free wait in tasks of their own, and end all the
-    same when their readers have left."""
+    """It is one wait for its reader. A call for which no thread is free is not made once its reader has left."""
     disk, ended, goes_on = Disk("ssd", tmp_path), list[int | None](), threading.Event()
     begun = SimpleNamespace(tasks=0)
 
@@ -157,9 +156,10 @@ async def test_a_call_on_the_disk_begins_no_task(tmp_path: Path) -> None:
     for _ in range(tier.READ_THREADS + 1):
         with trio.move_on_after(0.01):
             await disk.run(lambda: int(goes_on.wait(PATIENCE_S)) + 2, ended.append)
-    assert ended == [1, 2, None] and len(disk._calls) == tier.READ_THREADS
+    assert ended == [1, 2, None, None] and len(disk._calls) == tier.READ_THREADS
     goes_on.set()
-    await until(lambda: ended == [1, 2, None, *[3] * (tier.READ_THREADS + 1)])
+    await until(lambda: ended == [1, 2, None, None, *[3] * tier.READ_THREADS])
+    assert len(ended) == 4 + tier.READ_THREADS
     assert not disk._calls and not disk._threads.borrowed_tokens
 
 

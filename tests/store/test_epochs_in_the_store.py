@@ -13,7 +13,7 @@ from cachefs.base.names import ObjectId
 from cachefs.store.eviction import EPOCHS_SAVED_EVERY
 from cachefs.store.tier import RAM
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
-from tests.store.lab import BLOCK, EXTENT, KIB, Lab, as_kill_leaves_it, running
+from tests.store.lab import BLOCK, EXTENT, KIB, Lab, as_kill_leaves_it, begin_write, running
 
 SMALL = 100 * KIB  # one block of 128 KiB
 FILES = 320
@@ -139,7 +139,7 @@ async def test_what_is_fetched_ahead_displaces_nothing_that_is_wanted(cache_dir:
         began = 0
         cache_writes = []
         while (
-            cache_write := store.begin_write(obj := store.object(ids[32 + began]), 0, 1, prefetched=True)
+            cache_write := begin_write(store, obj := store.object(ids[32 + began]), 0, 1, prefetched=True)
         ) is not None:
             cache_write.write(b"y" * BLOCK)
             store.end_write(obj, cache_write)
@@ -186,14 +186,14 @@ async def test_what_a_reader_left_behind_does_not_keep_the_rest_out(cache_dir: P
         for number in range(4):
             data = b"y" * EXTENT
             obj = store.object(lab.origin.put(f"e/{number}", data))
-            cache_write = store.begin_write(obj, 0, 16, prefetched=True)
+            cache_write = begin_write(store, obj, 0, 16, prefetched=True)
             assert cache_write is not None, number
             cache_write.write(data)
             store.end_write(obj, cache_write)
             obj.rest()
             await store.flush()
         obj = store.object(lab.origin.put("e/9", b"y"))
-        assert store.begin_write(obj, 0, 1, prefetched=True) is None, (
+        assert begin_write(store, obj, 0, 1, prefetched=True) is None, (
             "all of these wait, and none displaces another"
         )
 
@@ -206,7 +206,7 @@ async def test_a_reader_that_joins_makes_what_came_ahead_a_used_one(cache_dir: P
         states = []
         for object_id, how in zip(ids, ("nobody", "waited", "read"), strict=True):
             obj = store.object(object_id)
-            cache_write = store.begin_write(obj, 0, 1, prefetched=True)
+            cache_write = begin_write(store, obj, 0, 1, prefetched=True)
             assert cache_write is not None
             if how == "waited":
                 cache_write.wake_at = 5

@@ -136,7 +136,6 @@ def test_a_use_ends_the_wait_and_lets_others_go_first() -> None:
     found.left_behind(SimpleNamespace(copies={(1, 0): copies[1], (1, 1): None, (0, 0): copies[0]}))
     assert list(found._waiting) == [copies[2].key]
     assert found.class_of(copies[1].key, 9, 7) is Class.EVICTABLE
-    assert found.key(copies[1]) == (SSD, Class.EVICTABLE, copies[1].clock)
 
 
 @pytest.mark.parametrize("passed", [0, 4, 5, 6])

@@ -17,7 +17,7 @@ from cachefs.store.eviction import ANY, NOTHING, PREFETCHED_S, Class
 from cachefs.store.space import PROMOTED_AT_MOST, REUSE_AFTER_S, SPILL_ABOVE, SPILL_TO
 from cachefs.store.tier import RAM, SSD
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
-from tests.store.lab import BLOCK, EXTENT, Lab, running
+from tests.store.lab import BLOCK, EXTENT, Lab, begin_write, running
 
 
 def put(lab: Lab, object_id: ObjectId, data: bytes, tier: int = RAM, **how: bool) -> Copy:
@@ -26,7 +26,7 @@ def put(lab: Lab, object_id: ObjectId, data: bytes, tier: int = RAM, **how: bool
     tiers, obj = store.tiers, store.object(object_id)
     if tier == SSD:
         store.tiers[0].errors_in_a_row, store.tiers[0]._retry_at = 1, 1e18
-    cache_write = store.begin_write(obj, 0, -(-object_id.size // BLOCK), **how)
+    cache_write = begin_write(store, obj, 0, -(-object_id.size // BLOCK), **how)
     store.tiers[0].errors_in_a_row = 0
     assert cache_write is not None and cache_write.copy.tier == tier  # type: ignore[attr-defined]
     cache_write.write(data)

@@ -111,7 +111,6 @@ class Ending:
         changed.flush = self.flush
         changed.catalog.remove_leaving = lambda: self.called.append("remove leaving")
         changed.catalog.forget_tier = lambda number: self.called.append(f"forget rows {number}")
-        changed.eviction.forget_tier = lambda number: self.called.append(f"forget places {number}")
         changed.catalog.aclose = self.close
         changed.catalog.abandon = lambda: self.called.append("abandon")
 
@@ -140,7 +139,7 @@ async def test_a_stop_takes_its_steps_in_order(trouble: str, verify: str, number
         end.store.catalog.index_error = "full"
     await end.store.aclose(5.0)
     both = len(numbers) == 2
-    forgets = [f"forget rows {RAM}", f"forget places {RAM}", "remove RAM"] if RAM in numbers else []
+    forgets = [f"forget rows {RAM}", "remove RAM"] if RAM in numbers else []
     syncs = [f"sync {SSD}"] if verify == "none" and SSD in numbers else []
     assert end.called == [
         "no passthrough",

@@ -30,7 +30,7 @@ from cachefs.store.ram import remove_ram
 from cachefs.store.tier import RAM, SSD
 from tests.conftest import examples
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
-from tests.store.lab import BLOCK, EXTENT, MIB, Lab, cache_files, flip_bit, running, until
+from tests.store.lab import BLOCK, EXTENT, MIB, Lab, begin_write, cache_files, flip_bit, running, until
 
 SIZES = [1, 4097, BLOCK, BLOCK + 1, 3 * BLOCK - 1, EXTENT + 5, 2 * EXTENT]
 
@@ -688,7 +688,7 @@ async def test_what_a_crash_left_of_an_immutable_file_is_not_completed_while_it_
         copy = lab.store.catalog.copy(obj, SSD, 0)
         assert copy is not None and copy.bitmap == 0xFFFF
         copy.pins += 1
-        fill_ = lab.store.begin_write(obj, 16, 20)
+        fill_ = begin_write(lab.store, obj, 16, 20)
         assert fill_ is not None
         with pytest.raises(NoRoom):
             fill_.write(data[:10])

@@ -15,7 +15,7 @@ from cachefs.store.eviction import ANY
 from cachefs.store.tier import RAM, SSD
 from tests.fetch.scripted import content, in_trio
 from tests.store.counters import loaded
-from tests.store.lab import BLOCK, EXTENT, PAGE, Lab, running
+from tests.store.lab import BLOCK, EXTENT, PAGE, Lab, begin_write, running
 
 
 def pages(length: int) -> int:
@@ -26,7 +26,7 @@ def put(lab: Lab, object_id: ObjectId, blocks: set[int]) -> None:
     """These blocks come."""
     obj = lab.store.object(object_id)
     for block in sorted(blocks):
-        cache_write = lab.store.begin_write(obj, block, block + 1)
+        cache_write = begin_write(lab.store, obj, block, block + 1)
         assert cache_write is not None
         cache_write.write(bytes(cache_write.stop - cache_write.start))
         lab.store.end_write(obj, cache_write)

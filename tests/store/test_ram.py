@@ -21,7 +21,18 @@ from cachefs.store import ram, scrub
 from cachefs.store.tier import HUGE_PAGE
 from tests.conftest import ROOT
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
-from tests.store.lab import BLOCK, EXTENT, MIB, Lab, as_kill_leaves_it, cache_files, du, running, until
+from tests.store.lab import (
+    BLOCK,
+    EXTENT,
+    MIB,
+    Lab,
+    as_kill_leaves_it,
+    begin_write,
+    cache_files,
+    du,
+    running,
+    until,
+)
 from tests.store.test_passthrough import Backend, kill
 
 
@@ -537,7 +548,7 @@ async def test_a_file_that_came_at_once_can_be_read_before_its_transfer_ends(cac
         obj = lab.store.object(lab.origin.put("k", data))
         woken: list[int] = []
         with obj.held():
-            cache_write = lab.store.begin_write(obj, 0, 1, prefetched=True)
+            cache_write = begin_write(lab.store, obj, 0, 1, prefetched=True)
             assert cache_write is not None
             cache_write.on_written = lambda: woken.append(1)
             cache_write.wake_at = 1

@@ -14,7 +14,7 @@ from cachefs.store import adopting
 from cachefs.store.store import Store
 from cachefs.store.tier import RAM, SSD, checksums
 from tests.fetch.scripted import content, in_trio
-from tests.store.lab import BLOCK, EXTENT, Lab, running
+from tests.store.lab import BLOCK, EXTENT, Lab, begin_write, running
 
 SIZE = EXTENT + 5 * BLOCK + 7
 BLOCKS = 22
@@ -34,7 +34,7 @@ def lay(lab: Lab, data: bytes, rng: random.Random) -> dict[int, str]:
                 ram.errors_in_a_row, ram._retry_at = (0, 0.0) if tier == RAM else (1, 1e18)
                 if tier == RAM and place == "both":
                     store.tiers[1].errors_in_a_row, store.tiers[1]._retry_at = 1, 1e18
-                cache_write = store.begin_write(obj, block, block + 1)
+                cache_write = begin_write(store, obj, block, block + 1)
                 assert cache_write is not None and cache_write.copy.tier == tier  # type: ignore[attr-defined]
                 cache_write.write(piece)
                 store.end_write(obj, cache_write)
@@ -134,7 +134,7 @@ async def test_where_the_blocks_of_a_version_are_is_told(cache_dir: Path) -> Non
         store, object_id = lab.store, lab.origin.put("k", content(1, EXTENT + 2 * BLOCK))
         obj = store.object(object_id)
         for block, remote in ((0, False), (1, False), (16, True)):
-            cache_write = store.begin_write(obj, block, block + 1, remote_owned=remote)
+            cache_write = begin_write(store, obj, block, block + 1, remote_owned=remote)
             assert cache_write is not None
             cache_write.write(content(1, EXTENT + 2 * BLOCK)[block * BLOCK : (block + 1) * BLOCK])
             store.end_write(obj, cache_write)
@@ -142,7 +142,7 @@ async def test_where_the_blocks_of_a_version_are_is_told(cache_dir: Path) -> Non
         copies[0].verified = 0b01
         store.pin(obj)
         store.space.own(copies[1])
-        coming = store.begin_write(obj, 3, 5)
+        coming = begin_write(store, obj, 3, 5)
         assert coming is not None
         rest = {"tier": "ram", "pinned": True, "remote_owned": False}
         assert store.layout(object_id) == [
@@ -154,7 +154,7 @@ async def test_where_the_blocks_of_a_version_are_is_told(cache_dir: Path) -> Non
         store.unpin(obj)
         obj.rest()
         other = lab.origin.put("o", content(1, BLOCK))
-        cache_write = store.begin_write(store.object(other), 0, 1, remote_owned=True)
+        cache_write = begin_write(store, store.object(other), 0, 1, remote_owned=True)
         assert cache_write is not None
         cache_write.write(content(1, BLOCK))
         store.end_write(store.object(other), cache_write)

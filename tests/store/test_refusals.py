@@ -18,7 +18,7 @@ from cachefs.store.catalog import CachedObject
 from cachefs.store.scrub import reclaim
 from cachefs.store.tier import RAM, SSD, next_data
 from tests.fetch.scripted import content, in_trio
-from tests.store.lab import BLOCK, EXTENT, MIB, Lab, cache_files, running
+from tests.store.lab import BLOCK, EXTENT, MIB, Lab, begin_write, cache_files, running
 from tests.store.test_adopting import adopt, dirty_file
 from tests.store.test_passthrough import Backend
 
@@ -33,7 +33,7 @@ def copies(lab: Lab, obj: CachedObject, tier: int = SSD) -> list[Any]:
 
 def come(lab: Lab, obj: CachedObject, data: bytes, first: int, stop: int) -> None:
     """These blocks come."""
-    cache_write = lab.store.begin_write(obj, first, stop)
+    cache_write = begin_write(lab.store, obj, first, stop)
     assert cache_write is not None
     cache_write.write(data[cache_write.start : cache_write.stop])
     lab.store.end_write(obj, cache_write)
@@ -86,7 +86,7 @@ async def test_a_file_goes_on_under_a_new_name_unless_something_is_against_it(
         coming: Any = None
         if why.startswith("new") and why != "new on its way out":
             ram.errors_in_a_row, ram._retry_at = (0, 0.0) if why == "new arrives" else (1, 1e18)
-            coming = store.begin_write(obj, 0, 1)
+            coming = begin_write(store, obj, 0, 1)
             assert coming is not None and coming.copy.tier == (RAM if why == "new arrives" else SSD)
             if why != "new arrives":
                 coming.write(data[:BLOCK])
@@ -298,7 +298,7 @@ async def test_two_fills_of_one_file_leave_one_descriptor(cache_dir: Path) -> No
         obj = store.object(object_id)
         before = len(os.listdir("/proc/self/fd"))
         with obj.held():
-            one, other = (store.begin_write(obj, at, at + 2) for at in (0, 2))
+            one, other = (begin_write(store, obj, at, at + 2) for at in (0, 2))
             assert one is not None and other is not None
             for cache_write in (one, other):
                 cache_write.write(data[cache_write.start : cache_write.stop])

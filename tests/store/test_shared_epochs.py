@@ -15,7 +15,7 @@ from cachefs.store import eviction as policy
 from cachefs.store.catalog import unit_hash
 from cachefs.store.eviction import Epochs
 from tests.fetch.scripted import in_trio
-from tests.store.lab import BLOCK, Lab, running
+from tests.store.lab import BLOCK, Lab, begin_write, running
 from tests.store.test_epochs import Rules
 
 NODES = ("", "a", "b", "c")
@@ -31,7 +31,7 @@ def asked(units: int, epoch: object, nodes: Iterable[str] = NODES) -> list[tuple
 def put(lab: Lab, object_id: ObjectId, requester: str = "", **how: bool) -> bool:
     """Its block comes; whether there was room for it."""
     obj = lab.store.object(object_id)
-    cache_write = lab.store.begin_write(obj, 0, 1, **how)
+    cache_write = begin_write(lab.store, obj, 0, 1, **how)
     if cache_write is None:
         return False
     cache_write.requester = requester

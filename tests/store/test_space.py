@@ -21,7 +21,7 @@ from cachefs.store.catalog import Copy
 from cachefs.store.eviction import ANY, LOWEST, NOTHING, REMOTE_OWNED
 from tests.conftest import examples
 from tests.fetch.scripted import content, in_trio
-from tests.store.lab import BLOCK, EXTENT, KIB, MIB, PAGE, Lab, running
+from tests.store.lab import BLOCK, EXTENT, KIB, MIB, PAGE, Lab, begin_write, running
 
 
 def put(lab: Lab, object_id: ObjectId) -> None:
@@ -29,7 +29,7 @@ def put(lab: Lab, object_id: ObjectId) -> None:
     obj = lab.store.object(object_id)
     blocks = -(-object_id.size // BLOCK)
     for first in range(0, blocks, 16):
-        cache_write = lab.store.begin_write(obj, first, min(blocks, first + 16))
+        cache_write = begin_write(lab.store, obj, first, min(blocks, first + 16))
         assert cache_write is not None
         cache_write.write(bytes(cache_write.stop - cache_write.start))
         lab.store.end_write(obj, cache_write)
@@ -320,7 +320,7 @@ async def test_several_versions_lie_where_each_alone_would(
             if together:
                 cache_writes = lab.store.begin_writes(runs, prefetched=ahead)
             else:
-                cache_writes = [lab.store.begin_write(*run, prefetched=ahead) for run in runs]
+                cache_writes = [begin_write(lab.store, *run, prefetched=ahead) for run in runs]
             used = [(tier.used_bytes, tier.blocks) for tier in lab.store.tiers]
             found.append(
                 (

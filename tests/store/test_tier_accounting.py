@@ -561,7 +561,7 @@ async def test_where_blocks_may_come_and_what_goes_for_them(
     cache_dir: Path, ram: str, ahead: bool, remote_owned: bool, expected: list[tuple[str, Any]]
 ) -> None:
     async with running(cache_dir, ram=0 if ram == "none" else 4 * BLOCK) as lab:
-        cache_writes: Any = lab.store.begin_write.__self__  # type: ignore[attr-defined]
+        cache_writes: Any = lab.store.begin_writes.__self__  # type: ignore[attr-defined]
         if ram.startswith("full"):
             for n in range(4):
                 assert put(lab, lab.origin.put(f"k{n}", bytes(BLOCK)), remote_owned=ram == "full of others'")
