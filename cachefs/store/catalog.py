@@ -59,6 +59,9 @@ Row = tuple[bytes, CopyKey, int, int]
 Totals = tuple[int, int, int]
 """Counters of a tier: (allocated bytes, blocks, pinned bytes)"""
 
+Placed = tuple[CopyKey, int, int]
+"""What a flush has written in the order of eviction: (key, clock, dataset)"""
+
 Saved = tuple[CopyKey, bytes, int, int, int | None]
 """(key, packed row, dataset, clock or 0 if it gets no row in the order of eviction, clock stored before)"""
 
@@ -785,13 +788,13 @@ class Catalog:
         """Make each use from now on a separate one."""
         self.recent = self.clock
 
-    async def flush(self, notes: dict[bytes, bytes]) -> list[tuple[CopyKey, int, int]]:
-        """Write changes and `notes` to the index; one call at a time. Returns (key, clock, dataset) of each row written in
-        the order of eviction. If it failed, all changes are kept for the next flush, and `index_error` says why."""
+    async def flush(self, notes: dict[bytes, bytes]) -> list[Placed]:
+        """Write changes and `notes` to the index; one call at a time. Returns the rows written in the order of eviction. If
+        it failed, all changes are kept for the next flush, and `index_error` says why."""
         saving, self._dirty = self._dirty, {}
         removing, self._removed = self._removed, {}
         saved: list[Saved] = []
-        placed: list[tuple[CopyKey, int, int]] = []
+        placed: list[Placed] = []
         gone: list[tuple[CopyKey, int | None]] = [*removing.items()]
         before = {key: copy.stored_clock for key, copy in saving.items()}
         for key, copy in saving.items():
