@@ -31,7 +31,7 @@ from cachefs.fetch import Fetcher
 from cachefs.fs.tree_queries import TreeQueries
 from cachefs.origin import Origin
 from cachefs.store import Store
-from cachefs.store.space import SPILL_TO
+from cachefs.store.space import SPILL_ABOVE
 from cachefs.store.tier import PAGE, allocated
 
 log = logging.getLogger(__name__)
@@ -340,7 +340,7 @@ class Jobs:
     def _capacity(self) -> int:
         """Bytes that a job may fetch before it evicts its own: the last tier, and what stays above it after spilling."""
         limits = [tier.limit_bytes() for tier in self._store.tiers]
-        return int(sum(limits[:-1]) * SPILL_TO) + sum(limits[-1:])
+        return int(sum(limits[:-1]) * SPILL_ABOVE) + sum(limits[-1:])
 
     async def _work(self, job: Job, receive: trio.MemoryReceiveChannel[Wanted]) -> None:
         async for wanted in receive:

@@ -338,6 +338,8 @@ class Passthrough:
         return False
 
     async def _prepare(self, obj: CachedObject) -> bool:
+        """Gather the version on one tier, and verify the blocks that no reader has verified yet. True if `open` can serve it
+        then, and could not before."""
         if self._ready(obj):
             return False  # a reader has verified all of it meanwhile
         whole = [tier for tier in self._tiers if self._whole(obj, tier, verified=False)]
@@ -345,7 +347,10 @@ class Passthrough:
             whole = [self._tiers[-1]]
         for tier in whole:
             if tier.passthrough:
-                return await self._check(obj, tier)
+                for copy in self._whole(obj, tier, verified=False) or ():
+                    if not await self._verify(obj, copy):
+                        return False
+                return self._whole(obj, tier, verified=True) is not None
         return False
 
     async def _gather(self, obj: CachedObject) -> bool:
@@ -373,10 +378,3 @@ class Passthrough:
             if copy.bitmap and not copy.pins:
                 self._space.drop(obj, copy, copy.bitmap)
         return True
-
-    async def _check(self, obj: CachedObject, tier: Tier) -> bool:
-        """Verify the blocks that no reader has verified yet. True if the version is whole and verified then."""
-        for copy in self._whole(obj, tier, verified=False) or ():
-            if not await self._verify(obj, copy):
-                return False
-        return self._whole(obj, tier, verified=True) is not None

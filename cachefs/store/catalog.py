@@ -72,13 +72,11 @@ class Copy:
 
     `bitmap` and `verified` have a bit per block of the extent; `checksums` are xxh3_64 of each block. `clock` is the
     logical time of the last use, `stored_clock` the one in the index (None: there is no row; 0: there may be one, without a
-    place in the order of eviction). `pins` counts the users of the bytes across an await: cache writes, moves and threaded
-    reads. `space.py` changes it, and `backing.py`, where a call would cost an open too much. `in_progress` are blocks that
-    one cache write or move is writing; `forgotten` are dropped blocks whose bytes stay in the file until the last pin is
-    gone. `first_use` is when an SSD copy was first read in this process. `used` is `clock`, or 0 while prefetched blocks
-    wait for a reader. `pinned` copies stay until they are unpinned. `dataset_version` is the version of the `Datasets` that
-    gave `dataset`.
-    """
+    place in the order of eviction). `pins` counts the users of the bytes across an await. `space.py` changes it, and
+    `backing.py`, where a call would cost an open too much. `in_progress` are blocks that one cache write or move is writing;
+    `forgotten` are dropped blocks whose bytes stay in the file until the last pin is gone. `first_use` is when an SSD copy
+    was first read in this process. `used` is `clock`, or 0 while prefetched blocks wait for a reader. `pinned` copies stay
+    until they are unpinned. `dataset_version` is the version of the `Datasets` that gave `dataset`."""
 
     tier: int
     digest: bytes
@@ -148,10 +146,10 @@ def _is_pinned(row: bytes) -> bool:
 
 
 class Index:
-    """Typed access to the three tables. Reads take microseconds and need no thread; `write` belongs in one."""
+    """Typed access to the three tables. Reads take microseconds and need no thread; `write` belongs in one. For `killed`
+    see `Database`."""
 
     def __init__(self, path: Path, block_size: int, *, killed: bool = False) -> None:
-        """Open or create it. For `killed` see `Database`."""
         tables = ["copies", "order", "meta"]
         self._db = Database(path, tables, version=f"blocks-2-{block_size}", fsync=True, killed=killed)
         self.dropped = self._db.dropped is not None
@@ -671,10 +669,6 @@ class Catalog:
         count = block_count(blocks, BLOCKS_PER_EXTENT)
         return ((extent, extent_bits(blocks, extent)) for extent in range(count))
 
-    def on_any_tier(self, obj: CachedObject, extent: int) -> list[Copy]:
-        """The copies of an extent, the fastest tier's first."""
-        return [c for tier in self._tiers if (c := self.copy(obj, tier.number, extent)) is not None]
-
     def all_copies(self, obj: CachedObject) -> list[Copy]:
         """All copies of the version, tier by tier."""
         return [copy for tier in self._tiers for copy in self.copies(obj, tier.number)]
@@ -682,8 +676,9 @@ class Catalog:
     def whole(self, obj: CachedObject) -> bool:
         """True if each block of the version lies on some tier."""
         for extent, bits in self.extents(obj):
-            for copy in self.on_any_tier(obj, extent):
-                bits &= ~copy.bitmap
+            for tier in self._tier:
+                if (copy := self.copy(obj, tier, extent)) is not None:
+                    bits &= ~copy.bitmap
             if bits:
                 return False
         return True

@@ -16,9 +16,9 @@ policy only needs the clocks at which the epochs of a dataset began, on the logi
 also decides whether a dataset has epochs at all; without epochs, recency decides.
 
 - `Dataset` detects epochs in a sequence of uses. A *re-reference* is a use of a unit that was used in this epoch already.
-  One is noise; many close together mean that a new epoch began with the first of them. A dataset has epochs if at that
-  moment most of its known units had been used, and nearly every use was a re-reference. Neither holds for uses at random
-  or by popularity. Used units are remembered beyond what is cached, as a sample by hash (as in SHARDS).
+  Many close together mean that a new epoch began with the first of them. A dataset has epochs if at that moment most of
+  its known units had been used, and nearly every use was a re-reference. Neither holds for uses at random or by
+  popularity. Used units are remembered beyond what is cached, as a sample by hash (as in SHARDS).
 - `AccessFilter` is the set of units used in this epoch. It covers all units, more compactly than the sample.
 - `SharedDataset` handles a dataset that several nodes read through this one. If each of four nodes reads all of it in its
   own order, a unit is used four times an epoch, which looks like no epoch or four short ones. Each *pair* of a unit and a
@@ -198,11 +198,6 @@ class Dataset:
         pairs."""
         shared = self.shared
         return self if shared is None or (self.epochs and not shared.epochs) else shared.pairs
-
-    @property
-    def has_epochs(self) -> bool:
-        """True if its units have epochs, or its pairs."""
-        return self.epochs or (self.shared is not None and self.shared.epochs)
 
     @property
     def rate(self) -> float:
@@ -477,7 +472,9 @@ class Epochs:
         return found is not None and self._keeps(found)
 
     def _keeps(self, found: Dataset) -> bool:
-        return self.policy == "epoch" or (self.policy == "auto" and found.has_epochs)
+        """True if its units or its pairs have epochs, or are taken to have."""
+        has_epochs = found.epochs or (found.shared is not None and found.shared.epochs)
+        return self.policy == "epoch" or (self.policy == "auto" and has_epochs)
 
     def number(self, dataset: int) -> int:
         """The epoch that the dataset is in; 0 if nothing is known of it."""
@@ -831,9 +828,9 @@ class Waiting(NamedTuple):
 class Eviction:
     """The order of eviction of all tiers, and every change of a copy's place in it.
 
-    `remote_owned` are copies of extents that other nodes own. They lie in the fastest tier as long as nothing else needs the
-    space: they displace only each other, are evicted before all others, are neither moved nor saved at a stop, and are
-    like any other copy after a restart. Only `space.py` adds them and makes them this node's, with their accounting."""
+    `remote_owned` are copies of extents that other nodes own. They lie in the fastest tier, displace only each other, are
+    neither moved nor saved at a stop, and are like any other copy after a restart. Only `space.py` adds them and makes them
+    this node's, with their accounting."""
 
     def __init__(
         self, catalog: Catalog, index: Index, tiers: list[Tier], policy: Policy, now: Callable[[], float]
@@ -960,8 +957,8 @@ class Eviction:
         self, tier: int, classes: Classes = ANY, *, older_than: int | None = None, moving: bool = False
     ) -> Victim | None:
         """The first copy in the order of eviction that is of these classes and not in use, nor any copy that would be
-        dropped with it. The next search returns it again unless it was dropped. Of this node's own copies, only those used
-        before the clock `older_than` count. `moving`: it is moved to another tier, so pinned copies count, too."""
+        dropped with it. Of this node's own copies, only those used before the clock `older_than` count. `moving`: it is
+        moved to another tier, so pinned copies count, too."""
         self._look_again()
         for one in classes:
             if one in (Class.REMOTE_OWNED, Class.REMOTE_PREFETCHED):

@@ -485,8 +485,8 @@ class Pins:
 
 # -- moves between tiers ---------------------------------------------------------------------------
 
-SPILL_ABOVE, SPILL_TO = 0.90, 0.75
-"""Used share of RAM above which its oldest copies move to SSD, and the share where that stops. Guessed."""
+SPILL_ABOVE = 0.90
+"""Used share of RAM above which its oldest copies move to SSD. Guessed."""
 
 LOOK_EVERY_S = 0.25
 """How often RAM is checked without a cache write: it may also be too full because its limit has become lower, and copies
@@ -516,7 +516,7 @@ class Moves:
 
     def filled(self) -> None:
         """Wake the task if RAM, which has new blocks, is too full."""
-        if self._over(SPILL_ABOVE):
+        if self._too_full():
             self._wake.set()
 
     def used(self, copy: Copy) -> None:
@@ -536,7 +536,7 @@ class Moves:
             with trio.move_on_after(LOOK_EVERY_S):
                 await self._wake.wait()
             self._wake = trio.Event()
-            if self._over(SPILL_ABOVE) or self._ram.used_bytes > self._ram.limit_bytes():
+            if self._too_full() or self._ram.used_bytes > self._ram.limit_bytes():
                 await self._spill()
             while self._promotions:
                 key, _ = self._promotions.popitem(last=False)
@@ -547,7 +547,7 @@ class Moves:
 
     async def _spill(self) -> None:
         self._space.evict_for(self._ram, 0, ANY_REMOTE_OWNED)  # its limit may have sunk
-        while self._over(self._spill_to()):
+        while self._too_full():
             victim = self._eviction.victim(self._ram.number, OURS, moving=True)
             if victim is None:
                 return
@@ -570,14 +570,9 @@ class Moves:
             if free and len(self._space.goes_with(obj, copy)) == len(group):
                 self._space.drop(obj, copy, copy.bitmap)
 
-    def _over(self, share: float) -> bool:
-        """True if this node's own copies take more than this share of RAM. Remote-owned ones are evicted on demand."""
-        return self._ram.kept_bytes > share * self._ram.limit_bytes()
-
-    def _spill_to(self) -> float:
-        """The share of RAM where spilling stops. If SSD has to evict for it, no more than necessary is spilled."""
-        spilling = int((SPILL_ABOVE - SPILL_TO) * self._ram.limit_bytes())
-        return SPILL_TO if self._space.evict_for(self._ssd, spilling, NOTHING) else SPILL_ABOVE
+    def _too_full(self) -> bool:
+        """True if this node's own copies take too much of RAM. Remote-owned ones are evicted on demand."""
+        return self._ram.kept_bytes > SPILL_ABOVE * self._ram.limit_bytes()
 
     def _goes_first(self, copy: Copy, protected: bool) -> bool:
         """True if SSD refused the copy because every copy that it could evict was used later."""

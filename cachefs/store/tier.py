@@ -719,22 +719,20 @@ class Tier:
         fd = os.open(self._file(digest), os.O_RDONLY | os.O_NOFOLLOW)
         try:
             found = os.fstat(fd)
-            if found.st_size == size and is_its_file(fd):
-                if not is_immutable(found):
-                    os.fchmod(fd, IMMUTABLE)
-                if is_immutable(os.fstat(fd)):
-                    if self._keeps_atime is None:
-                        self._keeps_atime = not os.fstatvfs(fd).f_flag & os.ST_NOATIME
-                    if self._keeps_atime:  # our own tmpfs is mounted with noatime
-                        _set_noatime(fd)
-                    return fd
+            if found.st_size != size or not is_its_file(fd):
+                raise OSError(errno.EINVAL, "its file is another one or has another size")  # noqa: TRY301 - as of a call
+            if not is_immutable(found):
+                os.fchmod(fd, IMMUTABLE)
+                if not is_immutable(os.fstat(fd)):
+                    raise OSError(errno.EINVAL, "its file system keeps no modes")  # noqa: TRY301 - as of a call
+            if self._keeps_atime is None:
+                self._keeps_atime = not os.fstatvfs(fd).f_flag & os.ST_NOATIME
+            if self._keeps_atime:  # our own tmpfs is mounted with noatime
+                _set_noatime(fd)
         except OSError:
             os.close(fd)
             raise
-        os.close(fd)
-        raise OSError(
-            errno.EINVAL, "its file is another one or has another size, or its file system keeps no modes"
-        )
+        return fd
 
     def immutable(self, digest: bytes) -> bool | None:
         """True if the version's file is immutable (opened in passthrough once, or adopted). None if the disk does not answer
@@ -758,8 +756,6 @@ class Tier:
         try:
             os.unlink(self._file(digest))
             self._free_files += 1
-        except FileNotFoundError:
-            pass
         except OSError as exc:
             self.failed(exc)
 

@@ -25,7 +25,7 @@ from cachefs.store import ram as ram_module
 from cachefs.store import store as store_module
 from cachefs.store.catalog import Copy, Index
 from cachefs.store.eviction import ANY, ANY_REMOTE_OWNED, LOWEST, NOTHING, Waiting
-from cachefs.store.space import PROMOTED_AT_MOST, REUSE_AFTER_S, SPILL_ABOVE, SPILL_TO, Moves
+from cachefs.store.space import PROMOTED_AT_MOST, REUSE_AFTER_S, Moves
 from cachefs.store.tier import RAM, SSD, Tier
 from tests.fetch.scripted import content, in_trio
 from tests.store.lab import BLOCK, EXTENT, begin_write, cache_files, running, until
@@ -165,25 +165,14 @@ def test_rows_of_another_length_name_nothing(tmp_path: Path) -> None:
     index.close()
 
 
-# -- when and how far RAM spills -----------------------------------------------------------------------
+# -- when RAM spills -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kept", [0, 74, 75, 76, 89, 90, 91, 100])
-@pytest.mark.parametrize("room", [True, False])
-def test_ram_spills_above_a_share_and_down_to_another(kept: int, room: bool) -> None:
-    """As long as SSD has room for all of that without evicting for it; else no further than it has to."""
-    asked: list[Any] = []
-
-    def evict_for(tier: Any, need: int, classes: Any, **_: Any) -> bool:
-        asked.append((tier, need, classes))
-        return room
-
+@pytest.mark.parametrize("kept", [0, 89, 90, 91, 100])
+def test_ram_spills_above_a_share(kept: int) -> None:
     ram = SimpleNamespace(kept_bytes=kept, limit_bytes=lambda: 100, number=RAM)
-    parts = SimpleNamespace(catalog=None, eviction=None, metrics=None, evict_for=evict_for)
+    parts = SimpleNamespace(catalog=None, eviction=None, metrics=None)
     moves = Moves(parts, ram, "ssd", lambda: 0.0)  # type: ignore[arg-type]
-    assert moves._over(SPILL_ABOVE) is (kept > 90) and moves._over(SPILL_TO) is (kept > 75)
-    assert moves._spill_to() == (SPILL_TO if room else SPILL_ABOVE)
-    assert asked == [("ssd", int((SPILL_ABOVE - SPILL_TO) * 100), ())]
     moves.filled()
     assert moves._wake.is_set() is (kept > 90)
 
@@ -281,7 +270,7 @@ async def test_what_is_moved_keeps_its_place(
         assert lab.store.catalog._dirty == {target.key: target}
         lab.store.catalog._dirty.clear()
         order._waiting.clear()
-        order._evictable_first.clear()
+        order._evictable_first.tiers.clear()
 
 
 @pytest.mark.parametrize("down", ["", "ram", "ssd"])
