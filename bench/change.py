@@ -130,7 +130,7 @@ def crowd(mount: Cachefs, count: int) -> None:
     index = Index(mount.cache / "index", 1 << 20)
     try:
         used, blocks, pinned = index.totals(SSD)
-        clock = index.newest_clock()
+        clock = int.from_bytes(index.note(b"clock") or b"", "big")
         saved: list[Saved] = []
         for number in range(count):
             digest = hashlib.blake2b(str(number).encode(), digest_size=16).digest()
@@ -138,7 +138,8 @@ def crowd(mount: Cachefs, count: int) -> None:
             saved.append((copy.key, pack_copy(copy), copy.dataset, copy.clock, None))
             if len(saved) == _BATCH or number == count - 1:
                 done = number + 1
-                index.write(saved, [], {SSD: (used + done * allocated(4096), blocks + done, pinned)}, {})
+                totals = {SSD: (used + done * allocated(4096), blocks + done, pinned)}
+                index.write(saved, [], totals, {b"clock": (clock + done).to_bytes(8, "big")})
                 saved = []
     finally:
         index.close()

@@ -100,17 +100,6 @@ def test_rows_come_back_in_key_order(tmp_path: Path) -> None:
     db.close()
 
 
-def test_last_finds_the_greatest_key_below(tmp_path: Path) -> None:
-    db = opened(tmp_path / "db")
-    assert db.last("a") is None
-    assert db.last("a", b"m") is None
-    db.write([("a", k, b"") for k in (b"b", b"d", b"f")])
-    assert [db.last("a", before) and db.last("a", before)[0] for before in (b"a", b"b", b"c", b"d", b"z", None)] == [
-        None, None, b"b", b"b", b"f", b"f",
-    ]  # fmt: skip
-    db.close()
-
-
 def test_a_range_is_deleted_before_the_puts_of_the_same_write(tmp_path: Path) -> None:
     db = opened(tmp_path / "db")
     db.write([("a", b"%02d" % n, b"old") for n in range(20)])
@@ -1148,8 +1137,8 @@ def test_a_file_that_is_cut_while_it_is_open_is_an_error_not_a_signal(
         left = int(sys.argv[3])
         os.truncate(path / "data.mdb", left % os.path.getsize(path / "data.mdb"))
         calls = [
-            lambda: db.get("a", b"007"), lambda: db.get_many("a", [b"007"]), lambda: db.scan("a"), lambda: db.last("a"),
-            lambda: db.count("a"), lambda: db.write([("a", b"k", b"v")]), db.sync,
+            lambda: db.get("a", b"007"), lambda: db.get_many("a", [b"007"]), lambda: db.scan("a"), lambda: db.count("a"),
+            lambda: db.write([("a", b"k", b"v")]), db.sync,
         ]
         for call in calls:
             try:

@@ -283,17 +283,6 @@ class Database:
 
         return self._read(take)
 
-    def last(self, table: str, before: bytes | None = None) -> tuple[bytes, bytes] | None:
-        """The row with the greatest key (below `before`, if given), or None."""
-
-        def take(opened: _Environment) -> tuple[bytes, bytes] | None:
-            with opened.env.begin(db=opened.tables[table]) as txn, txn.cursor() as cursor:
-                past = before is not None and cursor.set_range(before)
-                found = cursor.prev() if past else cursor.last()
-                return (cursor.key(), cursor.value()) if found else None
-
-        return self._read(take)
-
     def count(self, table: str) -> int:
         def take(opened: _Environment) -> int:
             with opened.env.begin() as txn:

@@ -1,8 +1,7 @@
 """This node's blocks.
 
 Idea: tiers are directories (RAM is tmpfs, SSD is a disk). A tier has one sparse file per object version, and an LMDB
-index records which blocks lie there and their checksums. Blocks are kept and evicted per *extent* of sixteen, least
-recently used first. RAM spills evicted extents to SSD, SSD drops them.
+index records which blocks lie there and their checksums. Blocks are kept and evicted per *extent* of sixteen.
 
 Invariants: only a block that the index lists and whose checksum matches is served, anything else is a miss; `used_bytes`
 never passes a tier's limit, because space is reserved before bytes are written; copies with pins are neither moved nor

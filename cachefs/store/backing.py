@@ -155,7 +155,7 @@ class Passthrough:
 
     def _backing(self, obj: CachedObject, tier: Tier, fd: int, copies: list[Copy]) -> Backing:
         """Make the version's backing file, which is registered with the kernel next, or was."""
-        obj.backing = Backing(obj, tier, fd, copies, self._idle, self.retire, self._metrics)
+        obj.backing = Backing(fd, obj, tier, copies, self._idle, self.retire, self._metrics)
         tier.registered += 1
         return obj.backing
 

@@ -34,7 +34,7 @@ from cachefs.base.errors import CacheUnusable, NoRoom
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count, block_length, extent_bits
 from cachefs.base.tasks import in_thread
-from cachefs.store.tier import RAM, SSD, Tier
+from cachefs.store.tier import Tier
 
 log = logging.getLogger(__name__)
 
@@ -215,11 +215,6 @@ class Index:
                 found.append((key, (copy_key[0], copy_key[1], copy_key[2]), _CLOCK.unpack(key)[1], dataset))
         return found
 
-    def newest_clock(self) -> int:
-        rows = [self._db.last("order", _CLOCK.pack(tier + 1, 0)) for tier in (RAM, SSD)]
-        keys = [row[0] for row in rows if row is not None and len(row[0]) == _CLOCK.size]
-        return max((_CLOCK.unpack(key)[1] for key in keys), default=0)
-
     def totals(self, tier: int) -> Totals:
         """The tier's counters at the last flush."""
         row = self._db.get("meta", b"total%d" % tier)
@@ -399,15 +394,14 @@ class CachedObject:
             self.close_file(tier)
 
 
+@dataclass(eq=False, slots=True)
 class BackingFile:
     """A file to register with the kernel. `id` is its backing id, 0 until it is registered; `fd` is -1 after that. `blocks`
     is how many of its blocks are cached."""
 
-    __slots__ = ("blocks", "fd", "id")
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self.id = self.blocks = 0
+    fd: int
+    id: int = field(default=0, init=False)
+    blocks: int = field(default=0, init=False)
 
     def registered(self, backing_id: int) -> None:
         """Note the backing id, and close the descriptor: the kernel has its own reference to the file now."""
@@ -424,30 +418,23 @@ class BackingFile:
             self.fd = -1
 
 
+@dataclass(eq=False, slots=True)
 class Backing(BackingFile):
     """A whole, verified, immutable file of the cache. `users` counts the opens that share it, `copies` are its extents.
-    `idle` are the backing files without users, of which it becomes one and which have the value True."""
+    `_idle` are the backing files without users, of which it becomes one and which have the value True. `reused`: it was
+    opened by `reuse`, so its release notes the use."""
 
-    __slots__ = ("_idle", "_metrics", "_retire", "copies", "object", "reused", "tier", "users")
+    object: CachedObject
+    tier: Tier
+    copies: list[Copy]
+    _idle: OrderedDict[Backing, bool]
+    _retire: Callable[[Backing], None]
+    _metrics: Metrics
+    users: int = field(default=0, init=False)
+    reused: bool = field(default=False, init=False)
 
-    def __init__(
-        self,
-        obj: CachedObject,
-        tier: Tier,
-        fd: int,
-        copies: list[Copy],
-        idle: OrderedDict[Backing, bool],
-        retire: Callable[[Backing], None],
-        metrics: Metrics,
-    ) -> None:
-        super().__init__(fd)
-        self._idle, self._retire, self._metrics = idle, retire, metrics
-        self.object = obj
-        self.tier = tier
-        self.copies = copies
-        self.blocks = sum([copy.bitmap.bit_count() for copy in copies])
-        self.users = 0
-        self.reused = False  # opened by `reuse`: `release` notes the use
+    def __post_init__(self) -> None:
+        self.blocks = sum([copy.bitmap.bit_count() for copy in self.copies])
 
     def reuse(self) -> bool:
         """Open an idle backing file again, as `Passthrough.open` does, with less work. False if it is not idle."""
@@ -524,7 +511,8 @@ class Catalog:
         self._looked_at: dict[bytes, CachedObject] = {}
         self._looked = 0  # copies that they loaded since the last clearing
         self._checked = Checked()
-        self.clock = index.newest_clock() + 1
+        # Noted with each flush, because rows that a start does not read may have the newest clock.
+        self.clock = int.from_bytes(index.note(b"clock") or b"", "big") + 1
         self.recent = self.clock  # the clock at the last flush: the next one writes copies used after it
         self.index_error = ""
         self.unfinished = index.unfinished  # files may be left that are in no row, until a scrub has ended
@@ -805,6 +793,7 @@ class Catalog:
                 gone.append((key, copy.stored_clock))
                 copy.stored_clock = 0  # the row is there until this flush has ended
         self._flushing = {**saving, **removing}
+        notes = {b"clock": self.clock.to_bytes(8, "big"), **notes}
         totals = {
             t.number: (max(0, t.used_bytes - t.unlisted_bytes), max(0, t.blocks), max(0, t.pinned_bytes))
             for t in self._tiers

@@ -853,7 +853,8 @@ class Eviction:
         }
         self._flush_lock = trio.Lock()
         self._flushes = 0
-        self._restore(index)
+        self.datasets.restore(index.note(b"datasets"))
+        self.epochs.restore(index.note)
         self._seen_version = self._saved_version = self.epochs.version
 
     # -- a copy's place ----------------------------------------------------------------------------
@@ -1057,21 +1058,9 @@ class Eviction:
                     walk.restart()
 
     def _notes(self, closing: bool) -> dict[bytes, bytes]:
-        """The notes that the index stores besides its rows: the clock, and from time to time the epochs' state.
-
-        The rows do not give the clock, because a start reads it from the rows of the order, where copies pinned on the last
-        tier are missing. If the clock went back, later uses would look older than earlier ones."""
-        notes = {b"clock": self._catalog.clock.to_bytes(8, "big")}
+        """The notes that the index stores besides its rows: from time to time the epochs' state."""
         self._flushes += 1
         if self._saved_version == self.epochs.version and self._flushes % EPOCHS_SAVED_EVERY and not closing:
-            return notes
+            return {}
         self._saved_version = self.epochs.version
-        return {**notes, **self.epochs.changes(), b"datasets": self.datasets.dump()}
-
-    def _restore(self, index: Index) -> None:
-        """Restore an earlier daemon's datasets and epochs, and set the clock beyond all of its values."""
-        self.datasets.restore(index.note(b"datasets"))
-        self.epochs.restore(index.note)
-        noted = int.from_bytes(index.note(b"clock") or b"", "big")
-        self._catalog.clock = max(self._catalog.clock, noted + 1)
-        self._catalog.flush_begins()
+        return {**self.epochs.changes(), b"datasets": self.datasets.dump()}

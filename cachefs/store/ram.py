@@ -159,7 +159,7 @@ def remove_orphans() -> list[Left]:
                 log.info(
                     "%s was left by process %d, and %s is gone: taken away", path, found.pid, found.cache_dir
                 )
-                _forget(path)
+                take_away(path, later=True)
         except (OSError, ValueError, KeyError, TypeError):
             continue  # a daemon has locked the file, or is about to write it
         finally:
@@ -200,11 +200,13 @@ def remove_ram(cache_dir: Path) -> None:
     shutil.rmtree(shared_directory(cache_dir), ignore_errors=True)  # with an index that found no better place
 
 
-def take_away(path: Path) -> None:
-    """Remove a RAM tier's directory, mounted or not, with its files. Blocking. A process that has one of the files mapped
-    keeps that file."""
+def take_away(path: Path, *, later: bool = False) -> None:
+    """Remove a RAM tier's directory, mounted or not, with its files. Blocking, unless the memory is freed `later`, in a
+    thread. A process that has one of the files mapped keeps that file."""
     fd = _detach(path)
-    if fd >= 0:
+    if fd >= 0 and later:
+        threading.Thread(target=_delete, args=(fd, path), daemon=True).start()
+    elif fd >= 0:
         _delete(fd, path)
 
 
@@ -215,21 +217,15 @@ def forget(*paths: Path) -> None:
         try:
             fd = os.open(path / OWNER, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError:
-            _forget(path)
+            take_away(path, later=True)
             continue
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _forget(path)
+            take_away(path, later=True)
         except BlockingIOError:
             pass
         finally:
             os.close(fd)
-
-
-def _forget(path: Path) -> None:
-    fd = _detach(path)
-    if fd >= 0:
-        threading.Thread(target=_delete, args=(fd, path), daemon=True).start()
 
 
 # -- a tmpfs of its own --------------------------------------------------------------------------------

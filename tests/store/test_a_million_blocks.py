@@ -59,7 +59,8 @@ async def test_restart_with_a_million_blocks_reads_within_a_second(cache_dir: Pa
                 1, digest, 0, 16 * MIB, bitmap=0xFFFF, clock=100_000 + number, checksums=[number] * 16
             )
             saved.append((copy.key, pack_copy(copy), 0, copy.clock, None))
-        index.write(saved, [], {1: (used + ROWS * 16 * MIB, blocks + ROWS * 16, 0)}, {})
+        notes = {b"clock": (100_000 + ROWS).to_bytes(8, "big")}
+        index.write(saved, [], {1: (used + ROWS * 16 * MIB, blocks + ROWS * 16, 0)}, notes)
     place = cache_dir
     if stop == "killed":
         place = as_kill_leaves_it(cache_dir, cache_dir.with_name("cache-killed"))
