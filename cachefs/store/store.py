@@ -324,7 +324,9 @@ class Store:
             self._metrics.ram_hits += blocks
         else:
             self._metrics.ssd_hits += blocks
-        if self.eviction.touch_if_flushed(copy):
+        # As `touch_if_flushed`, but for most reads without a call.
+        if copy.used <= self.catalog.recent and copy.bitmap:
+            self.eviction.touch(copy)
             self.eviction.used(obj, copy, hit=True)
             if copy.tier != RAM and self._moves is not None:
                 self._moves.used(copy)
