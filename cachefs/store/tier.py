@@ -92,8 +92,8 @@ class Disk:
     async def run(self, call: Callable[[], T], finish: Callable[[T | None], None]) -> T:
         """Run `call` in a worker thread; return or raise what it does. OSError(ETIMEDOUT) if the disk is or goes down.
 
-        `finish` is called once in any case, with the result or None, and only after the call has ended, which may be long
-        after this has raised: the call uses its descriptors until then."""
+        `finish` is called once in any case, with the result or None, and only when the call has ended, which may be long
+        after this has raised, or will not be made: the call uses its descriptors until then."""
         if self.down:
             finish(None)
             raise self._hangs()
