@@ -18,15 +18,12 @@ from cachefs.store.tier import RAM, SSD
 class Rows:
     """Stands in for the index and the catalog."""
 
-    def __init__(self, notes: dict[bytes, bytes] | None = None, clock: int = 1) -> None:
-        self.notes, self.clock, self.begun = notes or {}, clock, 0
+    def __init__(self, notes: dict[bytes, bytes] | None = None) -> None:
+        self.notes, self.clock = notes or {}, 1
         self.changes: list[CopyKey] = []
 
     def note(self, name: bytes) -> bytes | None:
         return self.notes.get(name)
-
-    def flush_begins(self) -> None:
-        self.begun = self.clock
 
     def touch(self, copy: Copy) -> CopyKey:
         self.clock += 1
@@ -45,14 +42,6 @@ def order(rows: Rows | None = None, policy: Policy = "auto") -> Any:
 
 def copy_of(number: int, tier: int = SSD) -> Copy:
     return Copy(tier, bytes([number]) * 16, 0, 5, bitmap=1, clock=number, used=number, dataset=7)
-
-
-@pytest.mark.parametrize("clock, noted, goes_on", [(1, None, 1), (1, 41, 42), (50, 41, 50), (42, 41, 42)])
-def test_clocks_go_on_behind_all_that_were_given(clock: int, noted: int | None, goes_on: int) -> None:
-    notes = {} if noted is None else {b"clock": noted.to_bytes(8, "big")}
-    rows = Rows(notes, clock)
-    order(rows)
-    assert rows.clock == rows.begun == max(goes_on, 1)
 
 
 def test_what_was_noted_is_restored() -> None:
@@ -77,7 +66,7 @@ def test_what_was_noted_is_restored() -> None:
     assert after._seen_version == after._saved_version == after.epochs.version
 
 
-def test_the_clock_is_noted_each_time_and_the_epochs_now_and_then() -> None:
+def test_the_epochs_are_noted_now_and_then() -> None:
     rows = Rows()
     order_ = order(rows)
     order_.epochs.used(1, 1, 1, 5, hit=True)
@@ -85,7 +74,6 @@ def test_the_clock_is_noted_each_time_and_the_epochs_now_and_then() -> None:
     for number in range(1, 3 * EPOCHS_SAVED_EVERY + 1):
         rows.clock += 1
         notes = order_._notes(False)
-        assert int.from_bytes(notes[b"clock"], "big") == rows.clock
         if b"epochs" in notes:
             kept.append(number)
             assert json.loads(notes[b"epochs"])[1] == [1] and b"datasets" in notes

@@ -72,7 +72,7 @@ async def epoch(lab: Lab, own: list[ObjectId], number: int, others: list[ObjectI
                 put(lab, other, prefetched=True, remote_owned=True)
         if at % 16 == 0:
             await lab.store.flush()
-            if lab.store._moves is not None and lab.store._moves._over(0.9):
+            if lab.store._moves is not None and lab.store._moves._too_full():
                 await lab.store._moves._spill()
     return missed
 
