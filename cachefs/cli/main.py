@@ -222,9 +222,9 @@ def mount(ctx: click.Context, /, places: tuple[str, ...], o: tuple[str, ...], **
     """
     from cachefs.daemon import background
     from cachefs.fuse import holder
-    from cachefs.fuse.held import Held, why_not
+    from cachefs.fuse.handover import Handover, why_not
 
-    held = Held.from_environment()
+    handover = Handover.from_environment()
     ready = background.Ready()
     try:
         read = partial(_mount_config, places, o, options, ready.in_background, os.getcwd())
@@ -238,11 +238,11 @@ def mount(ctx: click.Context, /, places: tuple[str, ...], o: tuple[str, ...], **
         mounting.check_log(config)
         if config.foreground or ready.in_background:
             # A connection in a service manager's store is taken over in any case, because programs wait for it.
-            if held is None and (not why_not(config) or holder.stored()):
+            if handover is None and (not why_not(config) or holder.stored()):
                 command = background.held_by_holder(background.command_of(ctx.meta["arguments"]))
                 # The process id stays the same: the caller waits for it and sends it signals.
                 os.execv(command[0], command)
-            return _serve(config, ready, read, held)
+            return _serve(config, ready, read, handover)
         _mount_in_background(ctx.meta["arguments"], config)
     except BaseException as exc:
         ready.failed(exc)
@@ -290,7 +290,7 @@ def _mount_in_background(arguments: list[str], config: Config) -> None:
         say(f"cachefs: {mounting.took_away(dead)}", err=True)
 
 
-def _serve(config: Config, ready: Any, reread: Callable[[], Config], held: Any) -> int:
+def _serve(config: Config, ready: Any, reread: Callable[[], Config], handover: Any) -> int:
     """Run the daemon in this process. Returns its exit code."""
     from cachefs.base import logs
 
@@ -303,14 +303,14 @@ def _serve(config: Config, ready: Any, reread: Callable[[], Config], held: Any) 
             ) from exc
         logs.setup(config.log_level, config.log_format)  # to stderr, the log that the parent has opened
         config = replace(config, log_file=Path(os.readlink("/proc/self/fd/2")))
-    if held is not None:
+    if handover is not None:
         from cachefs.daemon import daemon
 
         daemon.load(config)
-        held.stand_by(__version__, config.identity)
-        held.wait()
+        handover.stand_by(__version__, config.identity)
+        handover.wait()
         logs.follow_rotation()  # by the daemon before this one, which wrote to the same file until now
-    if held is None or not held.taking_over:
+    if handover is None or not handover.taking_over:
         for line in mounting.check(config):
             log.warning("%s", line)
     from cachefs.daemon import daemon
@@ -318,7 +318,7 @@ def _serve(config: Config, ready: Any, reread: Callable[[], Config], held: Any) 
     if ready.in_background:
         os.chdir("/")  # the filesystem of a working directory cannot be unmounted
     try:
-        return daemon.run(config, ready.ready, reread, held)
+        return daemon.run(config, ready.ready, reread, handover)
     except CachefsError as exc:
         if ready.in_background:
             log.error("%s", exc)  # noqa: TRY400 (an expected failure takes one line)

@@ -23,7 +23,7 @@ from cachefs.base.linux import is_dead, mount_at, probe
 from cachefs.config.config import LOG_NAME, Config
 from cachefs.daemon.mounting import detach
 from cachefs.fuse import holder
-from cachefs.fuse.held import why_not
+from cachefs.fuse.handover import why_not
 
 READY_FD = holder.READY_FD
 FAILED, WRONG = "error: ", "wrong: "

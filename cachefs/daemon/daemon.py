@@ -50,7 +50,7 @@ from cachefs.fetch.upstream import Upstream
 from cachefs.fs import FileSystem, Options, Ttls, Volume
 from cachefs.fuse import backends
 from cachefs.fuse.connection import tune
-from cachefs.fuse.held import TOO_OLD, Held, why_not
+from cachefs.fuse.handover import TOO_OLD, Handover, why_not
 from cachefs.fuse.holder import HANDED_OVER
 from cachefs.fuse.notices import Notices
 from cachefs.observe.endpoint import Endpoint, open_endpoint
@@ -99,10 +99,10 @@ def run(
     config: Config,
     on_ready: Callable[[], None],
     reread: Callable[[], Config] | None = None,
-    held: Held | None = None,
+    handover: Handover | None = None,
 ) -> int:
     """Mount and serve until a signal or an umount. Returns the exit code. Raises `CachefsError` when mounting is impossible.
-    `reread` reads the configuration again, for SIGHUP. `held` is given where a holder has started this process."""
+    `reread` reads the configuration again, for SIGHUP. `handover` is given where a holder has started this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 20), hard)
@@ -112,10 +112,10 @@ def run(
     with ExitStack() as cleanup:  # also after a failure: no files stay in shared memory
         cleanup.callback(stopping.done)
         stopping.start()
-        opened = cachedir.open_cache(config, metrics, killed=held is not None and held.killed)
+        opened = cachedir.open_cache(config, metrics, killed=handover is not None and handover.killed)
         cleanup.callback(opened.close)
         # It keeps written rows and times for the next daemon, if one can take over this mount.
-        memory = None if held is None or config.zero_open else held.memory
+        memory = None if handover is None or config.zero_open else handover.memory
         names = cachedir.open_names(opened, None if memory is None else memory.rows)
         cleanup.callback(names.close)
         cleanup.callback(stopping.stage, "closing the names database")
@@ -123,7 +123,7 @@ def run(
             log.warning("%s", line)
         try:
             with logs.in_background():
-                daemon = Daemon(config, opened, names, metrics, on_ready, stopping, reread, held, memory)
+                daemon = Daemon(config, opened, names, metrics, on_ready, stopping, reread, handover, memory)
                 return trio.run(daemon.main)
         except BaseExceptionGroup as group:
             raise _first(group) from group
@@ -157,10 +157,10 @@ class Daemon:
         on_ready: Callable[[], None],
         stopping: Stopping,
         reread: Callable[[], Config] | None = None,
-        held: Held | None = None,
+        handover: Handover | None = None,
         memory: SharedMemory | None = None,
     ) -> None:
-        self._held = held
+        self._handover = handover
         self._memory = memory
         # On a terminal, SIGHUP means that the terminal was closed: it stops the daemon.
         self._reread = None if os.isatty(0) else reread
@@ -287,12 +287,12 @@ class Daemon:
     @property
     def _takes_over(self) -> bool:
         """True if this daemon continues the mount of another one, so that programs already wait for it."""
-        return self._held is not None and self._held.taking_over
+        return self._handover is not None and self._handover.taking_over
 
     @property
     def _is_continued(self) -> bool:
         """True if another daemon takes over the mount when this one ends."""
-        if self._held is None or not self._held.holds or not self._held.holder:
+        if self._handover is None or not self._handover.holds or not self._handover.holder:
             return False
         return self._end is End.HANDED_OVER or (
             self._end is End.FAILED and (self._served or self._takes_over)
@@ -347,7 +347,7 @@ class Daemon:
         # In a thread, because it rewrites the journal of a daemon that was killed.
         uploads = await trio.to_thread.run_sync(open_uploads)
         self._uploading = uploading = Uploading(config, self._origins, staging_dir, uploads)
-        open_files = self._held.open if self._held is not None else ()
+        open_files = self._handover.open if self._handover is not None else ()
         await uploading.recover({record.ino for _, record in open_files})
         return uploading
 
@@ -407,7 +407,7 @@ class Daemon:
             if self._prefetcher is not None:
                 nursery.start_soon(retried, self._prefetcher.run, "prefetch")
             # A client that goes on after a restart must not find another job or recording under the number of its own.
-            first = 1 + 1_000_000 * (self._held.restarts if self._held is not None else 0)
+            first = 1 + 1_000_000 * (self._handover.restarts if self._handover is not None else 0)
             self._jobs = Jobs(self._fs.tree_queries, fetcher, self._store, nursery, config.concurrency, first)
             self._locator = Locator(self._fs.tree_queries, fetcher, cluster, config.block_size)
             writable = uploading is not None
@@ -450,7 +450,9 @@ class Daemon:
                 log.critical(
                     "a failure ends this daemon: the mount stays at %s, %s, until the next one",
                     config.mountpoint,
-                    "and its programs wait" if self._held is not None and self._held.holds else "dead",
+                    "and its programs wait"
+                    if self._handover is not None and self._handover.holds
+                    else "dead",
                 )
             with trio.move_on_after(5, shield=True):
                 unmounted = self._end is End.STOPPED and self._stopped_by == "umount"
@@ -490,7 +492,7 @@ class Daemon:
                 self._fs,
                 self._metrics,
                 writable=self._uploading is not None,
-                held=self._held if not config.zero_open else None,
+                handover=self._handover if not config.zero_open else None,
                 clear=self._clear,
             )
         except MountError as exc:
@@ -543,7 +545,7 @@ class Daemon:
 
     def _not_held(self) -> str:
         """Why the mount would end with its daemon; "" if it would not."""
-        if self._held is not None and self._held.holds:
+        if self._handover is not None and self._handover.holds:
             return ""
         if why := why_not(self._config):
             return why
@@ -660,7 +662,7 @@ class Daemon:
     async def _upgrade(self) -> str:
         """Hand this mount over to the installed version, and return that. Raises `MountError`, with nothing changed."""
         why = self._not_held()
-        if why or self._held is None:
+        if why or self._handover is None:
             raise MountError(f"this mount ends with its daemon ({why}): umount, and mount again")
         if self._reread is not None:
             fresh = await in_thread(self._reread, abandon_on_cancel=True)
@@ -672,7 +674,7 @@ class Daemon:
                 raise MountError(
                     "the configuration has another cache directory or block size than this mount: umount, and mount again"
                 )
-        version = await self._held.renewed(UPGRADED_S / 2)
+        version = await self._handover.renewed(UPGRADED_S / 2)
         if self._opened.state_dir in self._opened.temporary and self._backend.backend.operations.writers:
             raise MountError(
                 "the cache directory cannot be used, and the next daemon would not find files that are open for writing: "
@@ -688,7 +690,7 @@ class Daemon:
         return {  # no await inside: the values are of one moment
             "version": cachefs.__version__,
             "pid": os.getpid(),
-            "holder": None if self._held is None or not self._held.holds else self._held.status(),
+            "holder": None if self._handover is None or not self._handover.holds else self._handover.status(),
             "started": self._started,
             "mountpoint": str(self._config.mountpoint),
             "log_file": str(self._config.log_file or ""),

@@ -13,7 +13,7 @@ from cachefs.base.errors import MountError
 from cachefs.base.metrics import Metrics
 from cachefs.config.config import Config
 from cachefs.fs import Backing, FileSystem
-from cachefs.fuse.held import Held
+from cachefs.fuse.handover import Handover
 from cachefs.fuse.native_backend import Device, NativeBackend, Negotiated
 from cachefs.fuse.operations import Operations
 from cachefs.fuse.protocol import Init
@@ -88,12 +88,12 @@ def choose(
     metrics: Metrics,
     *,
     writable: bool = False,
-    held: Held | None = None,
+    handover: Handover | None = None,
     clear: Callable[[], None] = lambda: None,
 ) -> Chosen:
     """Choose the backend that `config.fuse` asks for, and mount it. Files of the tier directories `tier_dirs` may become
-    backing files. `writable`: `fs` has a writer. `held` is the state that a holder keeps for the next daemon. `clear` frees
-    the mountpoint; it is called last before the mountpoint is used. Raises `MountError`."""
+    backing files. `writable`: `fs` has a writer. `handover` is the state that a holder keeps for the next daemon.
+    `clear` frees the mountpoint; it is called last before the mountpoint is used. Raises `MountError`."""
     title = _plain(title)
     why = "as asked"
     if config.descriptor is not None and _serves_descriptor_natively(config):
@@ -103,7 +103,7 @@ def choose(
         if by_fusermount:
             clear()  # this mount is visible at once
         try:
-            chosen = _native(config, title, tier_dirs, fs, metrics, writable, held)
+            chosen = _native(config, title, tier_dirs, fs, metrics, writable, handover)
         except NotHere as exc:
             if config.fuse == "native":
                 raise MountError(f"--fuse native cannot serve here: {exc}: leave the option out") from exc
@@ -151,12 +151,12 @@ def _native(
     fs: FileSystem,
     metrics: Metrics,
     writable: bool,
-    held: Held | None = None,
+    handover: Handover | None = None,
 ) -> Chosen:
     """Connect the native backend. Raises `NotHere`, `MountError`."""
     tier_dirs = () if config.zero_open else tier_dirs
-    if held is not None and held.taking_over:
-        device, agreed, refused = adopt(held, config.mountpoint, tier_dirs, writable=writable)
+    if handover is not None and handover.taking_over:
+        device, agreed, refused = adopt(handover, config.mountpoint, tier_dirs, writable=writable)
     elif config.descriptor is None and os.geteuid() == 0:
         device, agreed, refused = connect(title, _flags(config), tier_dirs, writable=writable)
     elif config.descriptor is None:
@@ -173,7 +173,7 @@ def _native(
         keep_listings=linux.release() >= LISTINGS_KEPT_SINCE,
         writable=writable,
         direct_writers=not config.writeback,
-        records=None if held is None else Records(fs, held, fs.origins),
+        records=None if handover is None else Records(fs, handover, fs.origins),
     )
     passthrough = False
     if config.zero_open:
@@ -229,10 +229,10 @@ def take(fd: int, tier_dirs: Sequence[Path], *, writable: bool = False) -> Conne
     return Connected(device, agreed, _try_passthrough(device, agreed, tier_dirs))
 
 
-def adopt(held: Held, mountpoint: Path, tier_dirs: Sequence[Path], *, writable: bool) -> Connected:
+def adopt(handover: Handover, mountpoint: Path, tier_dirs: Sequence[Path], *, writable: bool) -> Connected:
     """Take over the connection of a daemon that has ended."""
-    number, minor, flags = held.agreed()
-    device = Device.adopt(held.fd, mountpoint, number, writable=writable)
+    number, minor, flags = handover.agreed()
+    device = Device.adopt(handover.fd, mountpoint, number, writable=writable)
     agreed = Negotiated(minor, Init(flags))
     return Connected(device, agreed, _try_passthrough(device, agreed, tier_dirs))
 

@@ -38,7 +38,7 @@ from cachefs.fs.freshness import BURST_S
 from cachefs.fs.reader import Buffer
 from cachefs.fuse import callers, connection, protocol
 from cachefs.fuse.connection import CONGESTION, MAX_BACKGROUND, MOUNTING_S
-from cachefs.fuse.held import LOOK_S
+from cachefs.fuse.handover import LOOK_S
 from cachefs.fuse.holder import has_ended
 from cachefs.fuse.notifier import Notifier
 from cachefs.fuse.operations import (
@@ -555,17 +555,17 @@ class NativeBackend:
             self._device.attach(mountpoint)
             if self._records is not None and self.agreed.flags & Init.HAS_RESEND:
                 # The next daemon can answer what this one leaves only if the kernel can repeat it.
-                self._records.held.hold(self._device.fd, mountpoint, self._device.number, *self.agreed)
+                self._records.handover.hold(self._device.fd, mountpoint, self._device.number, *self.agreed)
                 self._device.held = True
                 self._device.start_notifier()
 
     async def serve(self, ready: Callable[[], None]) -> None:
-        if self._records is not None and self._records.held.taking_over:
+        if self._records is not None and self._records.handover.taking_over:
             for number in self._records.take_over(self.operations.writers):
                 self._unregister(number)
             self._device.repeat_requests()
             self.operations.took_over()
-            self._records.held.answering()
+            self._records.handover.answering()
         self._reopen, self._close_known = self._fs.open_known, self._fs.close_known
         ready()
         async with trio.open_nursery() as self._nursery:

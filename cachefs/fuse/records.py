@@ -1,4 +1,4 @@
-"""Records of a mount's open files, and how the next daemon restores them (`cachefs.fuse.held`)."""
+"""Records of a mount's open files, and how the next daemon restores them (`cachefs.fuse.handover`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from cachefs.base.names import ObjectId
 from cachefs.fs import FileSystem, Former
 from cachefs.fuse.callers import Writers
-from cachefs.fuse.held import READS, READS_WRITTEN, WRITES, Held, describe_handle
+from cachefs.fuse.handover import READS, READS_WRITTEN, WRITES, Handover, describe_handle
 from cachefs.fuse.protocol import RESENT
 from cachefs.origin import Origin
 
@@ -18,25 +18,25 @@ log = logging.getLogger(__name__)
 class Records:
     """The records of a mount whose connection a holder keeps. `origins` are those of the mount's volumes, in order."""
 
-    def __init__(self, fs: FileSystem, held: Held, origins: Sequence[Origin]) -> None:
+    def __init__(self, fs: FileSystem, handover: Handover, origins: Sequence[Origin]) -> None:
         self._fs = fs
-        self.held = held
-        self._table = held.table
+        self.handover = handover
+        self._table = handover.table
         self._origins = list(origins)
         self._volumes = {origin: number for number, origin in enumerate(origins)}
         self._handles = fs.handles
-        self.reopened, self._drop = held.table.add_again, held.table.drop
-        self.registered, self.unregistered = held.table.registered, held.table.unregistered
+        self.reopened, self._drop = handover.table.add_again, handover.table.drop
+        self.registered, self.unregistered = handover.table.registered, handover.table.unregistered
         # Unique of an OPEN → handle that the previous daemon made for it.
         self._unanswered: dict[int, int] = {}
         self._unrestored: dict[int, int] = {}  # handle that could not be restored → slot of its record
 
     def take_over(self, writers: Writers) -> set[int]:
         """Restore the previous daemon's handles. Returns its backing ids that no handle uses."""
-        self._fs.follow(self.held.restarts)
+        self._fs.follow(self.handover.restarts)
         used_backing_ids = set()
         count = 0
-        for slot, record in self.held.open:
+        for slot, record in self.handover.open:
             try:
                 origin, writes = self._origins[record.volume], record.use == WRITES
                 version = ObjectId(origin.source, record.key, record.etag, record.size)

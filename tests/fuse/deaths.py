@@ -25,7 +25,7 @@ from cachefs.base import database, logs, shared_memory
 from cachefs.base.client import control_path
 from cachefs.config import layers
 from cachefs.daemon import daemon, mounting
-from cachefs.fuse import held, holder, native_backend, protocol
+from cachefs.fuse import handover, holder, native_backend, protocol
 from cachefs.fuse.native_backend import WANTED_TO_WRITE, Device
 from cachefs.fuse.protocol import RESENT, Init, Op
 from cachefs.origin.local import LocalClient
@@ -65,11 +65,11 @@ STEPS: list[tuple[Any, str]] = [
     (daemon.FileSystem, "recover"),
     (daemon.FileSystem, "follow"),
     (daemon.FileSystem, "restore"),
-    (held.HandleTable, "drop"),
-    (held.HandleTable, "unregistered"),
+    (handover.HandleTable, "drop"),
+    (handover.HandleTable, "unregistered"),
     (Device, "unregister"),
     (Device, "notify"),
-    (held.Held, "answering"),
+    (handover.Handover, "answering"),
 ]
 """What a daemon calls while it takes over, up to its first answer. It may die before any of these calls."""
 
@@ -81,8 +81,8 @@ STEPS_OF_A_REQUEST: list[tuple[Any, str]] = [
     (shared_memory.FileRecords, "touch"),
     (shared_memory.FileRecords, "drop"),
     (shared_memory.Tail, "release"),
-    (held.HandleTable, "add"),
-    (held.HandleTable, "drop"),
+    (handover.HandleTable, "add"),
+    (handover.HandleTable, "drop"),
     (StagingFile, "spill"),
     (StagingFile, "sync"),
     (StagingFile, "remove"),
@@ -150,7 +150,7 @@ class Daemons:
             theirs.close()
             config = mounting.located(layers.load(self._options, (), {}))
             logs.setup("info", "text", config.log_file)
-            kept = held.Held.from_environment()
+            kept = handover.Handover.from_environment()
             assert kept is not None
             kept.wait()
             self._lie_in_wait()
@@ -298,9 +298,9 @@ class Daemons:
 
     def handles(self) -> set[int]:
         """Those that there is a record of."""
-        at = held._TABLE_AT
-        used, _ = held._USED.unpack(os.pread(self.state, held._USED.size, at))
-        words = memoryview(os.pread(self.state, 16 * used, at + held._HANDLES_AT)).cast("Q")
+        at = handover._TABLE_AT
+        used, _ = handover._USED.unpack(os.pread(self.state, handover._USED.size, at))
+        words = memoryview(os.pread(self.state, 16 * used, at + handover._HANDLES_AT)).cast("Q")
         return set(words[3::2]) - {0}  # unique and fh; the first place has no record
 
 
@@ -313,10 +313,10 @@ class Deaths(Daemons):
         self._fuse = far.detach()
         self.deaths = 1
         self._unique = 1 << 20
-        os.ftruncate(self.state, held._TABLE_AT)
+        os.ftruncate(self.state, handover._TABLE_AT)
         flags = int(WANTED_TO_WRITE & ~Init.PASSTHROUGH)
-        agreed = held._CONNECTION.pack(held.FORMAT, protocol.MINOR, flags, 0.0, b"0:4711")
-        os.pwrite(self.state, agreed, held._CONNECTION_AT)
+        agreed = handover._CONNECTION.pack(handover.FORMAT, protocol.MINOR, flags, 0.0, b"0:4711")
+        os.pwrite(self.state, agreed, handover._CONNECTION_AT)
         self.start()
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from cachefs.base.errors import MountError
 from cachefs.fuse import holder, notifier
-from cachefs.fuse.held import Held
+from cachefs.fuse.handover import Handover
 from cachefs.fuse.holder import LONGEST_WAIT_S, STAND_BY_S, Holder
 from tests.upload.scripted import in_trio
 
@@ -163,13 +163,13 @@ def test_a_reload_does_not_end_a_daemon_that_has_just_been_loaded(
 async def test_without_its_holder_a_daemon_asks_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal to process 0 would end the daemon itself."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    kept = Held(os.memfd_create("state"), theirs.detach())
-    monkeypatch.setattr(kept, "_holder", os.getppid() + 1)
+    handover = Handover(os.memfd_create("state"), theirs.detach())
+    monkeypatch.setattr(handover, "_holder", os.getppid() + 1)
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a signal is sent"))
     with ours, pytest.raises(MountError, match="would start another daemon has died"):
-        await kept.renewed(1.0)
-    os.close(kept._state_fd)
-    kept._socket.close()
+        await handover.renewed(1.0)
+    os.close(handover._state_fd)
+    handover._socket.close()
 
 
 def test_a_notifier_that_was_killed_begins_again_and_tells_the_errno(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from cachefs.base.names import ObjectId
 from cachefs.fs import Former
-from cachefs.fuse import held
+from cachefs.fuse import handover
 from cachefs.fuse.callers import Writers
-from cachefs.fuse.held import HandleRecord, HandleTable, describe_handle
+from cachefs.fuse.handover import HandleRecord, HandleTable, describe_handle
 from cachefs.fuse.protocol import RESENT
 from cachefs.fuse.records import Records
 
@@ -27,7 +27,7 @@ def memory() -> Any:
 
 
 def record(fh: int, key: str = "a/ü\udcff", etag: str = '"e"') -> HandleRecord:
-    return HandleRecord(fh, fh + 100, fh | 1 << 47, 1 << 40, -5, 3, 1234, held.WRITES, 2, key, etag)
+    return HandleRecord(fh, fh + 100, fh | 1 << 47, 1 << 40, -5, 3, 1234, handover.WRITES, 2, key, etag)
 
 
 def add(table: HandleTable, one: HandleRecord) -> int:
@@ -52,7 +52,7 @@ def test_the_next_daemon_finds_what_is_open(memory: int) -> None:
 
 
 def test_the_next_daemon_goes_on_in_the_same_table(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held, "DISTINCT_SLOTS", 0)
+    monkeypatch.setattr(handover, "DISTINCT_SLOTS", 0)
     add(HandleTable(memory, 0), record(1))
     second = HandleTable(memory, 0)
     [(slot, one)] = second.records()
@@ -68,9 +68,9 @@ def test_the_next_daemon_goes_on_in_the_same_table(memory: int, monkeypatch: pyt
 
 def test_what_is_too_long_or_too_many_has_no_record(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
     table = HandleTable(memory, 0)
-    assert not add(table, record(1, "k" * held.DESCRIPTION_BYTES))
+    assert not add(table, record(1, "k" * handover.DESCRIPTION_BYTES))
     table.drop(0)
-    monkeypatch.setattr(held, "MOST_HANDLES", 3)
+    monkeypatch.setattr(handover, "MOST_HANDLES", 3)
     assert [bool(add(table, record(fh))) for fh in (2, 3, 4)] == [True, True, False]
     assert set(found(HandleTable(memory, 0))) == {2, 3}
 
@@ -78,7 +78,7 @@ def test_what_is_too_long_or_too_many_has_no_record(memory: int, monkeypatch: py
 def test_a_file_that_is_opened_again_is_not_described_again(
     memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held, "DISTINCT_SLOTS", 3)
+    monkeypatch.setattr(handover, "DISTINCT_SLOTS", 3)
     table = HandleTable(memory, 0)
     files = [describe_handle(*record(fh)[2:]) for fh in range(5)]
     slots = [table.add(fh + 1, 0, file) for fh, file in enumerate(files[:3])]
@@ -105,8 +105,8 @@ def test_the_next_daemon_finds_exactly_what_is_open(
     daemon may die at any step. Whatever has a slot is found; others have slot 0."""
     fd = os.memfd_create("test")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(held, "DISTINCT_SLOTS", kept)
-        patch.setattr(held, "MOST_HANDLES", most)
+        patch.setattr(handover, "DISTINCT_SLOTS", kept)
+        patch.setattr(handover, "MOST_HANDLES", most)
         table = HandleTable(fd, 0)
         described_as: dict[int, bytes] = {}
         slots: dict[int, int] = {}

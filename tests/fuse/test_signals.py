@@ -18,7 +18,7 @@ import trio
 from cachefs.base.linux import descendants, identify, mounts
 from cachefs.daemon.mounting import holders
 from cachefs.fuse.callers import has_fatal_signal, is_ending
-from cachefs.fuse.held import LOOK_S
+from cachefs.fuse.handover import LOOK_S
 from cachefs.fuse.protocol import Op
 from tests.fs.bucket import Bucket
 from tests.fuse.kernel import kernel, read_in

@@ -1,4 +1,4 @@
-"""What a daemon leaves to the next one, which may be of another version (`cachefs.fuse.held.FORMAT`).
+"""What a daemon leaves to the next one, which may be of another version (`cachefs.fuse.handover.FORMAT`).
 
 `state-N.xz` is what a daemon with FORMAT N has left: the memory file's bytes, where there are any. A version reads its own,
 and refuses the others by their number. When FORMAT is raised, a new one is recorded, the new number and digest are put into
@@ -22,10 +22,10 @@ import pytest
 
 from cachefs.base import shared_memory
 from cachefs.base.shared_memory import SharedMemory
-from cachefs.fuse import held, holder
-from cachefs.fuse.held import HandleRecord, HandleTable, Held, describe_handle
+from cachefs.fuse import handover, holder
+from cachefs.fuse.handover import HandleRecord, HandleTable, Handover, describe_handle
 
-LAYOUTS = {2: "eb6adad46cf4cc95", 3: "8a3086621fb67812"}
+LAYOUTS = {2: "eb6adad46cf4cc95", 3: "140914d679f14da6"}
 """FORMAT → digest of what says where what lies in the memory file (`layout`)."""
 
 HERE = Path(__file__).parent
@@ -69,7 +69,7 @@ def written() -> int:
     fd = os.memfd_create("state")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
-        daemon = Held(os.dup(fd), theirs.detach())
+        daemon = Handover(os.dup(fd), theirs.detach())
         daemon.stand_by("1.2.2", IDENTITY)
         number, minor, flags = CONNECTION
         daemon.hold(ours.fileno(), Path("/mnt/data"), number, minor, flags)
@@ -77,12 +77,12 @@ def written() -> int:
         os.close(daemon._state_fd)
     os.pwrite(fd, holder.DEATHS.pack(3, 12.5, 1), 0)
     os.pwrite(fd, holder.KILLED.pack(True), holder.KILLED_AT)
-    table = HandleTable(fd, held._TABLE_AT)
+    table = HandleTable(fd, handover._TABLE_AT)
     for fh, unique, *file in HANDLES:
         table.add(fh, unique, describe_handle(*file))
     for number in BACKING_IDS:
         table.registered(number)
-    memory = SharedMemory(fd, held._SHARED_AT)
+    memory = SharedMemory(fd, handover._SHARED_AT)
     memory.rows.append(dict(ROWS[:1]))
     memory.rows.swap()
     memory.rows.append(dict(ROWS[1:]))
@@ -113,8 +113,8 @@ def pieces(fd: int) -> Iterator[tuple[int, bytes]]:
 def record() -> None:
     fd = written()
     data = b"".join(PIECE.pack(at, len(piece)) + piece for at, piece in pieces(fd))
-    (HERE / f"state-{held.FORMAT}.xz").write_bytes(lzma.compress(data))
-    print(f"{held.FORMAT}: {layout()!r}")
+    (HERE / f"state-{handover.FORMAT}.xz").write_bytes(lzma.compress(data))
+    print(f"{handover.FORMAT}: {layout()!r}")
 
 
 def played(path: Path) -> int:
@@ -127,9 +127,9 @@ def played(path: Path) -> int:
     return fd
 
 
-def daemon_on(fd: int) -> Held:
+def daemon_on(fd: int) -> Handover:
     _, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return Held(fd, theirs.detach())
+    return Handover(fd, theirs.detach())
 
 
 PLACES = ("_AT", "_BYTES", "LENGTH", "_STRIDE")
@@ -151,7 +151,7 @@ NUMBERS = (
 def described_layout() -> dict[tuple[str, str], str]:
     """All structures of the memory file, and all numbers that say where they lie, by module and name."""
     found = {}
-    for module in (holder, held, shared_memory):
+    for module in (holder, handover, shared_memory):
         for name, value in vars(module).items():
             if isinstance(value, struct.Struct):
                 found[module.__name__, name] = value.format
@@ -169,11 +169,11 @@ def layout() -> str:
 
 def test_what_is_left_has_another_number_when_it_lies_otherwise() -> None:
     """If this fails, a daemon of this version would misread what one before has left: raise FORMAT."""
-    assert LAYOUTS.get(held.FORMAT) == layout(), described_layout()
-    assert held.FORMAT in RECORDED
+    assert LAYOUTS.get(handover.FORMAT) == layout(), described_layout()
+    assert handover.FORMAT in RECORDED
 
 
-@pytest.mark.parametrize("module", [holder, held, shared_memory])
+@pytest.mark.parametrize("module", [holder, handover, shared_memory])
 def test_each_structure_counts(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     before = layout()
     names = [name for where, name in described_layout() if where == module.__name__]
@@ -200,10 +200,10 @@ def test_what_a_version_has_left_is_read_or_refused_by_its_number(
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     daemon.stand_by("1.2.3", IDENTITY)
-    assert ended == ([] if number == held.FORMAT else [1])
+    assert ended == ([] if number == handover.FORMAT else [1])
     if ended:
         assert caplog.messages == [
-            f"this version cannot go on with a mount of state {number}: it knows {held.FORMAT}"
+            f"this version cannot go on with a mount of state {number}: it knows {handover.FORMAT}"
         ]
         return
     assert holder.STANDBY.unpack(os.pread(fd, holder.STANDBY.size, holder.STANDBY_AT))[:2] == (
@@ -214,9 +214,9 @@ def test_what_a_version_has_left_is_read_or_refused_by_its_number(
     assert os.pread(fd, 10, holder.MOUNTPOINT_AT) == b"/mnt/data\0"
     assert holder.DEATHS.unpack(os.pread(fd, holder.DEATHS.size, 0)) == (3, 12.5, 1)
     assert holder.KILLED.unpack(os.pread(fd, holder.KILLED.size, holder.KILLED_AT)) == (True,)
-    table = HandleTable(fd, held._TABLE_AT)
+    table = HandleTable(fd, handover._TABLE_AT)
     assert [one for _, one in table.records()] == HANDLES and table.backing_ids() == BACKING_IDS
-    memory = SharedMemory(fd, held._SHARED_AT)
+    memory = SharedMemory(fd, handover._SHARED_AT)
     assert list(memory.rows.found()) == ROWS
     assert memory.records.found() == FILES
     assert {ino: memory.times.get(ino) for ino in TIMES} == TIMES
@@ -246,7 +246,7 @@ def test_a_later_version_refuses_what_this_one_leaves(monkeypatch: pytest.Monkey
     daemon = daemon_on(fd)
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
-    monkeypatch.setattr(held, "FORMAT", held.FORMAT + 1)
+    monkeypatch.setattr(handover, "FORMAT", handover.FORMAT + 1)
     daemon.stand_by("1.2.3", IDENTITY)
     assert ended == [1]
     daemon._socket.close()

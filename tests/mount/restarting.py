@@ -329,8 +329,12 @@ class Versions:
 
 
 def format_of(tree: Path) -> str:
-    """The number of the state that this version leaves to the next daemon (`cachefs.fuse.held.FORMAT`)."""
-    found = re.search(r"^FORMAT = (\d+)$", (tree / "cachefs/fuse/held.py").read_text(), re.MULTILINE)
+    """The number of the state that this version leaves to the next daemon (`cachefs.fuse.handover.FORMAT`)."""
+    room = tree / "cachefs/fuse"
+    path = next(
+        path for name in ("handover.py", "held.py") if (path := room / name).exists()
+    )  # the earlier name
+    found = re.search(r"^FORMAT = (\d+)$", path.read_text(), re.MULTILINE)
     assert found is not None
     return found[1]
 

@@ -28,7 +28,7 @@ from cachefs.base.logs import MAX_FILE_BYTES
 from cachefs.config.config import LOG_NAME
 from cachefs.daemon.background import held_by_holder
 from cachefs.fuse import holder
-from cachefs.fuse.held import FORMAT
+from cachefs.fuse.handover import FORMAT
 from tests.conftest import LEVEL
 from tests.mount import restarting
 from tests.mount.conftest import Bucket, Mounted, why_no_native_backend
@@ -693,7 +693,7 @@ def test_an_upgrade_runs_what_is_installed_now_or_changes_nothing(mounted: Mount
             change("__init__.py", "0.1.0", "0.1.1")
             done = upgraded(mount)
             assert "version 0.1.0 → 0.1.1" in done.stderr + done.stdout
-            change("fuse/held.py", f"FORMAT = {FORMAT}", f"FORMAT = {FORMAT + 1}")
+            change("fuse/handover.py", f"FORMAT = {FORMAT}", f"FORMAT = {FORMAT + 1}")
             change("__init__.py", "0.1.1", "0.2.0")
             done = upgraded(mount)
             assert (

@@ -115,7 +115,7 @@ class Agreed(NamedTuple):
     flags: int
 
 
-class Held:
+class Handover:
     """The holder's memory file and socket, as seen by a daemon that the holder has started."""
 
     def __init__(self, state_fd: int, socket_fd: int) -> None:
@@ -137,7 +137,7 @@ class Held:
         self._state_fd = state_fd
 
     @classmethod
-    def from_environment(cls) -> Held | None:
+    def from_environment(cls) -> Handover | None:
         """Open what the holder passed; None without a holder. Children inherit neither the variable nor the descriptors."""
         text = os.environ.pop(DESCRIPTORS, "")
         if text and "NOTIFY_SOCKET" in os.environ:
