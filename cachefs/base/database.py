@@ -247,31 +247,21 @@ class Database:
     def get(self, table: str, key: bytes) -> bytes | None:
         """The value of `key`, or None. Like all reads, raises `CacheUnusable` if the database is damaged."""
 
-        def take(opened: _Environment) -> bytes | None:
-            with opened.env.begin(db=opened.tables[table]) as txn:
-                value: bytes | None = txn.get(key)
-                return value
-
-        return self._read(take)
+        return self._read(table, lambda txn, _: txn.get(key))  # type: ignore[no-any-return]
 
     def get_many(self, table: str, keys: Iterable[bytes]) -> list[bytes | None]:
         """Values in the order of `keys`, from one snapshot."""
         keys = list(keys)
-
-        def take(opened: _Environment) -> list[bytes | None]:
-            with opened.env.begin(db=opened.tables[table]) as txn:
-                return list(map(txn.get, keys))
-
-        return self._read(take)
+        return self._read(table, lambda txn, _: list(map(txn.get, keys)))
 
     def scan(
         self, table: str, start: bytes = b"", stop: bytes | None = None, limit: int | None = None
     ) -> list[tuple[bytes, bytes]]:
         """Rows with start <= key < stop in key order, at most `limit`. One snapshot."""
 
-        def take(opened: _Environment) -> list[tuple[bytes, bytes]]:
+        def take(txn: Any, _: Any) -> list[tuple[bytes, bytes]]:
             rows: list[tuple[bytes, bytes]] = []
-            with opened.env.begin(db=opened.tables[table]) as txn, txn.cursor() as cursor:
+            with txn.cursor() as cursor:
                 if not cursor.set_range(start):
                     return rows
                 for key, value in cursor:
@@ -281,24 +271,20 @@ class Database:
                     rows.append((key, value))
             return rows
 
-        return self._read(take)
+        return self._read(table, take)
 
     def count(self, table: str) -> int:
-        def take(opened: _Environment) -> int:
-            with opened.env.begin() as txn:
-                entries: int = txn.stat(opened.tables[table])["entries"]
-                return entries
+        return self._read(table, lambda txn, handle: txn.stat(handle)["entries"])  # type: ignore[no-any-return]
 
-        return self._read(take)
-
-    def _read(self, take: Callable[[_Environment], T]) -> T:
-        """The result of `take`. Opens the environment again if a failed write has made it useless."""
+    def _read(self, table: str, take: Callable[[Any, Any], T]) -> T:
+        """The result of `take` with a transaction and the table's handle. Opens the environment again if a failed write has
+        made it useless."""
         # Before `_opened` is read; `_reopen` changes that first, then waits for readers.
         self._reading.append(None)
         opened = self._opened
         try:
             if opened is not None:
-                return self._take(opened, take)
+                return self._take(opened, table, take)
         except lmdb.PanicError:
             pass
         finally:
@@ -308,14 +294,16 @@ class Database:
                 self._reopen()
             assert self._opened is not None
             try:
-                return self._take(self._opened, take)
+                return self._take(self._opened, table, take)
             except lmdb.PanicError as exc:
                 raise self._unreadable(exc) from exc
 
-    def _take(self, opened: _Environment, take: Callable[[_Environment], T]) -> T:
+    def _take(self, opened: _Environment, table: str, take: Callable[[Any, Any], T]) -> T:
         self._check_length(opened)
+        handle = opened.tables[table]
         try:
-            return take(opened)
+            with opened.env.begin(db=handle) as txn:
+                return take(txn, handle)
         except lmdb.PanicError:
             raise
         except lmdb.Error as exc:
@@ -405,18 +393,15 @@ class Database:
         """Write. If the environment is or becomes useless, open it again and repeat the write once."""
         if self._opened is None:
             self._reopen()
-        try:
-            self._write(puts, ranges)
-        except (NoRoom, CacheUnusable) as exc:
-            if isinstance(exc, _CutShort) or not self._panicked():
-                raise
-            self._reopen()
+        for again in (False, True):
             try:
-                self._write(puts, ranges)
-            except (NoRoom, CacheUnusable):
-                if self._panicked():
-                    self._reopen()
-                raise
+                return self._write(puts, ranges)
+            except (NoRoom, CacheUnusable) as exc:
+                if isinstance(exc, _CutShort) or not self._panicked():
+                    raise
+                self._reopen()
+                if again:
+                    raise
 
     def _panicked(self) -> bool:
         assert self._opened is not None
@@ -481,11 +466,6 @@ class Database:
                 break
         if resident > above_bytes:
             unmap_pages(start, stop)
-
-    def sync(self) -> None:
-        """Sync the file to the disk. Blocking."""
-        if not self._closed:
-            self._read(lambda opened: opened.env.sync(True))
 
     def close(self, *, clean: bool = True) -> None:
         """Close. `clean`: the next open compares only the file's hash. Idempotent."""
