@@ -913,11 +913,11 @@ def reader(tmp_path: Path) -> Iterator[tuple[Database, threading.Event]]:
     db, begun, end = opened(tmp_path / "db"), threading.Event(), threading.Event()
     db.write([("a", b"k", b"v")])
 
-    def take(environment: Any) -> None:
+    def take(*_: Any) -> None:
         begun.set()
         end.wait(30)
 
-    thread = threading.Thread(target=db._read, args=(take,))
+    thread = threading.Thread(target=db._read, args=("a", take))
     thread.start()
     assert begun.wait(30)
     yield db, end

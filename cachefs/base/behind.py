@@ -21,7 +21,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import repeat
 from pathlib import Path
-from typing import NamedTuple
 
 import trio
 
@@ -73,13 +72,6 @@ class _Rows:
         return {key: self.values[key] for key in order[first:last]}, stop
 
 
-class _Caller(NamedTuple):
-    """A task that waits for a commit, and the event loop that it is in."""
-
-    outcome: Outcome[None]
-    token: trio.lowlevel.TrioToken
-
-
 class WriteBehind:
     """The tables of `database`, which `close` closes, too. Reads and writes may run in any thread. With `row_log`, whose
     memory outlives this process, a kill loses no row: the rows that the previous process left there are committed first.
@@ -98,7 +90,8 @@ class WriteBehind:
         self._closing = self._hurry = False
         self._running = True
         self._error: CachefsError | None = None
-        self._callers: list[_Caller] = []
+        # The tasks that wait for a commit, each with the event loop that it is in.
+        self._callers: list[tuple[Outcome[None], trio.lowlevel.TrioToken]] = []
         self._since = math.inf  # when the present commit began
         self._group: dict[bytes, bytes | None] | None = None  # the rows of the running `together`
         if row_log is not None and (left := dict(row_log.found())):
@@ -255,16 +248,16 @@ class WriteBehind:
         `CacheUnusable` if a commit takes longer than `within_s`; the commit is retried, or goes on, all the same."""
         if not self.waiting_rows:
             return
-        caller = _Caller(Outcome(), trio.lowlevel.current_trio_token())
+        outcome = Outcome[None]()
         with self._changed:
             if not self._running:
                 raise CacheUnusable(f"the database in {self.path} is closed")
-            self._callers.append(caller)
+            self._callers.append((outcome, trio.lowlevel.current_trio_token()))
             self._hurry = True
             self._changed.notify()
         under_way_s = max(0.0, time.monotonic() - self._since)
         with trio.move_on_after(max(0.0, within_s - under_way_s)) as scope:
-            await caller.outcome.wait()
+            await outcome.wait()
         if scope.cancelled_caught:
             raise CacheUnusable(f"the disk of {self.path} does not answer")
 
@@ -292,7 +285,7 @@ class WriteBehind:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(self._has_work)
+                self._changed.wait_for(lambda: self._waiting[0].values or self._callers or self._closing)
                 if not (self._waiting[0].values or self._callers):
                     self._running = False
                     return
@@ -319,16 +312,13 @@ class WriteBehind:
                 self._error = error
                 self._running = error is None or not self._closing
                 self._changed.notify_all()
-            for caller in callers:
+            for outcome, token in callers:
                 with suppress(trio.RunFinishedError):
-                    caller.token.run_sync_soon(partial(caller.outcome.end, failure=error))
+                    token.run_sync_soon(partial(outcome.end, failure=error))
             if not self._running:
                 return
             if error is not None:
                 time.sleep(LOOK_EVERY_S)
-
-    def _has_work(self) -> bool:
-        return bool(self._waiting[0].values or self._callers or self._closing)
 
     def _commit(self, rows: _Rows) -> CachefsError | None:
         """Commit the rows. Returns the error."""

@@ -18,14 +18,11 @@ from cachefs.base.linux import boot_id
 _STATE = struct.Struct(">d")
 
 
-_boottime = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
-
-
 class Machine(NamedTuple):
     """The clocks of a machine: seconds since the epoch, seconds since the boot, and the identifier of the boot."""
 
     wall: Callable[[], float] = time.time
-    since_boot: Callable[[], float] = _boottime
+    since_boot: Callable[[], float] = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
     boot_id: Callable[[], str] = boot_id
 
 
