@@ -155,14 +155,7 @@ def _native(
 ) -> Chosen:
     """Connect the native backend. Raises `NotHere`, `MountError`."""
     tier_dirs = () if config.zero_open else tier_dirs
-    if handover is not None and handover.taking_over:
-        device, agreed, refused = adopt(handover, config.mountpoint, tier_dirs, writable=writable)
-    elif config.descriptor is None and os.geteuid() == 0:
-        device, agreed, refused = connect(title, _flags(config), tier_dirs, writable=writable)
-    elif config.descriptor is None:
-        device, agreed, refused = connect_with_help(config, title, tier_dirs, writable=writable)
-    else:
-        device, agreed, refused = take(config.descriptor, tier_dirs, writable=writable)
+    device, agreed, refused = _connection(config, title, tier_dirs, writable, handover)
     backend = NativeBackend(
         fs,
         metrics,
@@ -192,6 +185,33 @@ def _flags(config: Config) -> list[str]:
     return ["allow_other"] * config.allow_other + ["noexec"] * (not config.exec)
 
 
+def _connection(
+    config: Config, title: str, tier_dirs: Sequence[Path], writable: bool, handover: Handover | None
+) -> Connected:
+    """The ended daemon's connection, or a new one as this process may make it. Raises `NotHere`, `MountError`."""
+    if handover is not None and handover.taking_over:
+        number, minor, flags = handover.agreed()
+        device = Device.adopt(handover.fd, config.mountpoint, number, writable=writable)
+        agreed = Negotiated(minor, Init(flags))
+    elif config.descriptor is not None:
+        try:
+            # Depth 2 would allow a cache on overlayfs, but prevent stacking a filesystem on the other process's mount.
+            device, agreed = Device.take(config.descriptor, stack_depth=1, writable=writable)
+        except OSError as exc:
+            raise MountError(f"/dev/fd/{config.descriptor} cannot be served: {exc.strerror}") from exc
+    elif os.geteuid() == 0:
+        return connect(title, _flags(config), tier_dirs, writable=writable)
+    else:
+        try:
+            device, agreed = Device.connect_with_help(
+                config.mountpoint, title, _flags(config), writable=writable
+            )
+        except (OSError, MountError) as exc:
+            raise NotHere(f"no connection through fusermount3: {_reason(exc)}") from exc
+        return Connected(device, agreed, dict.fromkeys(tier_dirs, "only root may register backing files"))
+    return Connected(device, agreed, _try_passthrough(device, agreed, tier_dirs))
+
+
 def connect(
     name: str, flags: Sequence[str], tier_dirs: Sequence[Path], *, writable: bool = False
 ) -> Connected:
@@ -208,33 +228,6 @@ def connect(
             break
         device.close()
     return Connected(device, agreed, refused)
-
-
-def connect_with_help(config: Config, name: str, tier_dirs: Sequence[Path], *, writable: bool) -> Connected:
-    """Connect through a new mount at the mountpoint, for a user without rights. Raises `NotHere`."""
-    try:
-        device, agreed = Device.connect_with_help(config.mountpoint, name, _flags(config), writable=writable)
-    except (OSError, MountError) as exc:
-        raise NotHere(f"no connection through fusermount3: {_reason(exc)}") from exc
-    return Connected(device, agreed, dict.fromkeys(tier_dirs, "only root may register backing files"))
-
-
-def take(fd: int, tier_dirs: Sequence[Path], *, writable: bool = False) -> Connected:
-    """Connect through a descriptor that another process has mounted. Raises `MountError`."""
-    try:
-        # Depth 2 would allow a cache on overlayfs, but prevent stacking a filesystem on the other process's mount.
-        device, agreed = Device.take(fd, stack_depth=1, writable=writable)
-    except OSError as exc:
-        raise MountError(f"/dev/fd/{fd} cannot be served: {exc.strerror}") from exc
-    return Connected(device, agreed, _try_passthrough(device, agreed, tier_dirs))
-
-
-def adopt(handover: Handover, mountpoint: Path, tier_dirs: Sequence[Path], *, writable: bool) -> Connected:
-    """Take over the connection of a daemon that has ended."""
-    number, minor, flags = handover.agreed()
-    device = Device.adopt(handover.fd, mountpoint, number, writable=writable)
-    agreed = Negotiated(minor, Init(flags))
-    return Connected(device, agreed, _try_passthrough(device, agreed, tier_dirs))
 
 
 def _try_passthrough(device: Device, agreed: Negotiated, tier_dirs: Sequence[Path]) -> dict[Path, str]:

@@ -107,14 +107,6 @@ def why_not(config: Config) -> str:
     return ""
 
 
-class Agreed(NamedTuple):
-    """The negotiated parameters of a connection: the mount's device number, the protocol's minor version, and flags."""
-
-    number: str
-    minor: int
-    flags: int
-
-
 class Handover:
     """The holder's memory file and socket, as seen by a daemon that the holder has started."""
 
@@ -205,10 +197,10 @@ class Handover:
         socket.send_fds(self._socket, [b"/dev/fuse"], [fd])
         self.holds = True
 
-    def agreed(self) -> Agreed:
-        """The parameters that `hold` recorded, in this daemon or an earlier one."""
+    def agreed(self) -> tuple[str, int, int]:
+        """The (device number, minor version, flags) that `hold` recorded, in this daemon or an earlier one."""
         _, minor, flags, _, number = _CONNECTION.unpack_from(self._state, _CONNECTION_AT)
-        return Agreed(number.rstrip(b"\0").decode(), minor, flags)
+        return _text(number), minor, flags
 
     def status(self) -> dict[str, int | float]:
         """Counts and pauses for `cachefs status`."""
@@ -217,7 +209,7 @@ class Handover:
             "restarts": self.restarts,
             "handed_over": self.handed_over,
             "pause_s": self.pause_s,
-            "longest_pause_s": self.longest_pause_s,
+            "longest_pause_s": _CONNECTION.unpack_from(self._state, _CONNECTION_AT)[3],
         }
 
     # -- the standby daemon --------------------------------------------------------------------------
@@ -249,12 +241,6 @@ class Handover:
 
     # -- pauses ------------------------------------------------------------------------------------
 
-    @property
-    def longest_pause_s(self) -> float:
-        """The longest time from a daemon's end until the next one answered, in seconds."""
-        pause: float = _CONNECTION.unpack_from(self._state, _CONNECTION_AT)[3]
-        return pause
-
     def answering(self) -> None:
         """Record the pause, now that this daemon, which has taken over, begins to answer."""
         found, minor, flags, longest, number = _CONNECTION.unpack_from(self._state, _CONNECTION_AT)
@@ -263,8 +249,8 @@ class Handover:
         _CONNECTION.pack_into(self._state, _CONNECTION_AT, found, minor, flags, max(longest, pause), number)
 
 
-def _text(version: bytes) -> str:
-    return version.rstrip(b"\0").decode()
+def _text(field: bytes) -> str:
+    return field.rstrip(b"\0").decode()
 
 
 # -- open files ------------------------------------------------------------------------------------
@@ -292,22 +278,14 @@ READS, READS_WRITTEN, WRITES = range(3)
 
 
 def describe_handle(
-    ino: int,
-    size: int,
-    mtime_ns: int,
-    backing_id: int,
-    process: int,
-    use: int,
-    volume: int,
-    key: str,
-    etag: str,
+    ino: int, size: int, mtime_ns: int, backing: int, process: int, use: int, volume: int, key: str, etag: str
 ) -> bytes:
     """The description of an open file for a record, with the fields of `HandleRecord`; b"" if its name is too long."""
     text = f"{key}\0{etag}".encode("utf-8", "surrogatepass")
     if _FILE.size + len(text) > DESCRIPTION_BYTES:
         log.debug("no record of the open file %s: its name is too long", key)
         return b""
-    return _FILE.pack(ino, size, mtime_ns, backing_id, process, use, volume, len(text)) + text
+    return _FILE.pack(ino, size, mtime_ns, backing, process, use, volume, len(text)) + text
 
 
 class HandleTable:
