@@ -23,7 +23,6 @@ from pathlib import Path
 
 from cachefs.base.errors import MountError
 from cachefs.base.linux import MNT_DETACH, MNT_FORCE, Mount, mount_at, mounts, umount
-from cachefs.base.linux import mount as mount_filesystem
 
 READ_AHEAD_KB = 1024
 """Read-ahead of the mount. Derived: FUSE's largest request is 256 pages."""
@@ -197,9 +196,6 @@ def tune(mountpoint: Path, max_background: int = 0) -> list[str]:
     ]
     if max_background:
         return [*lines, f"max_background raised to {max_background}"]
-    if os.geteuid() == 0 and not any(_CONNECTIONS.glob("*")) and not os.path.ismount(_CONNECTIONS):
-        with suppress(OSError):
-            mount_filesystem("fusectl", _CONNECTIONS, "fusectl")
     settings = _CONNECTIONS / mount.device.partition(":")[2]
     reason = _write(settings / "max_background", MAX_BACKGROUND) or _write(
         settings / "congestion_threshold", CONGESTION
