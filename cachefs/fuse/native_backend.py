@@ -446,17 +446,10 @@ _HEADER = protocol.IN_HEADER.size
 _unpack_header, _pack_header = protocol.IN_HEADER_USED.unpack_from, protocol.OUT_HEADER.pack
 _unpack_open, _unpack_handle = protocol.OPEN_IN.unpack_from, protocol.RELEASE_IN_USED.unpack_from
 _REPLY = protocol.OUT_HEADER.size
-_KEEP_CACHE, _PASSTHROUGH, _CACHE_DIR = (
-    int(OpenFlags.KEEP_CACHE),
-    int(OpenFlags.PASSTHROUGH),
-    int(OpenFlags.CACHE_DIR),
-)
+_KEEP_CACHE, _PASSTHROUGH, _NOFLUSH = OpenFlags.KEEP_CACHE, OpenFlags.PASSTHROUGH, OpenFlags.NOFLUSH
 _OPEN = protocol.OPEN_REPLY
 _pack_open, _OPEN_BYTES = _OPEN.pack, _OPEN.size
-_BACKING_FLAGS, _PAGES_FLAGS = (
-    int(OpenFlags.PASSTHROUGH | OpenFlags.NOFLUSH),
-    int(OpenFlags.KEEP_CACHE | OpenFlags.NOFLUSH),
-)
+_BACKING_FLAGS, _PAGES_FLAGS = _PASSTHROUGH | _NOFLUSH, _KEEP_CACHE | _NOFLUSH
 _NO_REPLY = (Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT)
 
 
@@ -496,7 +489,7 @@ class NativeBackend:
         self._zero_open = zero_open
         self._records = records
         self._keep_listings = keep_listings
-        self._writer_flags = int(OpenFlags.DIRECT_IO) if direct_writers else 0
+        self._writer_flags = OpenFlags.DIRECT_IO if direct_writers else 0
         self._uid = self._gid = 0  # the caller of the request that is being handled
         self._reading = trio.CancelScope()
         self._waiting: dict[int, Waiting[Any]] = {}  # by unique
@@ -522,13 +515,15 @@ class NativeBackend:
             Op.GETXATTR: self._getxattr,
             Op.LISTXATTR: self._listxattr,
             Op.INTERRUPT: self._interrupt,
-            Op.FORGET: self._forget,
-            Op.BATCH_FORGET: self._forget,
-            Op.FSYNCDIR: self._acknowledge,
-            Op.ACCESS: self._acknowledge,  # the kernel checks the mode bits (default_permissions)
-            Op.DESTROY: self._acknowledge,
-            Op.READLINK: self._readlink,
-            Op.IOCTL: self._ioctl,
+            # No state is kept for the inodes that the kernel knows, and there is no reply.
+            Op.FORGET: lambda *_: None,
+            Op.BATCH_FORGET: lambda *_: None,
+            Op.FSYNCDIR: self._reply_errno,
+            Op.ACCESS: self._reply_errno,  # the kernel checks the mode bits (default_permissions)
+            Op.DESTROY: self._reply_errno,
+            Op.READLINK: lambda *_: self.operations.readlink(),
+            # Python sends an ioctl for each file that it opens, to check whether it is a terminal.
+            Op.IOCTL: partial(self._reply_errno, number=errno.ENOTTY),
             Op.CREATE: self._create,
             Op.MKNOD: partial(self._make, protocol.MKNOD_IN, self.operations.mknod),
             Op.MKDIR: partial(self._make, protocol.MKDIR_IN, self.operations.mkdir),
@@ -541,8 +536,8 @@ class NativeBackend:
             Op.FALLOCATE: self._fallocate,
             Op.FLUSH: self._flush,
             Op.FSYNC: self._fsync,
-            Op.SYMLINK: self._link,
-            Op.LINK: self._link,
+            Op.SYMLINK: lambda *_: self.operations.link(),
+            Op.LINK: lambda *_: self.operations.link(),
             Op.SETXATTR: self._setxattr,
             Op.REMOVEXATTR: self._removexattr,
         }
@@ -655,8 +650,7 @@ class NativeBackend:
             if length != len(request):
                 self._fail(unique, opcode, Malformed(f"{len(request)} bytes that say they are {length}"))
             elif handler is None:
-                self._metrics.fuse_other += 1
-                self._done(unique, errno.ENOSYS)
+                self._reply_errno(unique, number=errno.ENOSYS)
             else:
                 handler(unique, inode, thread, request[_HEADER:])
         except Exception as exc:
@@ -760,7 +754,7 @@ class NativeBackend:
         attributes, ttl = found
         self._send(protocol.ATTR_REPLY, unique, *duration(ttl), 0, *protocol.attr(attributes))
 
-    def _open_reply(self, unique: int, opened: Opened, flags: int = int(OpenFlags.NOFLUSH)) -> None:
+    def _open_reply(self, unique: int, opened: Opened, flags: int = _NOFLUSH) -> None:
         self._reply_with_handle(protocol.OPEN_REPLY, unique, (), opened, flags)
 
     def _open_to_write_reply(self, unique: int, opened: Opened) -> None:
@@ -846,9 +840,6 @@ class NativeBackend:
             space.block_size,
             0,
         )
-
-    def _readlink(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
-        self._data(unique, self.operations.readlink())
 
     def _getxattr(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
         size, _ = protocol.GETXATTR_IN.unpack_from(body)
@@ -1031,7 +1022,7 @@ class NativeBackend:
         dh = self.operations.opendir(inode)
         flags, taken = 0, False
         if self._keep_listings:
-            flags = _CACHE_DIR | (_KEEP_CACHE if self._fs.listing_kept(dh) else 0)
+            flags = OpenFlags.CACHE_DIR | (_KEEP_CACHE if self._fs.listing_kept(dh) else 0)
         try:
             taken = self._send(_OPEN, unique, dh, flags, 0)
         finally:
@@ -1114,20 +1105,9 @@ class NativeBackend:
             pending = self.operations.tolerate_removed(pending, (to, new))
         self._begin(unique, pending, self._done)
 
-    def _link(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
-        self.operations.link()
-
     # -- the rest ----------------------------------------------------------------------------------
 
-    def _forget(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
-        """Do nothing: no state is kept for the inodes that the kernel knows, and there is no reply."""
-
-    def _acknowledge(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
-        """Reply success to a request that needs no work."""
+    def _reply_errno(self, unique: int, *_: object, number: int = 0) -> None:
+        """Reply to a request that needs no work: success, or always the same errno."""
         self._metrics.fuse_other += 1
-        self._done(unique)
-
-    def _ioctl(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
-        """Answer ENOTTY. Python sends an ioctl for each file that it opens, to check whether it is a terminal."""
-        self._metrics.fuse_other += 1
-        self._done(unique, errno.ENOTTY)
+        self._done(unique, number)

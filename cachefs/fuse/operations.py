@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import trio
 
@@ -276,7 +276,7 @@ class Operations:
         self.metrics.fuse_other += 1
         return []
 
-    def readlink(self) -> bytes:
+    def readlink(self) -> NoReturn:
         self.metrics.fuse_other += 1
         raise Errno(errno.EINVAL)  # there are no symbolic links
 
@@ -513,7 +513,7 @@ class Operations:
         self.metrics.fuse_flush += 1
         return Pending(FSYNC, thread, partial(self._fs.fsync, fh))
 
-    def link(self) -> None:
+    def link(self) -> NoReturn:
         """Refuse hard and symbolic links (EPERM)."""
         self._require_writable()
         self.metrics.fuse_other += 1

@@ -104,7 +104,7 @@ WRITE_KILL_SUIDGID = 1 << 2
 """A bit of `write_flags`: clear set-uid and set-gid bits."""
 
 
-class OpenFlags(IntFlag):
+class OpenFlags(IntEnum):
     """How the kernel is to treat a handle."""
 
     DIRECT_IO = 1 << 0
