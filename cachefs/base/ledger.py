@@ -13,8 +13,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any
 
 from cachefs.base.linux import UNSEEN, Identity, identify
 from cachefs.base.names import ObjectId
@@ -111,10 +111,6 @@ class Process:
         if not self.waiting:
             self.blocked_s += now - self._blocked_since
 
-    def blocked_until(self, now: float) -> float:
-        """`blocked_s` at `now`, including the present wait if one of its requests waits."""
-        return self.blocked_s + (now - self._blocked_since if self.waiting else 0.0)
-
     def add(self, other: Process) -> None:
         """Add the totals of another process."""
         self.account += other.account
@@ -127,8 +123,8 @@ class Process:
 
 
 class Wait:
-    """One request that waits. `request` is its name, `on` the reason of its present wait, `key` the object's ("": unknown),
-    `shares` the seconds that it has waited, by reason."""
+    """One request that waits, from now on. `request` is its name, `on` the reason of its present wait, `key` the object's
+    ("": unknown), `shares` the seconds that it has waited, by reason."""
 
     __slots__ = (
         "_marked",
@@ -155,6 +151,7 @@ class Wait:
         self.on = on
         self.shares: dict[str, float] = {}
         self.began = self._marked = waits.clock()
+        waits.began(self)
 
     def now_for(self, what: str) -> None:
         """Note that the request waits for `what` from now on."""
@@ -171,6 +168,16 @@ class Wait:
             waits, self._waits = self._waits, None
             waits.ended(self, count)
 
+    def shown(self) -> dict[str, Any]:
+        identity = self.process.identity
+        return {
+            "key": self.key,
+            "offset": self.offset,
+            "on": self.on,
+            "pid": identity.pid,
+            "name": identity.name,
+        }
+
 
 current_call: ContextVar[Wait | None] = ContextVar("current_call", default=None)
 """The request that this task, or the task that began it, answers; None for reads and in the background."""
@@ -183,15 +190,6 @@ def about(key: str) -> None:
         call.key = key
 
 
-class SlowRead(NamedTuple):
-    seconds: float
-    at: float
-    key: str
-    offset: int
-    on: str
-    process: Identity
-
-
 class Waits:
     """Processes that waited, how long and why. Times are seconds of `clock`; `identify` finds a thread's process."""
 
@@ -200,7 +198,7 @@ class Waits:
         self._identify = identify
         self._threads: OrderedDict[int, tuple[float, Process]] = OrderedDict()
         self._processes: OrderedDict[tuple[int, int], Process] = OrderedDict()
-        self._slow: list[SlowRead] = []  # the slowest first
+        self._slow: list[tuple[float, float, Wait]] = []  # (seconds, when it ended, read), the slowest first
         self._waiting: set[Wait] = set()
         self.total = Process(Identity(0, 0, 0, "all"), clock())
         self.read_seconds = Histogram()
@@ -239,17 +237,16 @@ class Waits:
 
     def begin(self, thread: int, object_id: ObjectId, offset: int) -> Wait:
         """Note that a read of that thread cannot be answered at once."""
-        return self._began(Wait(self, thread, DISK, "read", object_id.key, offset))
+        return Wait(self, thread, DISK, "read", object_id.key, offset)
 
     def call(self, thread: int, on: str, request: str) -> Wait:
         """Note that a request of that thread, other than a read, cannot be answered at once."""
-        return self._began(Wait(self, thread, on, request))
+        return Wait(self, thread, on, request)
 
-    def _began(self, wait: Wait) -> Wait:
+    def began(self, wait: Wait) -> None:
         for process in (wait.process, self.total):
             process.began(wait.began)
         self._waiting.add(wait)
-        return wait
 
     def ended(self, wait: Wait, count: int) -> None:
         """See `Wait.end`."""
@@ -268,13 +265,12 @@ class Waits:
         if is_read:
             self.read_seconds.add(seconds)
             if seconds >= SLOW_S:
-                on = max(READ_FROM, key=lambda what: wait.shares.get(what, 0.0))
-                read = SlowRead(seconds, now, wait.key, wait.offset, on, wait.process.identity)
-                reads = [read, *self._fresh(now)]
-                self._slow = sorted(reads, key=attrgetter("seconds"), reverse=True)[:SLOWEST]
+                wait.on = max(READ_FROM, key=lambda what: wait.shares.get(what, 0.0))
+                reads = [(seconds, now, wait), *self._fresh(now)]
+                self._slow = sorted(reads, key=itemgetter(0), reverse=True)[:SLOWEST]
 
-    def _fresh(self, now: float) -> list[SlowRead]:
-        return [read for read in self._slow if now - read.at <= SLOW_FOR_S]
+    def _fresh(self, now: float) -> list[tuple[float, float, Wait]]:
+        return [read for read in self._slow if now - read[1] <= SLOW_FOR_S]
 
     # Plain values for JSON. Points in time are seconds before now.
 
@@ -291,31 +287,15 @@ class Waits:
         """The slowest reads of the last quarter of an hour, the slowest first."""
         now = self.clock()
         return [
-            {
-                "seconds": read.seconds,
-                "ago_s": now - read.at,
-                "key": read.key,
-                "offset": read.offset,
-                "on": read.on,
-                "pid": read.process.pid,
-                "name": read.process.name,
-            }
-            for read in self._fresh(now)
+            {"seconds": seconds, "ago_s": now - ended, **wait.shown()}
+            for seconds, ended, wait in self._fresh(now)
         ]
 
     def waiting(self) -> list[dict[str, Any]]:
         """The requests that wait now, the longest first."""
         now = self.clock()
         return [
-            {
-                "request": wait.request,
-                "seconds": now - wait.began,
-                "key": wait.key,
-                "offset": wait.offset,
-                "on": wait.on,
-                "pid": wait.process.identity.pid,
-                "name": wait.process.identity.name,
-            }
+            {"request": wait.request, "seconds": now - wait.began, **wait.shown()}
             for wait in sorted(self._waiting, key=lambda wait: wait.began)
         ]
 
@@ -331,7 +311,7 @@ def _shown(process: Process, now: float) -> dict[str, Any]:
         "reads": process.reads,
         "calls": process.calls,
         "bytes": process.bytes,
-        "blocked_s": process.blocked_until(now),
+        "blocked_s": process.blocked_s + (now - process._blocked_since if process.waiting else 0.0),
         "waited_s": dict(process.waited),
         "requests": dict(process.account),
     }
