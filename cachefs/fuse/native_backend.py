@@ -19,7 +19,7 @@ import select
 import stat
 import struct
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,19 +51,7 @@ from cachefs.fuse.operations import (
     Rule,
     Waiting,
 )
-from cachefs.fuse.protocol import (
-    RESENT,
-    Init,
-    Malformed,
-    Op,
-    OpenFlags,
-    Setattr,
-    dirent,
-    direntplus,
-    duration,
-    entry,
-    name_of,
-)
+from cachefs.fuse.protocol import RESENT, Init, Malformed, Op, OpenFlags, Setattr, duration, entry, name_of
 from cachefs.fuse.records import Records
 
 log = logging.getLogger(__name__)
@@ -453,6 +441,18 @@ _BACKING_FLAGS, _PAGES_FLAGS = _PASSTHROUGH | _NOFLUSH, _KEEP_CACHE | _NOFLUSH
 _NO_REPLY = (Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT)
 
 
+def _followed(pending: Pending[T], end: Callable[[], None]) -> Pending[T]:
+    """`pending` with a call of `end` after its work."""
+
+    async def work() -> T:
+        try:
+            return await pending.work()
+        finally:
+            end()
+
+    return replace(pending, work=work)
+
+
 class NativeBackend:
     """Serves one `FileSystem` over one `Device`. With `zero_open` the kernel opens files without a request, which is correct
     only if no object ever changes. With `keep_listings` it keeps what it has read of a directory, while that is fresh.
@@ -509,8 +509,8 @@ class NativeBackend:
             Op.READ: self._read,
             Op.RELEASE: self._release,
             Op.OPENDIR: self._opendir,
-            Op.READDIR: partial(self._readdir, dirent),
-            Op.READDIRPLUS: partial(self._readdir, direntplus),
+            Op.READDIR: partial(self._readdir, protocol.dirent),
+            Op.READDIRPLUS: partial(self._readdir, protocol.direntplus),
             Op.RELEASEDIR: self._releasedir,
             Op.GETXATTR: self._getxattr,
             Op.LISTXATTR: self._listxattr,
@@ -913,7 +913,7 @@ class NativeBackend:
         clear = bool(more & protocol.OPEN_KILL_SUIDGID or (flags & WRITE_FLAGS and self._uid))
         opened = self.operations.open(thread, inode, flags, clear)
         if repeated and flags & WRITE_FLAGS and isinstance(opened, Pending):
-            opened = self._releasing_unanswered(unique, opened)
+            opened = _followed(opened, partial(self._release_unanswered, unique))
         if isinstance(opened, Pending):
             self._begin(
                 unique, opened, self._open_to_write_reply if flags & WRITE_FLAGS else self._open_reply
@@ -931,24 +931,13 @@ class NativeBackend:
         flags &= ~os.O_EXCL  # the previous daemon may have created the file for this request
         pending = self.operations.create_in_task(thread, inode, name, flags, mode, self._uid, self._gid)
         if self._records is not None:
-            pending = self._releasing_unanswered(unique, pending)
+            pending = _followed(pending, partial(self._release_unanswered, unique))
         self._begin(unique, pending, self._create_reply)
 
     def _release_unanswered(self, unique: int) -> None:
+        """Release the handle that the previous daemon made for an OPEN that the kernel repeats."""
         assert self._records is not None
         self.operations.writers.released(self._records.release_unanswered(unique))
-
-    def _releasing_unanswered(self, unique: int, pending: Pending[T]) -> Pending[T]:
-        """`pending` for an OPEN that the kernel repeats: after its work, the handle that the previous daemon made for it is
-        released."""
-
-        async def work() -> T:
-            try:
-                return await pending.work()
-            finally:
-                self._release_unanswered(unique)
-
-        return replace(pending, work=work)
 
     def _read(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
         fh, offset, size, *_ = protocol.READ_IN.unpack_from(body)
@@ -978,15 +967,9 @@ class NativeBackend:
         if not isinstance(pending, Pending):
             self._write_reply(unique, pending)
             return
-        work = partial(self._then_recycle, buffer, pending.work)
-        self._begin(unique, replace(pending, work=work), self._write_reply)
+        pending = _followed(pending, partial(self._device.recycle, buffer))
+        self._begin(unique, pending, self._write_reply)
         self._device.detach_buffer()  # not earlier, because `_begin` may refuse the write
-
-    async def _then_recycle(self, buffer: bytearray, work: Callable[[], Awaitable[int]]) -> int:
-        try:
-            return await work()
-        finally:
-            self._device.recycle(buffer)
 
     def _write_reply(self, unique: int, size: int) -> None:
         self._send(protocol.WRITE_REPLY, unique, size, 0)
@@ -1036,9 +1019,10 @@ class NativeBackend:
         dh, offset, size, *_ = protocol.READ_IN.unpack_from(body)
         if self._records is not None:
             self._fs.reopen_directory(dh, inode)
-        least = (protocol.DIRENT if pack is dirent else protocol.DIRENTPLUS).size + 8
+        plain = pack is protocol.dirent
+        least = (protocol.DIRENT if plain else protocol.DIRENTPLUS).size + 8
         pending = self.operations.readdir(thread, dh, offset, size // least + 1)
-        if pack is dirent:
+        if plain:
             # A listing without attributes is not kept: a program that needs them would send a request for each name.
             self._fs.listing_lost(dh)
         self._begin(unique, pending, partial(self._readdir_reply, pack, size))
