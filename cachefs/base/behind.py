@@ -16,11 +16,10 @@ import math
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import repeat
-from pathlib import Path
 
 import trio
 
@@ -73,12 +72,13 @@ class _Rows:
 
 
 class WriteBehind:
-    """The tables of `database`, which `close` closes, too. Reads and writes may run in any thread. With `row_log`, whose
-    memory outlives this process, a kill loses no row: the rows that the previous process left there are committed first.
-    Raises `CacheUnusable` if its thread cannot be started; then the database is closed."""
+    """The tables of a database, which `close` closes, too; `stored` is that database, with the committed rows. Reads and
+    writes may run in any thread. With `row_log`, whose memory outlives this process, a kill loses no row: the rows that the
+    previous process left there are committed first. Raises `CacheUnusable` if its thread cannot be started; then the
+    database is closed."""
 
     def __init__(self, database: Database, row_log: RowLog | None = None) -> None:
-        self._database = database
+        self.stored = database
         self._log = row_log
         self._tables = database.tables
         self._prefix = {name: bytes([number]) for number, name in enumerate(self._tables)}
@@ -107,23 +107,7 @@ class WriteBehind:
             threading.Thread(target=self._run, name="names", daemon=True).start()
         except RuntimeError as exc:
             database.close()
-            raise CacheUnusable(f"no thread can be started to write {self.path}") from exc
-
-    @property
-    def path(self) -> Path:
-        return self._database.path
-
-    def when_cut_short(self, renew: Callable[[], None]) -> None:
-        """Call `renew`, in any thread and more than once, when the file is found to have been cut short."""
-        self._database.on_cut_short = renew
-
-    def renew(self) -> bool:
-        """See `Database`. Rows in memory are committed to the new file."""
-        return self._database.renew()
-
-    @property
-    def was_clean(self) -> bool:
-        return self._database.was_clean
+            raise CacheUnusable(f"no thread can be started to write {self.stored.path}") from exc
 
     @property
     def waiting_rows(self) -> int:
@@ -142,14 +126,14 @@ class WriteBehind:
                 value = rows.values.get(prefixed, _MISSING)
                 if value is not _MISSING:
                     return value  # type: ignore[return-value]
-        return self._database.get(table, key)
+        return self.stored.get(table, key)
 
     def get_many(self, table: str, keys: Iterable[bytes]) -> list[bytes | None]:
         """See `Database`."""
         keys = list(keys)
         new, committing = self._waiting
         if not new.values and not committing.values:
-            return self._database.get_many(table, keys)
+            return self.stored.get_many(table, keys)
         prefix = self._prefix[table]
         prefixed = [prefix + key for key in keys]
         # One call in C, not a loop, so that rows which another thread writes together are all seen, or none.
@@ -161,7 +145,7 @@ class WriteBehind:
             ]
         missing = [index for index, value in enumerate(found) if value is _MISSING]
         if missing:
-            rest = self._database.get_many(table, [keys[index] for index in missing])
+            rest = self.stored.get_many(table, [keys[index] for index in missing])
             for index, value in zip(missing, rest, strict=True):
                 found[index] = value
         return found  # type: ignore[return-value]
@@ -172,7 +156,7 @@ class WriteBehind:
         """See `Database`."""
         new, committing = self._waiting
         if not new.values and not committing.values:
-            return self._database.scan(table, start, stop, limit)
+            return self.stored.scan(table, start, stop, limit)
         number = self._prefix[table]
         end = bytes([number[0] + 1]) if stop is None else number + stop
         most = 1 << 62 if limit is None else limit
@@ -182,7 +166,7 @@ class WriteBehind:
             changed, upto = committing.between(at, end, most)
             newer, upto_newer = new.between(at, end, most)
             upto = min(upto, upto_newer)
-            rows = self._database.scan(table, at[1:], None if upto[:1] != number else upto[1:], limit)
+            rows = self.stored.scan(table, at[1:], None if upto[:1] != number else upto[1:], limit)
             if len(rows) == limit:
                 upto = min(upto, number + rows[-1][0] + b"\0")
             merged: dict[bytes, bytes | None] = {number + key: value for key, value in rows}
@@ -193,10 +177,6 @@ class WriteBehind:
             ]
             at = upto
         return found if limit is None else found[:limit]
-
-    def count(self, table: str) -> int:
-        """How many rows a table had at the last commit."""
-        return self._database.count(table)
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -251,7 +231,7 @@ class WriteBehind:
         outcome = Outcome[None]()
         with self._changed:
             if not self._running:
-                raise CacheUnusable(f"the database in {self.path} is closed")
+                raise CacheUnusable(f"the database in {self.stored.path} is closed")
             self._callers.append((outcome, trio.lowlevel.current_trio_token()))
             self._hurry = True
             self._changed.notify()
@@ -259,11 +239,7 @@ class WriteBehind:
         with trio.move_on_after(max(0.0, within_s - under_way_s)) as scope:
             await outcome.wait()
         if scope.cancelled_caught:
-            raise CacheUnusable(f"the disk of {self.path} does not answer")
-
-    def release_memory(self, above_bytes: int) -> None:
-        """See `Database`."""
-        self._database.release_memory(above_bytes)
+            raise CacheUnusable(f"the disk of {self.stored.path} does not answer")
 
     def flush(self) -> None:
         """Commit the rows in memory, so that a kill does not undo them. Blocking. A failed commit is retried later."""
@@ -278,7 +254,7 @@ class WriteBehind:
         """Commit the rows in memory, and close. Blocking, for as long as the disk does not answer. Idempotent."""
         self._closing = True
         self.flush()
-        self._database.close(clean=not self.waiting_rows)
+        self.stored.close(clean=not self.waiting_rows)
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -326,7 +302,7 @@ class WriteBehind:
             return None
         tables = self._tables
         try:
-            self._database.write([(tables[key[0]], key[1:], value) for key, value in rows.values.items()])
+            self.stored.write([(tables[key[0]], key[1:], value) for key, value in rows.values.items()])
         except CachefsError as exc:
             return exc
         return None

@@ -634,7 +634,7 @@ class Daemon:
     async def _trim_loop(self) -> None:
         while True:
             await trio.sleep(TRIM_EVERY_S)
-            await trio.to_thread.run_sync(self._names.release_memory, NAMES_MAPPED_BYTES)
+            await trio.to_thread.run_sync(self._names.stored.release_memory, NAMES_MAPPED_BYTES)
 
     # -- control verbs -----------------------------------------------------------------------------
 

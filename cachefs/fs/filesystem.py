@@ -138,7 +138,7 @@ class FileSystem:
             with suppress(trio.RunFinishedError):
                 token.run_sync_soon(self._refreshing.renew, idempotent=True)
 
-        self._tree.database.when_cut_short(renew)
+        self._tree.database.stored.on_cut_short = renew
 
     def enable_passthrough(self, kernel: PassthroughHook) -> None:
         """Open whole files in passthrough from now on. `kernel` registers a backing file with the kernel, and returns
@@ -755,12 +755,12 @@ class FileSystem:
     def statfs(self) -> Space:
         """The figures for df. An object store has no size, so a pebibyte is shown, all of it free."""
         free = 0 if self._writing is None else FREE_NAMES
-        return Space(4096, 1 << 38, 1 << 38, self._tree.database.count("inodes"), free, MAX_NAME)
+        return Space(4096, 1 << 38, 1 << 38, self._tree.database.stored.count("inodes"), free, MAX_NAME)
 
     def status(self) -> dict[str, Any]:
         """For `cachefs status`: plain values."""
         return {
-            "names": self._tree.database.count("names"),
+            "names": self._tree.database.stored.count("names"),
             "open_files": len(self._files),
             "open_directories": len(self._directories.handles),
             "listings": self._lister.active(),

@@ -36,7 +36,7 @@ class Overrides:
 
     def __init__(self, database: WriteBehind) -> None:
         self._database = database
-        self.any = database.count("kept") > 0  # without overrides, no read of the table is made
+        self.any = database.stored.count("kept") > 0  # without overrides, no read of the table is made
 
     def get(self, ino: int) -> dict[str, Any]:
         """The overrides of an inode: some of mode, uid, gid, atime_ns, mtime_ns, ctime_ns."""

@@ -110,7 +110,7 @@ class Refreshing:
         """Go on with an empty database, because the one of names was cut short and each read of it fails. Attribute
         overrides (modes, owners, times) are lost, as when a start drops the database. Never raises."""
         try:
-            if not self._tree.database.renew():
+            if not self._tree.database.stored.renew():
                 return
             self._forget()
             self._freshness.forget_answers()

@@ -302,7 +302,7 @@ class Writing:
         return found
 
     async def recover(self) -> None:
-        if not self._tree.database.was_clean:
+        if not self._tree.database.stored.was_clean:
             # Changes that were under way when an earlier daemon died may have reached the origin, and no row shows them.
             self._tree.database.write(self._tree.refresh(self._tree.root))
         origins = [top.origin for top in self._tree.tops() if top.origin is not None]

@@ -55,7 +55,7 @@ async def test_listing_again_keeps_inodes_but_of_what_has_changed_and_removes_wh
         with pytest.raises(ObjectChanged):
             await mount.fs.getattr(gone.ino)
         mount.database.flush()
-        assert mount.database.count("names") == mount.database.count("inodes") == 30
+        assert mount.database.stored.count("names") == mount.database.stored.count("inodes") == 30
 
 
 async def test_an_unchanged_listing_says_nothing_to_the_kernel() -> None:
@@ -80,7 +80,7 @@ async def test_a_directory_that_is_gone_takes_all_below_with_it() -> None:
         await trio.sleep(1)
         mount.database.flush()
         for table in ("names", "inodes", "directories"):
-            assert mount.database.count(table) == 1
+            assert mount.database.stored.count(table) == 1
 
 
 @pytest.mark.parametrize("failure", [PermissionDenied, OriginFailed])

@@ -20,7 +20,7 @@ KEYS = [f"d/{number}/{name}" for number in range(3) for name in "xyz"]
 
 async def cut_short(mount: Mount, length: int) -> None:
     mount.database.flush()
-    os.truncate(mount.database.path / "data.mdb", length)
+    os.truncate(mount.database.stored.path / "data.mdb", length)
 
 
 async def found_out(mount: Mount) -> None:
@@ -39,7 +39,7 @@ async def test_names_are_learnt_again(length: int, caplog: pytest.LogCaptureFixt
         inos = {key: await mount.ino(key) for key in KEYS}
         fh = await mount.open("d/1/x")
         directory = await mount.ino("d/1")
-        file = mount.database.path / "data.mdb"
+        file = mount.database.stored.path / "data.mdb"
         mount.database.flush()
         await cut_short(mount, length if length >= 0 else file.stat().st_size + length)
         await found_out(mount)

@@ -85,7 +85,7 @@ def test_a_million_names_in_a_flat_memory(tmp_path: Path) -> None:
             assert seen == MILLION
             assert len(bucket.lists) == 1000
             await mount.database.written()
-            assert mount.database.count("names") == mount.database.count("inodes") == MILLION
+            assert mount.database.stored.count("names") == mount.database.stored.count("inodes") == MILLION
             mount.database.flush()
             per_name = (tmp_path / "data.mdb").stat().st_size / MILLION
             print(f"resident growth in MB by names: {grown}; {per_name:.0f} bytes of file a name")

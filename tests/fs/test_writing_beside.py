@@ -443,7 +443,7 @@ async def test_what_was_set_goes_with_the_inode() -> None:
         found = await mount.stat("f")
         assert found is not None and (found.mode & 0o777, found.uid) == (0o644, 1000) and found.ino != ino
         mount.database.flush()
-        assert mount.database.count("kept") == 0
+        assert mount.database.stored.count("kept") == 0
 
 
 async def test_the_last_close_wins() -> None:
@@ -516,7 +516,7 @@ async def test_what_was_being_written_at_a_death_is_looked_up_anew(tmp_path: Pat
             await mount.fs.recover()
             assert await mount.walk() == {b"d": None, b"d/f": 10, b"d/g": 10}
             mount.database.flush()
-            assert mount.database.count("local") == 0
+            assert mount.database.stored.count("local") == 0
 
 
 async def test_what_was_promised_is_shown_after_a_death_even_without_names(tmp_path: Path) -> None:
