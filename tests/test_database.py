@@ -168,7 +168,7 @@ def test_what_a_killed_process_left_is_gone_on_with(
     db.close()
 
     assert child(KILLED, str(path), fsync).returncode == -9
-    monkeypatch.setattr(database, "_boot_id", lambda: "another boot")
+    monkeypatch.setattr(database, "boot_id", lambda: "another boot")
     db = Database(path, TABLES, version="v1", fsync=synced, killed=True)
     assert (db.dropped is None, rewritten) == (synced, [path] if synced else [])
     db.close()
@@ -202,7 +202,7 @@ def test_without_fsync_a_reboot_after_a_kill_drops_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     child(KILLED, str(tmp_path / "db"), "no")
-    monkeypatch.setattr(database, "_boot_id", lambda: "another boot")
+    monkeypatch.setattr(database, "boot_id", lambda: "another boot")
     db = opened(tmp_path / "db", fsync=False)
     assert db.dropped
     assert db.count("a") == 0
@@ -699,7 +699,7 @@ def test_a_power_cut_at_any_moment_leaves_a_database_that_opens(
         disk.close()
     assert len(disk.states) > 20
     assert left == {name: (root / name).read_bytes() for name in ("db/version", "db/data.mdb")}
-    monkeypatch.setattr(database, "_boot_id", lambda: "another boot")
+    monkeypatch.setattr(database, "boot_id", lambda: "another boot")
     for number, (state, rows) in enumerate(disk.states.items()):
         place = tmp_path / str(number)
         for name, data in state:

@@ -81,9 +81,8 @@ def runtime_dir() -> Path:
     shared = os.environ.get("XDG_RUNTIME_DIR")
     if shared and len(os.fsencode(shared)) <= 40:  # a socket's name must still fit
         return Path(shared) / "cachefs"
-    return (
-        Path(tempfile.gettempdir() if len(tempfile.gettempdir()) <= 40 else "/tmp") / f"cachefs-{os.getuid()}"
-    )
+    temporary = tempfile.gettempdir()
+    return Path(temporary if len(temporary) <= 40 else "/tmp") / f"cachefs-{os.getuid()}"
 
 
 def control_path(mountpoint: Path) -> Path:

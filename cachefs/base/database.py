@@ -149,7 +149,7 @@ class Database:
             if reason := self._distrust():
                 self._drop(reason)
             # From here until a clean close, the mark says that the database is open.
-            self._mark(f"open {'unsure' if unsure and not self.same_boot else _boot_id()}")
+            self._mark(f"open {'unsure' if unsure and not self.same_boot else boot_id()}")
             if not self._data.exists():
                 self._create()
             try:
@@ -219,7 +219,7 @@ class Database:
                 return "its contents changed since it was closed"
             self.was_clean = True
             return None
-        self.same_boot = same_boot = state == f"open {_boot_id()}"
+        self.same_boot = same_boot = state == f"open {boot_id()}"
         if not self._fsync and not same_boot:
             return "the machine stopped before it was written out"
         if self._killed and same_boot:
@@ -240,7 +240,7 @@ class Database:
         """Write the mark that `unsure` has held back. Blocking. Raises `CacheUnusable`."""
         if not self.same_boot:
             try:
-                self._mark(f"open {_boot_id()}")
+                self._mark(f"open {boot_id()}")
             except OSError as exc:
                 raise CacheUnusable(f"cannot use {self.path}: {exc.strerror}") from exc
 
@@ -609,13 +609,6 @@ def read_mark(path: Path) -> tuple[str, str]:
     except OSError:
         return "", ""
     return (found[1], found[2]) if found else ("", "")
-
-
-def _boot_id() -> str:
-    try:
-        return boot_id()
-    except OSError:
-        return "unknown"
 
 
 def _file_hash(path: Path) -> str:

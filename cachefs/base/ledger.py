@@ -126,19 +126,6 @@ class Wait:
     """One request that waits, from now on. `request` is its name, `on` the reason of its present wait, `key` the object's
     ("": unknown), `shares` the seconds that it has waited, by reason."""
 
-    __slots__ = (
-        "_marked",
-        "_waits",
-        "began",
-        "key",
-        "offset",
-        "on",
-        "process",
-        "request",
-        "shares",
-        "thread",
-    )
-
     def __init__(
         self, waits: Waits, thread: int, on: str, request: str, key: str = "", offset: int = 0
     ) -> None:
@@ -337,7 +324,7 @@ class Misses:
         self._clock = clock
         self._gone: OrderedDict[tuple[bytes, int], str] = OrderedDict()
         self._last: OrderedDict[tuple[bytes, int], Miss] = OrderedDict()
-        # hash of (source, key) → (digest of the version fetched last, whether another one was fetched before it)
+        # `_name` → (digest of the version fetched last, whether another one was fetched before it)
         self._versions: OrderedDict[int, tuple[bytes, bool]] = OrderedDict()
 
     def gone(self, digest: bytes, extent: int, reason: str) -> None:
@@ -346,7 +333,7 @@ class Misses:
 
     def fetched(self, object_id: ObjectId) -> None:
         """Note that a version is being fetched."""
-        name = hash((object_id.source, object_id.key))
+        name = _name(object_id)
         before = self._versions.get(name)
         if before is None or before[0] != object_id.digest:
             _put(self._versions, name, (object_id.digest, before is not None))
@@ -360,9 +347,7 @@ class Misses:
         before = self._last.get(place) if joins else None
         reason = "prefetch_in_flight" if prefetch_in_flight else self._gone.get(place, "")
         if not reason:
-            digest, changed = self._versions.get(
-                hash((object_id.source, object_id.key)), (object_id.digest, False)
-            )
+            digest, changed = self._versions.get(_name(object_id), (object_id.digest, False))
             reason = "changed" if changed or digest != object_id.digest else "cold"
         _put(self._last, place, Miss(self._clock(), reason, before.asked if before is not None else []))
         return reason
@@ -379,6 +364,10 @@ class Misses:
             miss = self._last.get((digest, extent))
             if miss is not None:
                 yield extent, miss
+
+
+def _name(object_id: ObjectId) -> int:
+    return hash((object_id.source, object_id.key))
 
 
 def _put(table: OrderedDict[Any, Any], key: Any, value: Any) -> None:

@@ -63,9 +63,8 @@ def parse_bytes(text: str) -> int:
     if match is None:
         raise ValueError("not a number of bytes: write it like 200M, 512MiB or 100G")
     number, prefix, suffix = match[1], match[2].upper(), (match[3] or "").lower()
-    return (
-        int(float(number) * _unit(prefix, suffix)) if "." in number else int(number) * _unit(prefix, suffix)
-    )
+    unit = (_DECIMAL if suffix == "b" else _BINARY)[prefix]
+    return int(float(number) * unit) if "." in number else int(number) * unit
 
 
 def parse_capacity(text: str) -> int:
@@ -75,10 +74,6 @@ def parse_capacity(text: str) -> int:
         number = text.strip()
         raise ValueError(f"a number without a unit: write {number}G or {number}M, or {number}B for bytes")
     return count
-
-
-def _unit(prefix: str, suffix: str) -> int:
-    return (_DECIMAL if suffix == "b" else _BINARY)[prefix]
 
 
 def format_bytes(count: int) -> str:
@@ -129,9 +124,7 @@ def parse_duration(text: str) -> float:
 
 
 def format_duration(seconds: float) -> str:
-    if seconds >= FOREVER:
-        return "forever"
-    return f"{_plain(seconds)}s"
+    return "forever" if seconds >= FOREVER else f"{_plain(seconds)}s"
 
 
 def _plain(number: float) -> str:

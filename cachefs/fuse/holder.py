@@ -259,9 +259,8 @@ class Holder:
                 self._load_standby()
             return
         if found.si_signo in (signal.SIGABRT, signal.SIGQUIT):
-            self._aborting = (
-                True  # with this signal the service manager ends a service that hangs, and starts it again
-            )
+            # With this signal the service manager ends a service that hangs, and starts it again.
+            self._aborting = True
         if found.si_signo != signal.SIGHUP:
             self._stopping = True
         elif self._standby is not None:

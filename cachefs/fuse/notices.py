@@ -37,9 +37,8 @@ class Notices:
         self._waiting: dict[Notice, None] = {}
         self._queued = trio.Event()
         self._refreshing = trio.lowlevel.ParkingLot()
-        self._taken = self._finished = (
-            0  # how many notices were taken from the queue, and sent, since the start
-        )
+        # How many notices were taken from the queue, and sent, since the start.
+        self._taken = self._finished = 0
         self._idle = trio.Event()
         self._idle.set()
         self._dropped = False

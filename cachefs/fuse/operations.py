@@ -139,18 +139,6 @@ class Waiting(Generic[T]):
     """A waiting request: its memory is counted, and it is in the ledger. `answer` has to be awaited once; `begun` is True
     from then on. Raises `Refused` if there is no memory for it."""
 
-    __slots__ = (
-        "_admission",
-        "_call",
-        "_held_bytes",
-        "_scope",
-        "_work",
-        "begun",
-        "interrupted",
-        "request",
-        "thread",
-    )
-
     def __init__(self, pending: Pending[T], operations: Operations) -> None:
         self.request = request = pending.request
         self.thread = pending.thread
@@ -394,14 +382,12 @@ class Operations:
     def create_in_task(
         self, thread: int, parent: int, name: bytes, flags: int, mode: int, uid: int, gid: int
     ) -> Pending[Created]:
-        work = partial(self._create, thread, parent, name, flags, mode, uid, gid)
-        return self._serialized(CREATE, thread, work, parent)
+        create = partial(self._fs.create, parent, name, flags, mode, thread, uid, gid)
 
-    async def _create(
-        self, thread: int, parent: int, name: bytes, flags: int, mode: int, uid: int, gid: int
-    ) -> Created:
-        work = partial(self._fs.create, parent, name, flags, mode, thread, uid, gid)
-        return self._created(thread, await self._begin_walk_on_change(thread, work))
+        async def work() -> Created:
+            return self._created(thread, await self._begin_walk_on_change(thread, create))
+
+        return self._serialized(CREATE, thread, work, parent)
 
     def _created(self, thread: int, made: Created) -> Created:
         attributes, _, opened = made
