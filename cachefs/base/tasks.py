@@ -137,13 +137,12 @@ def start_in_thread(call: Callable[[], T], end: Callable[[outcome.Outcome[T]], o
         raise OSError(errno.EAGAIN, "no thread can be started") from exc
 
 
-async def in_thread_at_last(
-    call: Callable[[], T], *, limiter: trio.CapacityLimiter | None = None, abandon_on_cancel: bool = False
-) -> T:
-    """As `in_thread`, but if no thread can be started, retry until one can."""
+async def in_thread_at_last(call: Callable[[], T], *, limiter: trio.CapacityLimiter | None = None) -> T:
+    """As `in_thread`, but if no thread can be started, retry until one can. A cancelled caller does not wait for the
+    thread."""
     while True:
         try:
-            return await in_thread(call, limiter=limiter, abandon_on_cancel=abandon_on_cancel)
+            return await in_thread(call, limiter=limiter, abandon_on_cancel=True)
         except OSError as exc:
             if exc.errno != errno.EAGAIN:
                 raise

@@ -246,10 +246,8 @@ class Device:
             os.close(context)
 
     def _negotiate(self, stack_depth: int) -> Negotiated:
-        poller = select.poll()
-        poller.register(self.fd, select.POLLIN)
         while True:
-            if not poller.poll(MOUNTING_S * 1e3):
+            if not self._incoming.poll(MOUNTING_S * 1e3):
                 raise MountError("the kernel did not begin to speak")
             request = self.read()
             if request is None:

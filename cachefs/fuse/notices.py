@@ -91,7 +91,7 @@ class Notices:
                     token.run_sync_soon(idle.set)
 
             try:
-                await in_thread_at_last(send, abandon_on_cancel=True)
+                await in_thread_at_last(send)
             finally:
                 if not begun:
                     batch.clear()  # so that a thread that begins later sends nothing

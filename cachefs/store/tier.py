@@ -182,7 +182,7 @@ class Disk:
     async def _probe(self) -> None:
         """Take the disk up again when a call of its own has returned."""
         probe, limiter = partial(_write_and_remove, self._path / "probe"), trio.CapacityLimiter(1)
-        await in_thread_at_last(probe, abandon_on_cancel=True, limiter=limiter)
+        await in_thread_at_last(probe, limiter=limiter)
         self.down = False
         log.warning("cache tier %s (%s) answers again", self._name, self._path)
 

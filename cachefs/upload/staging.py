@@ -166,7 +166,7 @@ class StagingDisk:
 
     async def _run_later(self, call: Callable[[], object]) -> None:
         try:
-            await in_thread_at_last(call, abandon_on_cancel=True, limiter=self._limiter)
+            await in_thread_at_last(call, limiter=self._limiter)
         except OSError as exc:
             log.warning("cannot remove what was written here: %s", exc)
         finally:
