@@ -34,11 +34,10 @@ class SteadyClock:
         self._since_boot = machine.since_boot
         boot_id = machine.boot_id().encode()
         if earlier is not None and earlier[_STATE.size :] == boot_id:
-            (self._booted_at,) = _STATE.unpack_from(earlier)
+            self._booted_at: float = _STATE.unpack_from(earlier)[0]
         else:
             self._booted_at = machine.wall() - machine.since_boot()
         self.state = _STATE.pack(self._booted_at) + boot_id
 
     def __call__(self) -> float:
-        now: float = self._booted_at + self._since_boot()
-        return now
+        return self._booted_at + self._since_boot()

@@ -13,9 +13,9 @@ a power cut at any time.
 A database that was not closed is rewritten: another process copies all rows to a fresh file, which replaces the old one. So
 the effects of a damaged page on LMDB (an exception, SIGBUS, SIGSEGV, an endless loop) stay in that process, and no such page
 is written to. A million rows take half a second. If the disk has no room for a copy, that process only reads all rows, and
-the database is used as it is. With `killed`, the caller knows that SIGKILL ended the previous process,
-and nothing is rewritten. With `fsync=False` a power cut may leave writes out of order, so such a database is dropped if it
-was not closed and the machine has been rebooted since.
+the database is used as it is. With `killed`, the caller knows that SIGKILL ended the previous process, and no damaged page:
+nothing is rewritten, unless the machine has been rebooted since. With `fsync=False` a power cut may leave writes out of
+order, so such a database is dropped if it was not closed and the machine has been rebooted since.
 
 This module also handles what LMDB leaves to its user:
 
@@ -113,15 +113,12 @@ class Database:
         earlier: Sequence[str] = (),
         unsure: bool = False,
     ) -> None:
-        """Open or create. Raises `CacheInUse` if another process has it open, `CacheUnusable` if it cannot be created.
+        """Open or create. Raises `CacheInUse` if another process has it open, `CacheUnusable` if it cannot be created, or if
+        it is `precious` and would be dropped; then nothing is changed.
 
         `version` names the format of the rows; a database of another version is dropped, unless that is one of the
-        `earlier` ones, whose rows are right as they are. When a write fails and there is a `refuge` (a directory
-        that must not exist yet), the database continues there until it is closed. A `precious` one is never dropped:
-        this raises `CacheUnusable`, and changes nothing. `killed`: the previous
-        process ended by SIGKILL, so not by a damaged page; the database is not rewritten, unless the machine has
-        been rebooted since. `unsure`: after a reboot the mark has no boot id until the caller calls `sure`, because
-        the caller still has to repair the effects of a power cut."""
+        `earlier` ones, whose rows are right as they are. The `refuge` must not exist yet. `unsure`: after a reboot the mark
+        has no boot id until the caller calls `sure`, because the caller still has to repair the effects of a power cut."""
         self.path = path
         self._precious = precious
         self._killed = killed

@@ -383,10 +383,8 @@ class Device:
     def register(self, fd: int) -> int:
         """Register a backing file. Returns its backing id (1 or more); the kernel holds the file until `unregister`. Raises
         OSError if the kernel refuses it."""
-        number: int = fcntl.ioctl(
-            self.fd, protocol.BACKING_OPEN, bytearray(protocol.BACKING_MAP.pack(fd, 0, 0)), True
-        )
-        return number
+        file = bytearray(protocol.BACKING_MAP.pack(fd, 0, 0))
+        return fcntl.ioctl(self.fd, protocol.BACKING_OPEN, file, True)  # type: ignore[no-any-return]
 
     def unregister(self, number: int) -> None:
         if self.fd < 0:
