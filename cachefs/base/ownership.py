@@ -11,7 +11,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from cachefs.base.errors import CacheUnusable
@@ -92,7 +94,7 @@ def claim(path: Path, *, whole: bool = False) -> None:
             with suppress(FileNotFoundError):
                 _take_entry(fd, path, name, others_write)
         if other is None:  # last: a directory that was refused above must be refused again
-            _narrow(fd, found.st_mode, DIRECTORY_MODE)
+            _narrow(found.st_mode, DIRECTORY_MODE, partial(os.fchmod, fd))
     finally:
         os.close(fd)
 
@@ -109,12 +111,8 @@ def _take_entry(fd: int, path: Path, name: str, others_write: bool) -> None:
             f"{path / name} belongs to {_user(entry.st_uid)}, and this is {_user(os.geteuid())}: chown or remove it"
         )
     plain = stat.S_ISDIR(entry.st_mode) or stat.S_ISREG(entry.st_mode)
-    if plain and entry.st_uid == os.geteuid() and entry.st_mode & 0o077:
-        try:
-            os.chmod(name, stat.S_IMODE(entry.st_mode) & DIRECTORY_MODE, dir_fd=fd)
-        except OSError as exc:
-            if exc.errno not in WITHOUT_MODES:
-                raise
+    if plain and entry.st_uid == os.geteuid():
+        _narrow(entry.st_mode, DIRECTORY_MODE, partial(os.chmod, name, dir_fd=fd))
 
 
 def open_file(path: Path | str, flags: int) -> int:
@@ -122,7 +120,7 @@ def open_file(path: Path | str, flags: int) -> int:
     fd = os.open(path, flags | os.O_NOFOLLOW, FILE_MODE)
     try:
         if flags & os.O_CREAT:
-            _narrow(fd, os.fstat(fd).st_mode, FILE_MODE)
+            _narrow(os.fstat(fd).st_mode, FILE_MODE, partial(os.fchmod, fd))
     except BaseException:
         os.close(fd)
         raise
@@ -134,11 +132,11 @@ def read(path: Path) -> bytes:
         return file.read()
 
 
-def _narrow(fd: int, mode: int, allowed: int) -> None:
-    """Remove the permissions that are not in `allowed`."""
+def _narrow(mode: int, allowed: int, change: Callable[[int], None]) -> None:
+    """Remove the permissions that are not in `allowed`, by a call of `change`, if the filesystem has modes."""
     if mode & ~allowed & 0o777:
         try:
-            os.fchmod(fd, stat.S_IMODE(mode) & allowed)
+            change(stat.S_IMODE(mode) & allowed)
         except OSError as exc:
             if exc.errno not in WITHOUT_MODES:
                 raise

@@ -92,16 +92,17 @@ def mount_of(fd: int) -> Mount | None:
 
 def remarks(mount: Mount, uid: int) -> list[str]:
     """Options of a mount that are probably mistakes, one line each; `uid` is the daemon's."""
-    owner = next((o.removeprefix("user_id=") for o in mount.options if o.startswith("user_id=")), str(uid))
     if "allow_other" in mount.options:
         if "default_permissions" in mount.options:
             return []
         return [
             f"{mount.path} is mounted without default_permissions: modes and owners of files mean nothing"
         ]
-    if owner == str(uid):
+    if mount.owner in (None, uid):
         return []
-    return [f"{mount.path} is mounted for user {owner} alone: user {uid}, who serves it, cannot look at it"]
+    return [
+        f"{mount.path} is mounted for user {mount.owner} alone: user {uid}, who serves it, cannot look at it"
+    ]
 
 
 # -- mounts of a user without rights ---------------------------------------------------------------
