@@ -18,6 +18,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 
@@ -48,15 +49,13 @@ for each name."""
 _MISSING = object()
 
 
+@dataclass(slots=True, eq=False)
 class _Rows:
     """Rows that are not committed yet. A key is the table's number (one byte) and the key in the table, so that one `update`
     adds all rows of a write: a reader in another thread sees all of them or none. The value None is a deletion."""
 
-    __slots__ = ("_order", "values")
-
-    def __init__(self, values: dict[bytes, bytes | None]) -> None:
-        self.values = values
-        self._order: list[bytes] = []
+    values: dict[bytes, bytes | None]
+    _order: list[bytes] = field(default_factory=list)
 
     def between(self, start: bytes, stop: bytes, limit: int) -> tuple[dict[bytes, bytes | None], bytes]:
         """(at most `limit` rows with start <= key < stop, the key below which no such row is left out)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -382,7 +382,7 @@ class Ledger:
     is the first path component below the mounted prefix."""
 
     def __init__(self) -> None:
-        self.datasets: dict[str, Account] = {}
+        self.datasets: dict[str, Account] = defaultdict(Account)
         self.waits = Waits(time.monotonic, identify)
         self.misses = Misses(time.time)
         self.origin_seconds = {kind: Histogram() for kind in ORIGIN_REQUESTS}
@@ -392,8 +392,6 @@ class Ledger:
         """The account of the dataset that a key (or the prefix of a listing) belongs to."""
         first, slash, _ = key[len(prefix) :].lstrip("/").partition("/")
         name = prefix + first if slash else prefix
-        if name not in self.datasets:
-            if len(self.datasets) >= DATASETS:
-                name = OTHERS
-            self.datasets.setdefault(name, Account())
+        if name not in self.datasets and len(self.datasets) >= DATASETS:
+            name = OTHERS
         return self.datasets[name]

@@ -183,8 +183,7 @@ def mounts(root: Path = Path("/")) -> list[Mount]:
 
 def mount_at(path: Path) -> Mount | None:
     """The topmost mount whose mountpoint is exactly `path`."""
-    found = [mount for mount in mounts() if mount.path == str(path)]
-    return found[-1] if found else None
+    return next((mount for mount in reversed(mounts()) if mount.path == str(path)), None)
 
 
 def elsewhere(mount: Mount) -> list[str]:

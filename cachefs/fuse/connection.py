@@ -86,8 +86,7 @@ def device_of(fd: int) -> str:
 def mount_of(fd: int) -> Mount | None:
     """The mount of a descriptor that this process sees, or None. Of several, the first that shows the whole filesystem."""
     device = device_of(fd)
-    found = [mount for mount in mounts() if mount.device == device]
-    return next((mount for mount in found if mount.root == "/"), None)
+    return next((mount for mount in mounts() if mount.device == device and mount.root == "/"), None)
 
 
 def remarks(mount: Mount, uid: int) -> list[str]:

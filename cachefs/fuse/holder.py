@@ -121,8 +121,9 @@ class Holder:
                 return code  # the service manager starts another holder; without a manager the mount is dead
             if self._stopping:
                 return self._unmount_dead(code)
+            cause = f"signal {code - 128}" if code > 128 else f"exit code {code}"
             killed = code == 128 + signal.SIGKILL
-            if not self._count_death("" if code == HANDED_OVER else _describe_exit(code), killed=killed):
+            if not self._count_death("" if code == HANDED_OVER else cause, killed=killed):
                 return self._finish(code)
             self._retry_s, self._load_at = STAND_BY_S, 0.0
             self._socket.close()
@@ -368,10 +369,6 @@ def _notify(message: str, *fds: int) -> None:
 def _send(to: _socket.socket, message: bytes, fds: Sequence[int]) -> None:
     passed = struct.pack(f"{len(fds)}i", *fds)
     to.sendmsg([message], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, passed)] if fds else [])
-
-
-def _describe_exit(code: int) -> str:
-    return f"signal {code - 128}" if code > 128 else f"exit code {code}"
 
 
 def _log_line(line: str) -> None:

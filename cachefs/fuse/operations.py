@@ -350,12 +350,8 @@ class Operations:
         self.metrics.fuse_read_bytes += len(data)
         return data
 
-    def release(self, fh: int) -> None:
-        self.metrics.fuse_release += 1
-        self.drop(fh)
-
     def drop(self, fh: int) -> None:
-        """Release a handle that the kernel does not have."""
+        """Release a handle that the kernel does not have, or has released."""
         if self._writable:
             self.writers.released(fh)
         self._fs.release(fh)

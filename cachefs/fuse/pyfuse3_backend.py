@@ -253,8 +253,9 @@ class Pyfuse3Backend(pyfuse3.Operations):
         await self._answer(_done, self.operations.fsync, self.operations.writers.process(fh), fh)
 
     async def release(self, fh: int) -> None:
+        self._metrics.fuse_release += 1
         try:
-            self.operations.release(fh)
+            self.operations.drop(fh)
         except Exception:
             log.exception("release")
 

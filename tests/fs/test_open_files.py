@@ -426,7 +426,7 @@ async def test_what_a_second_walk_finds_can_be_opened(how: str, late: str) -> No
             assert await p.mount.pread(fh) == b"1"
             await trio.testing.wait_all_tasks_blocked()
             assert p.files == 1, "it is held open no longer than until then"
-            p.operations.release(fh)
+            p.operations.drop(fh)
         await trio.testing.wait_all_tasks_blocked()
         assert p.files == 0
         assert await p.walk() == await p.mount.ino("f") and p.files == 0, "and this is no second walk"
@@ -450,7 +450,7 @@ async def test_a_thread_that_the_daemon_before_has_told_walks_again(later: bool,
             return
         fh = await p.open(ino)
         assert await p.mount.pread(fh) == b"1"
-        p.operations.release(fh)
+        p.operations.drop(fh)
 
 
 @pytest.mark.parametrize("told", ["open", "stat"])
@@ -468,7 +468,7 @@ async def test_the_kernel_asks_several_times_in_one_walk(told: str) -> None:
         await p.replace(b"5")
         fh = await p.open(ino)
         assert await p.mount.pread(fh) == b"4"
-        p.operations.release(fh)
+        p.operations.drop(fh)
 
 
 async def test_a_thread_that_opens_nothing_is_not_taken_to_walk_for_ever() -> None:
@@ -485,15 +485,15 @@ async def test_threads_whose_numbers_are_unknown_leave_each_other_what_they_foun
     """They are all 0: processes of another PID namespace."""
     async with program(0) as p:
         ino = await p.walk()
-        p.operations.release(await p.open(ino))  # of another one
+        p.operations.drop(await p.open(ino))  # of another one
         assert await p.mount.read("f") == b"1"
         await p.replace(b"2")
-        p.operations.release(await p.open(ino))
+        p.operations.drop(await p.open(ino))
 
 
 async def test_a_create_that_is_told_estale_is_a_walk_too(monkeypatch: pytest.MonkeyPatch) -> None:
     async with program() as p:
-        p.operations.release(await p.create(b"other"))  # this ended the walk
+        p.operations.drop(await p.create(b"other"))  # this ended the walk
         await p.walk()
         assert p.files == 0
 
@@ -515,7 +515,7 @@ async def test_what_a_walk_holds_is_left_at_the_end_of_the_daemon() -> None:
         with trio.move_on_after(p.operations.deadline_s / 2):
             await p.operations.walks._hold(fh, _Walk())
         assert p.files == 1
-        p.operations.release(fh)
+        p.operations.drop(fh)
 
 
 async def test_walks_are_bounded() -> None:
@@ -634,7 +634,7 @@ async def test_what_a_second_walk_finds_can_be_changed(what: str, passthrough: b
             await mount.fs.write(changed, 1, b"x")
             assert await mount.pread(changed) == (b"sxcond" if what == "write" else b"\0x")
             await answer(operations.flush(1, changed))
-            operations.release(changed)
+            operations.drop(changed)
         elif what == "truncate":
             assert changed.size == shown.size == 2
         else:
