@@ -172,7 +172,7 @@ class Database:
         """False if its file was removed from outside, though another one may be there by now."""
         opened = self._opened
         try:
-            return opened is None or opened.is_at(self._data)
+            return opened is None or os.path.samestat(os.stat(self._data), os.fstat(opened.fd))
         except OSError:
             return False
 
@@ -506,7 +506,7 @@ class _Environment:
             with self.env.begin(write=True) as creating:  # one fsync for all tables of a new database
                 self.tables = {name: self.env.open_db(name.encode(), txn=creating) for name in names}
             os.chmod(path / "data.mdb", ownership.FILE_MODE)
-            self._fd = os.open(path / "data.mdb", os.O_RDONLY)
+            self.fd = os.open(path / "data.mdb", os.O_RDONLY)
         except BaseException:
             self.env.close()
             raise
@@ -515,14 +515,11 @@ class _Environment:
 
     def length(self) -> int:
         """Length of the file now, in bytes. Measured: lseek takes a third of fstat's time."""
-        return os.lseek(self._fd, 0, os.SEEK_END)
-
-    def is_at(self, path: Path) -> bool:
-        return os.path.samestat(os.stat(path), os.fstat(self._fd))
+        return os.lseek(self.fd, 0, os.SEEK_END)
 
     def close(self) -> None:
         self.env.close()
-        os.close(self._fd)
+        os.close(self.fd)
 
 
 def _open_env(path: Path, tables: int, *, fsync: bool) -> Any:

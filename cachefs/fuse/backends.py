@@ -189,10 +189,11 @@ def _connection(
     config: Config, title: str, tier_dirs: Sequence[Path], writable: bool, handover: Handover | None
 ) -> Connected:
     """The ended daemon's connection, or a new one as this process may make it. Raises `NotHere`, `MountError`."""
+    flags = _flags(config)
     if handover is not None and handover.taking_over:
-        number, minor, flags = handover.agreed()
+        number, minor, capabilities = handover.agreed()
         device = Device.adopt(handover.fd, config.mountpoint, number, writable=writable)
-        agreed = Negotiated(minor, Init(flags))
+        agreed = Negotiated(minor, Init(capabilities))
     elif config.descriptor is not None:
         try:
             # Depth 2 would allow a cache on overlayfs, but prevent stacking a filesystem on the other process's mount.
@@ -200,12 +201,10 @@ def _connection(
         except OSError as exc:
             raise MountError(f"/dev/fd/{config.descriptor} cannot be served: {exc.strerror}") from exc
     elif os.geteuid() == 0:
-        return connect(title, _flags(config), tier_dirs, writable=writable)
+        return connect(title, flags, tier_dirs, writable=writable)
     else:
         try:
-            device, agreed = Device.connect_with_help(
-                config.mountpoint, title, _flags(config), writable=writable
-            )
+            device, agreed = Device.connect_with_help(config.mountpoint, title, flags, writable=writable)
         except (OSError, MountError) as exc:
             raise NotHere(f"no connection through fusermount3: {_reason(exc)}") from exc
         return Connected(device, agreed, dict.fromkeys(tier_dirs, "only root may register backing files"))
