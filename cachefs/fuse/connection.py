@@ -159,12 +159,14 @@ def abort(device: str) -> None:
 
 
 def end(mountpoint: Path, device: str) -> None:
-    """End the connection "major:minor"; if it is still mounted at `mountpoint`, by unmounting it, which for root ends it,
-    too."""
+    """End the connection "major:minor" ("": not known); if it is still mounted at `mountpoint`, by unmounting it, which for
+    root ends it, too."""
     mount = mount_at(mountpoint)
-    if mount is None or mount.device != device:
-        abort(device)
+    if device and (mount is None or mount.device != device):
+        abort(device)  # unmounted lazily, and still in use
     else:
+        # By force, because closing does not end the connection while a thread writes to the descriptor: its notification
+        # may wait for a lock whose holder waits for an answer.
         unmount(mountpoint, MNT_FORCE | MNT_DETACH)
 
 

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 import trio
 
 from cachefs.base.errors import MountError
-from cachefs.base.linux import MNT_DETACH, MNT_FORCE, is_dead, mount_at, probe, syscall
+from cachefs.base.linux import MNT_DETACH, is_dead, mount_at, probe, syscall
 from cachefs.base.metrics import Metrics
 from cachefs.base.tasks import contained
 from cachefs.fs import Backing, Entry, FileSystem
@@ -283,17 +283,11 @@ class Device:
         mountpoint, self._attached = self._attached, None
         if mountpoint is not None and unmount:
             mount = mount_at(mountpoint)
-            ours = mount is not None and mount.device == self.number
-            if self._ended():
-                # Another mount may have this device number by now. If the mount is dead, it is ours.
-                if ours and is_dead(probe(mountpoint)):
-                    connection.unmount(mountpoint, MNT_DETACH)
-            elif ours or not self.number:
-                # By force, because closing does not end the connection while a thread writes to the descriptor: its
-                # notification may wait for a lock whose holder waits for an answer.
-                connection.unmount(mountpoint, MNT_FORCE | MNT_DETACH)
-            else:
-                connection.abort(self.number)  # unmounted lazily, and still in use
+            if not self._ended():
+                connection.end(mountpoint, self.number)
+            # Another mount may have this device number by now. If the mount is dead, it is ours.
+            elif mount is not None and mount.device == self.number and is_dead(probe(mountpoint)):
+                connection.unmount(mountpoint, MNT_DETACH)
         elif self.number and self.fd >= 0 and not self._ended():
             # Another process may have a copy of the descriptor, and not read from it.
             connection.abort(self.number)

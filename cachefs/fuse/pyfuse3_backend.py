@@ -103,8 +103,7 @@ class Pyfuse3Backend(pyfuse3.Operations):
 
     def close(self, *, unmount: bool = True) -> None:
         if self._device:
-            # By force, as in Device.close: a running notification could block the rest. And libfuse does not unmount a
-            # connection that was aborted before.
+            # First, because a running notification could block libfuse, which does not unmount an aborted connection.
             if self._mountpoint is not None and unmount:
                 end(self._mountpoint, self._device)
             else:
