@@ -104,6 +104,20 @@ def remarks(mount: Mount, uid: int) -> list[str]:
     ]
 
 
+# -- mounts at a path ------------------------------------------------------------------------------
+
+
+def device_at(mountpoint: Path) -> str:
+    """The "major:minor" of the topmost mount at a path, "" if there is none. Sends no request to it."""
+    mount = mount_at(mountpoint)
+    return "" if mount is None else mount.device
+
+
+def mount_options(name: str, flags: Sequence[str], *, writable: bool) -> list[str]:
+    """The options of a mount through fusermount3 or libfuse."""
+    return [f"fsname={name}", "subtype=cachefs", "default_permissions", *flags, *["ro"] * (not writable)]
+
+
 # -- mounts of a user without rights ---------------------------------------------------------------
 
 
@@ -161,8 +175,7 @@ def abort(device: str) -> None:
 def end(mountpoint: Path, device: str) -> None:
     """End the connection "major:minor" ("": not known); if it is still mounted at `mountpoint`, by unmounting it, which for
     root ends it, too."""
-    mount = mount_at(mountpoint)
-    if device and (mount is None or mount.device != device):
+    if device and device_at(mountpoint) != device:
         abort(device)  # unmounted lazily, and still in use
     else:
         # By force, because closing does not end the connection while a thread writes to the descriptor: its notification

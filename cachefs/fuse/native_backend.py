@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 import trio
 
 from cachefs.base.errors import MountError
-from cachefs.base.linux import MNT_DETACH, is_dead, mount_at, probe, syscall
+from cachefs.base.linux import MNT_DETACH, is_dead, probe, syscall
 from cachefs.base.metrics import Metrics
 from cachefs.base.tasks import contained
 from cachefs.fs import Backing, Entry, FileSystem
@@ -191,9 +191,7 @@ class Device:
         cls, mountpoint: Path, name: str, flags: Sequence[str], *, writable: bool = False
     ) -> tuple[Device, Negotiated]:
         """Mount with fusermount3, for a user without rights, and negotiate. The mount is visible at once."""
-        options = [f"fsname={name}", "subtype=cachefs", "default_permissions", *flags]
-        options += ["ro"] * (not writable)
-        fd = connection.mount_with_help(mountpoint, options)
+        fd = connection.mount_with_help(mountpoint, connection.mount_options(name, flags, writable=writable))
         return cls.take(fd, stack_depth=1, writable=writable, mountpoint=mountpoint)
 
     @classmethod
@@ -268,8 +266,7 @@ class Device:
 
     def _set_mountpoint(self, mountpoint: Path) -> None:
         self._attached = mountpoint
-        mount = mount_at(mountpoint)  # fstat would send a request that this thread cannot answer now
-        self.number = mount.device if mount is not None else ""
+        self.number = connection.device_at(mountpoint)
 
     def close(self, *, unmount: bool = True) -> None:
         """Unmount if attached, even while in use, and end the connection; waiting requests fail with ECONNABORTED. Without
@@ -282,11 +279,10 @@ class Device:
             return
         mountpoint, self._attached = self._attached, None
         if mountpoint is not None and unmount:
-            mount = mount_at(mountpoint)
             if not self._ended():
                 connection.end(mountpoint, self.number)
             # Another mount may have this device number by now. If the mount is dead, it is ours.
-            elif mount is not None and mount.device == self.number and is_dead(probe(mountpoint)):
+            elif connection.device_at(mountpoint) == self.number and is_dead(probe(mountpoint)):
                 connection.unmount(mountpoint, MNT_DETACH)
         elif self.number and self.fd >= 0 and not self._ended():
             # Another process may have a copy of the descriptor, and not read from it.

@@ -19,12 +19,11 @@ from typing import Any, NoReturn, TypeVar, TypeVarTuple
 import pyfuse3
 
 from cachefs.base.errors import MountError
-from cachefs.base.linux import mount_at
 from cachefs.base.metrics import Metrics
 from cachefs.fs import Attributes, Backing, Entry, FileSystem, Space
 from cachefs.fs.dirty_files import Opened
 from cachefs.fs.filesystem import Created
-from cachefs.fuse.connection import abort, device_of, end
+from cachefs.fuse.connection import abort, device_at, device_of, end, mount_options
 from cachefs.fuse.operations import AttributesReply, Errno, LookupReply, Operations, Pending, Waiting
 
 log = logging.getLogger(__name__)
@@ -64,20 +63,16 @@ class Pyfuse3Backend(pyfuse3.Operations):
     # -- the backend ---------------------------------------------------------------------------------
 
     def mount(self, mountpoint: Path, name: str, flags: Sequence[str]) -> None:
-        options = {f"fsname={name}", "subtype=cachefs", "default_permissions", *flags}
-        if not self._writable:
-            options.add("ro")
-        self._begin(str(mountpoint), options)
+        self._begin(str(mountpoint), mount_options(name, flags, writable=self._writable))
         self._mountpoint = mountpoint
-        mount = mount_at(mountpoint)
-        self._device = mount.device if mount is not None else ""
+        self._device = device_at(mountpoint)
 
     def take(self, fd: int, name: str) -> None:
         """Serve a descriptor that another process has mounted, and will unmount. Raises `MountError`."""
         self._device = device_of(fd)
-        self._begin(f"/dev/fd/{fd}", {f"fsname={name}"})
+        self._begin(f"/dev/fd/{fd}", [f"fsname={name}"])
 
-    def _begin(self, mountpoint: str, options: set[str]) -> None:
+    def _begin(self, mountpoint: str, options: Sequence[str]) -> None:
         try:
             pyfuse3.init(self, mountpoint, {*pyfuse3.default_options, *options})
         except RuntimeError as exc:

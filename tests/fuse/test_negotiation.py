@@ -369,8 +369,7 @@ def test_closing_unmounts_what_is_ours(
 
     monkeypatch.setattr(connection, "umount", lambda path, flags: done.unmounted.append((path, flags)))
     monkeypatch.setattr(connection, "abort", done.aborted.append)
-    for module in (native_backend, connection):
-        monkeypatch.setattr(module, "mount_at", lambda _: there and SimpleNamespace(device=there))
+    monkeypatch.setattr(connection, "mount_at", lambda _: there and SimpleNamespace(device=there))
     with Pair() as pair:
         if gone == "unread":
             pair.near.close()  # what poll says of it then, it says of a connection that has ended
