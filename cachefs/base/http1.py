@@ -83,9 +83,14 @@ def parse_reply(data: bytes) -> Reply | None:
     return Reply(status, headers, int(length), _last(line[1], headers), stop)
 
 
-def _head(data: bytes, first: re.Pattern[bytes]) -> tuple[re.Match[bytes], dict[str, str], int] | None:
-    """(match of the first line with `first`, headers, length) of the head at the beginning of `data`; None while it is
-    incomplete."""
+class _Head(NamedTuple):
+    line: re.Match[bytes]
+    headers: dict[str, str]
+    stop: int
+
+
+def _head(data: bytes, first: re.Pattern[bytes]) -> _Head | None:
+    """The head at the beginning of `data`, whose first line matches `first`; None while it is incomplete."""
     end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES)
     if end < 0:
         if len(data) >= MAX_HEAD_BYTES:
@@ -108,7 +113,7 @@ def _head(data: bytes, first: re.Pattern[bytes]) -> tuple[re.Match[bytes], dict[
             raise NotHttp("not a header")
         name, value = header[1].decode().lower(), header[2].decode("latin-1").strip(" \t")
         headers[name] = f"{headers[name]}, {value}" if name in headers else value
-    return line, headers, end + 4
+    return _Head(line, headers, end + 4)
 
 
 def _last(minor: bytes, headers: Mapping[str, str]) -> bool:

@@ -13,8 +13,8 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from operator import itemgetter
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from cachefs.base.linux import UNSEEN, Identity, identify
 from cachefs.base.names import ObjectId
@@ -177,6 +177,12 @@ def about(key: str) -> None:
         call.key = key
 
 
+class SlowRead(NamedTuple):
+    seconds: float
+    ended: float
+    wait: Wait
+
+
 class Waits:
     """Processes that waited, how long and why. Times are seconds of `clock`; `identify` finds a thread's process."""
 
@@ -185,7 +191,7 @@ class Waits:
         self._identify = identify
         self._threads: OrderedDict[int, tuple[float, Process]] = OrderedDict()
         self._processes: OrderedDict[tuple[int, int], Process] = OrderedDict()
-        self._slow: list[tuple[float, float, Wait]] = []  # (seconds, when it ended, read), the slowest first
+        self._slow: list[SlowRead] = []  # the slowest first
         self._waiting: set[Wait] = set()
         self.total = Process(Identity(0, 0, 0, "all"), clock())
         self.read_seconds = Histogram()
@@ -253,11 +259,11 @@ class Waits:
             self.read_seconds.add(seconds)
             if seconds >= SLOW_S:
                 wait.on = max(READ_FROM, key=lambda what: wait.shares.get(what, 0.0))
-                reads = [(seconds, now, wait), *self._fresh(now)]
-                self._slow = sorted(reads, key=itemgetter(0), reverse=True)[:SLOWEST]
+                reads = [SlowRead(seconds, now, wait), *self._fresh(now)]
+                self._slow = sorted(reads, key=attrgetter("seconds"), reverse=True)[:SLOWEST]
 
-    def _fresh(self, now: float) -> list[tuple[float, float, Wait]]:
-        return [read for read in self._slow if now - read[1] <= SLOW_FOR_S]
+    def _fresh(self, now: float) -> list[SlowRead]:
+        return [read for read in self._slow if now - read.ended <= SLOW_FOR_S]
 
     # Plain values for JSON. Points in time are seconds before now.
 

@@ -107,6 +107,14 @@ def why_not(config: Config) -> str:
     return ""
 
 
+class Agreed(NamedTuple):
+    """The negotiated parameters of a connection: the mount's device number, the protocol's minor version, and flags."""
+
+    number: str
+    minor: int
+    flags: int
+
+
 class Handover:
     """The holder's memory file and socket, as seen by a daemon that the holder has started."""
 
@@ -197,10 +205,10 @@ class Handover:
         socket.send_fds(self._socket, [b"/dev/fuse"], [fd])
         self.holds = True
 
-    def agreed(self) -> tuple[str, int, int]:
-        """The (device number, minor version, flags) that `hold` recorded, in this daemon or an earlier one."""
+    def agreed(self) -> Agreed:
+        """The parameters that `hold` recorded, in this daemon or an earlier one."""
         _, minor, flags, _, number = _CONNECTION.unpack_from(self._state, _CONNECTION_AT)
-        return _text(number), minor, flags
+        return Agreed(_text(number), minor, flags)
 
     def status(self) -> dict[str, int | float]:
         """Counts and pauses for `cachefs status`."""
