@@ -30,17 +30,7 @@ from cachefs.base import linux
 from cachefs.base.errors import MountError
 from cachefs.base.linux import end_with_parent
 from cachefs.base.shared_memory import SharedMemory
-from cachefs.fuse.holder import (
-    DEATHS,
-    DESCRIPTORS,
-    KILLED,
-    KILLED_AT,
-    MOUNTPOINT_AT,
-    MOUNTPOINT_BYTES,
-    RENEW,
-    STANDBY,
-    STANDBY_AT,
-)
+from cachefs.fuse import holder
 
 if TYPE_CHECKING:
     from cachefs.config.config import Config
@@ -53,7 +43,7 @@ FORMAT = 3
 _CONNECTION_AT, _CONNECTION = 24, struct.Struct("=IIQd32s")
 """format, minor version of the protocol, its flags, longest pause in seconds, device number"""
 
-_IDENTITY_AT, _IDENTITY_BYTES = KILLED_AT + 8, 16
+_IDENTITY_AT, _IDENTITY_BYTES = holder.KILLED_AT + 8, 16
 """Digest of the mount's identity (see `stand_by`); zeros before there is a mount."""
 
 _TABLE_AT = 2 * mmap.PAGESIZE
@@ -139,7 +129,7 @@ class Handover:
     @classmethod
     def from_environment(cls) -> Handover | None:
         """Open what the holder passed; None without a holder. Children inherit neither the variable nor the descriptors."""
-        text = os.environ.pop(DESCRIPTORS, "")
+        text = os.environ.pop(holder.DESCRIPTORS, "")
         if text and "NOTIFY_SOCKET" in os.environ:
             # The service manager starts another holder, whose daemon takes over the same connection.
             end_with_parent()
@@ -161,8 +151,9 @@ class Handover:
                 "on with it until they are as before"
             )
             os._exit(1)  # without an announcement, so that the daemon that asked for this one goes on itself
-        STANDBY.pack_into(self._state, STANDBY_AT, 0, FORMAT, version.encode()[:40])
-        struct.pack_into("=I", self._state, STANDBY_AT, os.getpid())  # last, because `renewed` waits for it
+        holder.STANDBY.pack_into(self._state, holder.STANDBY_AT, 0, FORMAT, version.encode()[:40])
+        # Last, because `renewed` waits for it.
+        struct.pack_into("=I", self._state, holder.STANDBY_AT, os.getpid())
         if found not in (0, FORMAT):
             log.error("this version cannot go on with a mount of state %d: it knows %d", found, FORMAT)
             os._exit(1)
@@ -175,8 +166,8 @@ class Handover:
         for fd in fds:
             os.set_inheritable(fd, False)
             self.fd, self.holds = fd, True
-        self.restarts, self._died_at, self.handed_over = DEATHS.unpack_from(self._state)
-        self.killed = self.taking_over and KILLED.unpack_from(self._state, KILLED_AT)[0]
+        self.restarts, self._died_at, self.handed_over = holder.DEATHS.unpack_from(self._state)
+        self.killed = self.taking_over and holder.KILLED.unpack_from(self._state, holder.KILLED_AT)[0]
         self.table = HandleTable(self._state_fd, _TABLE_AT)
         self.open = list(self.table.records())
         self.memory = SharedMemory(self._state_fd, _SHARED_AT)
@@ -197,9 +188,9 @@ class Handover:
     def hold(self, fd: int, mountpoint: Path, number: str, minor: int, flags: int) -> None:
         """Pass the connection `fd`, which this daemon has made, to the holder: it outlives this daemon from now on."""
         path = os.fsencode(mountpoint)
-        if len(path) >= MOUNTPOINT_BYTES:
+        if len(path) >= holder.MOUNTPOINT_BYTES:
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(mountpoint))
-        self._state[MOUNTPOINT_AT : MOUNTPOINT_AT + len(path) + 1] = path + b"\0"
+        self._state[holder.MOUNTPOINT_AT : holder.MOUNTPOINT_AT + len(path) + 1] = path + b"\0"
         self._state[_IDENTITY_AT : _IDENTITY_AT + _IDENTITY_BYTES] = self._identity
         _CONNECTION.pack_into(self._state, _CONNECTION_AT, FORMAT, minor, flags, 0.0, number.encode())
         socket.send_fds(self._socket, [b"/dev/fuse"], [fd])
@@ -227,11 +218,11 @@ class Handover:
         if it cannot take over, or has not announced itself within `within_s` seconds."""
         if not self.holder:
             raise MountError("the process that would start another daemon has died: umount, and mount again")
-        before = STANDBY.unpack_from(self._state, STANDBY_AT)[0]
-        os.kill(self.holder, RENEW)
+        before = holder.STANDBY.unpack_from(self._state, holder.STANDBY_AT)[0]
+        os.kill(self.holder, holder.RENEW)
         with trio.move_on_after(within_s):
             while True:
-                pid, known, version = STANDBY.unpack_from(self._state, STANDBY_AT)
+                pid, known, version = holder.STANDBY.unpack_from(self._state, holder.STANDBY_AT)
                 if pid not in (0, before):
                     break
                 await trio.sleep(LOOK_S)

@@ -25,7 +25,7 @@ from cachefs.base.shared_memory import SharedMemory
 from cachefs.fuse import handover, holder
 from cachefs.fuse.handover import HandleRecord, HandleTable, Handover, describe_handle
 
-LAYOUTS = {2: "eb6adad46cf4cc95", 3: "140914d679f14da6"}
+LAYOUTS = {2: "eb6adad46cf4cc95", 3: "4084e19ad4e3e8df"}
 """FORMAT → digest of what says where what lies in the memory file (`layout`)."""
 
 HERE = Path(__file__).parent
