@@ -58,7 +58,7 @@ from cachefs.origin import ObjectInfo, Origin
 from cachefs.upload import orphans
 from cachefs.upload.content import Row
 from cachefs.upload.dirty_file import DirtyFile
-from cachefs.upload.staging import HELD, remove, rewrite, sync_bytes, sync_names
+from cachefs.upload.staging import HELD, make_acknowledged, remove, sync_bytes, sync_names
 
 log = logging.getLogger(__name__)
 
@@ -270,8 +270,7 @@ class Journal:
             path = staging / row["file"]
             if not sync_bytes(path):  # otherwise the file has all that was written, and may be newer
                 remove(path)  # as in `_is_on_disk`
-                rewrite(path, content)
-                orphans.mark(path, row)
+                make_acknowledged(path, content, partial(orphans.mark, row=row))
         sync_names(staging)
         self._database.write([(CONTENTS, name, None) for name, _ in found])
         self._sizes.clear()
@@ -759,8 +758,9 @@ async def recover(
         origin = records.origin(row["source"], row["key"])
         if name in overtaken:
             if row["file"] not in files:
-                rewrite(staging / row["file"], journal.content(name) or b"")
-                orphans.mark(staging / row["file"], row)
+                make_acknowledged(
+                    staging / row["file"], journal.content(name) or b"", partial(orphans.mark, row=row)
+                )
                 files.add(row["file"])
             log.error("two files were to be uploaded as %s: the older one is kept aside", url)
         elif name in coming_back:

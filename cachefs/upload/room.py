@@ -10,15 +10,15 @@ programs: there the writer gets `NoRoom`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import trio
 
 from cachefs.base.errors import CacheUnusable, NoRoom
-from cachefs.base.names import ObjectId
+from cachefs.store import Store
 from cachefs.upload.sending import Parts, Sender
 from cachefs.upload.staging import LOOK_S, nearest_existing, translated
 
@@ -37,34 +37,6 @@ UNASKED = 1 << 30
 """Free bytes below which a writer gets no passthrough, because each of its writes has to be admitted. Derived: a disk of 4
 GB/s (PCIe 3.0, 4 lanes) writes so many bytes between two checks of the free space (`LOOK_S`)."""
 
-WholeVersion = tuple[ObjectId, bytes]
-"""(version, its whole content)."""
-
-
-class Cache(Protocol):
-    """The methods of the cache store that the uploads use."""
-
-    @property
-    def hangs(self) -> bool:
-        """True if its disk is known to hang."""
-
-    async def adopt(self, obj_id: ObjectId, path: Path) -> bool:
-        """Make the file, which is a version's whole content, its cache file. False if it is refused and still at `path`."""
-
-    async def adopt_bytes(self, versions: Sequence[WholeVersion]) -> list[bool]:
-        """`adopt` for several whole contents in memory. False for each that is refused."""
-
-    def take_out(self, backing: Any, users: int, path: Path) -> int | None:
-        """Rename a version's cache file to `path`. The caller's `users` continue to read it. Returns a descriptor for
-        reading only; None, with nothing changed, if it has other users."""
-
-    async def recast(self, old: ObjectId, new: ObjectId) -> bool:
-        """Make the cached blocks of `old` those of `new`, which the origin has copied or moved it to. False if they are
-        not."""
-
-    async def evict_to_hold(self, wanted: int) -> bool:
-        """Evict until the disk has `wanted` bytes more than are kept free. False if nothing more can be evicted."""
-
 
 class Writer(Protocol):
     """A dirty file that is being written."""
@@ -82,7 +54,7 @@ class StagingRoom:
 
     _directory: Path
     _keep_free: int
-    _cache: Cache
+    _cache: Store
     _begin_planned: Callable[[object], bool]
     _impatient_until: float = float("-inf")
 

@@ -721,23 +721,10 @@ def remove(path: Path) -> None:
         raise translated(exc, path.parent) from exc
 
 
-def rewrite(path: Path, data: bytes) -> None:
-    """Make `data` the content of a file, on the disk. A new file appears whole, by a rename. Blocking. Raises `NoRoom`,
-    `CacheUnusable`."""
-    # An existing file is written in place, because a process that has outlived its daemon may continue to write it.
-    place = path if path.exists() else _unfinished(path)
+def make_acknowledged(path: Path, data: bytes, mark: Mark) -> None:
+    """Make an acknowledged file that holds `data`, on the disk. Blocking. Raises `NoRoom`, `CacheUnusable`."""
     try:
-        fd = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            if place != path:
-                mark_new(place)
-            os.ftruncate(fd, len(data))
-            _write(fd, 0, data)
-            os.fdatasync(fd)
-        finally:
-            os.close(fd)
-        if place != path:
-            place.rename(path)
+        os.close(_written_file(path, data, mark=mark, synced=True))
     except OSError as exc:
         raise translated(exc, path.parent) from exc
 
@@ -815,23 +802,28 @@ def _make_read_only(fd: int) -> None:
     os.utime(fd, ns=(LONG_AGO_NS, LONG_AGO_NS))
 
 
-def _unfinished(path: Path) -> Path:
-    """The path where a file is written before it is renamed to `path`. If a kill leaves it there, the next start removes it,
-    or keeps it aside if the file system takes no mark (`orphans.py`)."""
-    return path.with_name(f"{path.name}.0")
-
-
-def _written_file(path: Path, data: bytes, *, for_passthrough: bool = False, mark: Mark | None = None) -> int:
+def _written_file(
+    path: Path,
+    data: bytes,
+    *,
+    for_passthrough: bool = False,
+    mark: Mark | None = None,
+    synced: bool = False,
+) -> int:
     """Make a file that holds `data`; returns its descriptor. After an error there is no file. With a `mark`, `data` was
     acknowledged: then the file appears whole, by a rename, because the next start prefers a file that exists to the
-    journal's copy. Blocking. Raises OSError."""
-    place = path if mark is None else _unfinished(path)
+    journal's copy. `synced`: before it appears, its bytes are on the disk. Blocking. Raises OSError."""
+    # If a kill leaves the unfinished file there, the next start removes it, or keeps it aside if the file system takes no
+    # mark (`orphans.py`).
+    place = path if mark is None else path.with_name(f"{path.name}.0")
     fd = os.open(place, os.O_RDWR | os.O_CREAT | (os.O_EXCL if mark is None else os.O_TRUNC), 0o600)
     mark_new(place)
     try:
         _write(fd, 0, data)
         if for_passthrough:
             _make_read_only(fd)
+        if synced:
+            os.fdatasync(fd)
         if mark is not None:
             place.rename(path)
             mark(path)

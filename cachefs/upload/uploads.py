@@ -35,7 +35,7 @@ from cachefs.base.names import ObjectId
 from cachefs.base.shared_memory import SharedMemory, Tail
 from cachefs.base.tasks import Ts, run_contained
 from cachefs.origin import ObjectInfo, Origin, Upload, each
-from cachefs.store import BackingFile
+from cachefs.store import BackingFile, Store
 from cachefs.upload import orphans
 from cachefs.upload.content import Row, State, Stored
 from cachefs.upload.dirty_file import DirtyFile, Way, Where
@@ -54,7 +54,7 @@ from cachefs.upload.journal import (
 )
 from cachefs.upload.passthrough import Passthrough
 from cachefs.upload.queue import IN_BACKGROUND, Queue, in_vain
-from cachefs.upload.room import UNASKED, Cache, StagingRoom, WholeVersion
+from cachefs.upload.room import UNASKED, StagingRoom
 from cachefs.upload.staging import (
     FULL,
     LOOK_S,
@@ -163,7 +163,7 @@ class Uploads:
         state_dir: Path,
         staging_dir: Path,
         origins: Iterable[Origin],
-        store: Cache,
+        store: Store,
         metrics: Metrics,
         *,
         nursery: trio.Nursery,
@@ -1099,7 +1099,7 @@ class Uploads:
 
     async def _adopt(self, dirty_files: Sequence[DirtyFile], stored: Sequence[Stored | None]) -> list[bool]:
         """Give each file to the cache as its version in `stored`. Returns for each whether the cache has taken it."""
-        adopted, in_memory = [False] * len(dirty_files), dict[int, WholeVersion]()
+        adopted, in_memory = [False] * len(dirty_files), dict[int, tuple[ObjectId, bytes]]()
         try:
             for place, (dirty_file, one) in enumerate(zip(dirty_files, stored, strict=True)):
                 file = dirty_file.file
