@@ -61,7 +61,7 @@ class Queue:
         records: Records,
         metrics: Metrics,
         committed: Callable[[DirtyFile, ObjectInfo], None],
-        settle: Callable[[DirtyFile], Awaitable[None]],
+        settle: Callable[[DirtyFile], None],
         *,
         delay_s: float,
         conditional: bool,
@@ -200,7 +200,7 @@ class Queue:
         self._committed(dirty_file, info)
         await self._records.forget(dirty_file)
         if not dirty_file.handles and not dirty_file.dirty:
-            self.start(f"settling {dirty_file.key}", self._settle, dirty_file)
+            self._settle(dirty_file)
 
     def _is_quiet(self, dirty_file: DirtyFile) -> bool:
         """True if no program writes the file in passthrough. If False, its last close, or a new plan, tries again."""
@@ -256,7 +256,7 @@ class Queue:
             if dirty_file.waits:  # the attempt was cancelled, or the file was changed meanwhile
                 self.plan(dirty_file, self.delay_s)
         if not dirty_file.dirty and not dirty_file.handles:
-            await self._settle(dirty_file)
+            self._settle(dirty_file)
 
     async def _finish(self, dirty_file: DirtyFile, pieces: list[Piece], size: int) -> tuple[ObjectInfo, bool]:
         """Upload; returns (the version at the origin, whether that is another client's, which has replaced the upload)."""

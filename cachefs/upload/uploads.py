@@ -195,7 +195,7 @@ class Uploads:
             self._records,
             metrics,
             lambda dirty_file, info: self.on_committed(dirty_file, info),
-            self._settle_sent,
+            self._settle_soon,
             delay_s=upload_delay_s,
             conditional=on_conflict == "fail",
         )
@@ -287,15 +287,7 @@ class Uploads:
         mark_new(path)
         file = StagingFile(self._disk, name, fd=fd)
         dirty_file = DirtyFile(
-            self,
-            name,
-            origin,
-            base.key,
-            file,
-            base.size,
-            base=base.etag,
-            mtime_ns=base.mtime_ns,
-            attrs=attrs,
+            self, name, origin, base.key, file, base.size, base=base.etag, mtime_ns=base.mtime_ns, attrs=attrs
         )
         dirty_file.content.stored_as(Stored(0, base))
         dirty_file.content.synced = 0
@@ -876,9 +868,7 @@ class Uploads:
                     deletes = True
                     await dirty_file.origin.delete(dirty_file.key)
             except BaseException:
-                await self._undo_copy(dirty_file)
-                if deletes:
-                    await self._undo_delete(dirty_file)
+                await self._undo(dirty_file, deletes=deletes)
                 await self._comes_back(dirty_file)
                 raise
             # Before the staging file is unlinked, which the next daemon would miss.
@@ -898,29 +888,25 @@ class Uploads:
         finally:
             dirty_file.trying.turn.release()
 
-    async def _undo_copy(self, dirty_file: DirtyFile) -> None:
-        """Have a clean file sent once more, if a rename that was to replace it has failed, and the origin has made the copy
-        all the same. A dirty file is sent anyway."""
-        if dirty_file.dirty or dirty_file.record.copied is None:
+    async def _undo(self, dirty_file: DirtyFile, *, deletes: bool) -> None:
+        """Have a clean file sent once more, if the removal of its name has failed, and the origin may have carried it out
+        all the same: it has a copy of another file in place of the object, or has deleted it (`deletes`). A dirty file is
+        sent anyway."""
+        if dirty_file.dirty or not (deletes or dirty_file.record.copied is not None):
             return
-        with trio.CancelScope(shield=True), suppress(CachefsError):
-            there = await self._own(dirty_file)
-            if there is not None and there.etag != dirty_file.base:
-                await dirty_file.send_again()
-
-    async def _undo_delete(self, dirty_file: DirtyFile) -> None:
-        """Have a clean file sent once more, if the request to delete its object has failed, and the origin may have deleted
-        it all the same. A dirty file is sent anyway."""
-        if dirty_file.dirty or self._dirty_files.get(dirty_file.id) is not dirty_file:
+        if self._dirty_files.get(dirty_file.id) is not dirty_file:
             return
         with trio.CancelScope(shield=True), suppress(CachefsError):
             with trio.move_on_after(GIVING_UP_S), suppress(CachefsError):
                 try:
-                    await dirty_file.origin.look(dirty_file.key)
+                    info, token = await dirty_file.origin.look(dirty_file.key)
                 except NotFound:
+                    if not deletes:
+                        return
                     dirty_file.base = None
                 else:
-                    return
+                    if info.etag == dirty_file.base or not dirty_file.is_own(info, token):
+                        return
             await dirty_file.send_again()
 
     async def _comes_back(self, dirty_file: DirtyFile) -> None:
@@ -1015,13 +1001,6 @@ class Uploads:
             return False
         return dirty_file.file.in_memory and dirty_file.size > 0 and not dirty_file.file.spoiled
 
-    async def _settle_sent(self, dirty_file: DirtyFile) -> None:
-        """As `_settle_soon`, after an upload, in its task."""
-        if self._goes_with_others(dirty_file):
-            self._together.add(dirty_file)
-        else:
-            await self._settle(dirty_file)
-
     async def _settle(self, dirty_file: DirtyFile, *, adopt: bool = True) -> None:
         """Settle a clean file that is not in use: give its file to the cache (with `adopt`), or remove it. Retried later
         while that is not possible."""
@@ -1066,10 +1045,8 @@ class Uploads:
     async def _give_to_cache(self, dirty_files: Sequence[DirtyFile]) -> None:
         """Give the staging files of these dirty files to the cache, which may refuse some. The caller holds their locks. All
         are in the state SETTLING before, and none is afterwards."""
-        adopted, stored = (
-            [False] * len(dirty_files),
-            [dirty_file.content.stored for dirty_file in dirty_files],
-        )
+        adopted = [False] * len(dirty_files)
+        stored = [dirty_file.content.stored for dirty_file in dirty_files]
         with ExitStack() as used:
             try:
                 for dirty_file in dirty_files:
@@ -1291,8 +1268,31 @@ class Uploads:
             await self.discard(dirty_file, replaced=True)
 
     def status(self) -> dict[str, Any]:
-        """Plain values for `cachefs status`; the file whose last change is the oldest comes first."""
-        return {"writeback": self._writeback, **_status(self.pending(), self._now_ns())}
+        """Plain values for `cachefs status`. `dirty_files` are the `SHOWN` whose last change is the oldest."""
+        pending = sorted(self.pending(), key=lambda dirty_file: dirty_file.mtime_ns)
+        failed = [dirty_file for dirty_file in pending if dirty_file.failure is not None]
+        return {
+            "writeback": self._writeback,
+            "pending": len(pending),
+            "pending_bytes": sum(dirty_file.size for dirty_file in pending),
+            "uploading": sum(dirty_file.attempt is not None for dirty_file in pending),
+            "failed": len(failed),
+            "last_error": str(failed[-1].failure) if failed else "",
+            "oldest_s": max(0.0, (self._now_ns() - pending[0].mtime_ns) / 1e9) if pending else 0.0,
+            "dirty_files": [
+                {
+                    "source": dirty_file.origin.source,
+                    "key": dirty_file.key,
+                    "size": dirty_file.size,
+                    "sent": dirty_file.parts.sent_bytes,
+                    "open": dirty_file.handles,
+                    "acknowledged": dirty_file.acknowledged,
+                    "uploading": dirty_file.attempt is not None,
+                    "error": str(dirty_file.failure or ""),
+                }
+                for dirty_file in pending[:SHOWN]
+            ],
+        }
 
     async def _fill(self, dirty_file: DirtyFile, base: ObjectId, count: int) -> None:
         """Copy the first `count` bytes of `base` into a new dirty file. They are read in order, as a program does, so that
@@ -1322,33 +1322,6 @@ def _is_pending(dirty_file: DirtyFile) -> bool:
         return dirty_file.look() or dirty_file.dirty
     except CachefsError:
         return True  # the staging file cannot be examined now, and may have changed
-
-
-def _status(pending: Sequence[DirtyFile], now_ns: int) -> dict[str, Any]:
-    """Plain values about pending files; `dirty_files` are the `SHOWN` whose last change is the oldest."""
-    pending = sorted(pending, key=lambda dirty_file: dirty_file.mtime_ns)
-    failed = [dirty_file for dirty_file in pending if dirty_file.failure is not None]
-    return {
-        "pending": len(pending),
-        "pending_bytes": sum(dirty_file.size for dirty_file in pending),
-        "uploading": sum(dirty_file.attempt is not None for dirty_file in pending),
-        "failed": len(failed),
-        "last_error": str(failed[-1].failure) if failed else "",
-        "oldest_s": max(0.0, (now_ns - pending[0].mtime_ns) / 1e9) if pending else 0.0,
-        "dirty_files": [
-            {
-                "source": dirty_file.origin.source,
-                "key": dirty_file.key,
-                "size": dirty_file.size,
-                "sent": dirty_file.parts.sent_bytes,
-                "open": dirty_file.handles,
-                "acknowledged": dirty_file.acknowledged,
-                "uploading": dirty_file.attempt is not None,
-                "error": str(dirty_file.failure or ""),
-            }
-            for dirty_file in pending[:SHOWN]
-        ],
-    }
 
 
 def _names(dirty_files: Sequence[DirtyFile]) -> str:
