@@ -42,7 +42,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -569,19 +569,12 @@ class Records:
     ) -> None:
         """Write a row. An acknowledged one also sets the attributes of the staging file: it is described before, and marked
         after. One that is not acknowledged removes the content."""
-        if not row["acknowledged"]:
-            await self.journal.write(DIRTY_FILES, dirty_file.id, row, content=None, within_s=within_s)
-            return
-        path = dirty_file.file.path
-        await self.journal.write(
-            DIRTY_FILES,
-            dirty_file.id,
-            row,
-            content=content,
-            first=partial(orphans.describe, path, row),
-            then=partial(orphans.acknowledge, path),
-            within_s=within_s,
-        )
+        how: dict[str, Any] = {"content": None}
+        if row["acknowledged"]:
+            path = dirty_file.file.path
+            first, then = partial(orphans.describe, path, row), partial(orphans.acknowledge, path)
+            how = {"content": content, "first": first, "then": then}
+        await self.journal.write(DIRTY_FILES, dirty_file.id, row, within_s=within_s, **how)
 
     async def forget(
         self,
@@ -815,40 +808,26 @@ def _overtaken(rows: Mapping[str, Mapping[str, Any]], resumed: Mapping[str, Dirt
 def contents_of_unused(directory: Path, staging: Path) -> list[orphans.Orphan]:
     """The acknowledged files that the next mount takes from the journal in `directory`, which no daemon uses, and not from
     `staging`. Reads a copy, so nothing changes. Blocking. Raises `CacheUnusable` if the journal cannot be read."""
+    found = list[orphans.Orphan]()
     if not (directory / "data.mdb").exists():
-        return []
+        return found
     try:
-        with tempfile.TemporaryDirectory(prefix="cachefs-journal-") as place:
-            journal = Journal(Path(shutil.copytree(directory, Path(place) / "journal")))
-            try:
-                return _unsent_contents(journal, staging)
-            finally:
-                journal.close()
+        with (
+            tempfile.TemporaryDirectory(prefix="cachefs-journal-") as place,
+            closing(Journal(Path(shutil.copytree(directory, Path(place) / "journal")))) as journal,
+        ):
+            rows = journal.rows(DIRTY_FILES)
+            for name in restorable(rows, journal.contents_by_file(rows).keys()):
+                row, path = rows[name], staging / rows[name]["file"]
+                content = None if journal.may_be_newer(path) else journal.content(name)
+                if content is not None:
+                    about = len(content), row["mtime_ns"], row["source"], row["key"]
+                    found.append(orphans.Orphan(path, *about, waiting=True, content=content))
     except (OSError, CachefsError) as exc:
         log.debug("%s", exc)
         raise CacheUnusable(
             f"{directory} cannot be read: small files that it alone has are not listed"
         ) from exc
-
-
-def _unsent_contents(journal: Journal, staging: Path) -> list[orphans.Orphan]:
-    """As `contents_of_unused`, of an open journal."""
-    rows, found = journal.rows(DIRTY_FILES), list[orphans.Orphan]()
-    for name in restorable(rows, journal.contents_by_file(rows).keys()):
-        row, path = rows[name], staging / rows[name]["file"]
-        content = None if journal.may_be_newer(path) else journal.content(name)
-        if content is not None:
-            found.append(
-                orphans.Orphan(
-                    path,
-                    len(content),
-                    row["mtime_ns"],
-                    row["source"],
-                    row["key"],
-                    waiting=True,
-                    content=content,
-                )
-            )
     return found
 
 

@@ -45,9 +45,6 @@ RETRYABLE = (OriginFailed, Transient, NoSuchUpload)
 """Errors of the origin that may end by themselves, and that leave the outcome of an upload unknown. Any other error stays
 until a user removes its cause."""
 
-Planned = tuple[float, int, DirtyFile]
-"""(due time by trio's clock, serial number, dirty file) of a planned upload. The number orders plans of equal times."""
-
 
 class Queue:
     """The queue of uploads. `committed` is called with each uploaded version before its waiters wake, and `settle` with each
@@ -74,7 +71,8 @@ class Queue:
         self._conditional = conditional
         self._repeats = Repeats(clock=trio.current_time)
         self._rng = random.Random()
-        self._due: list[Planned] = []  # a heap
+        # A heap of planned uploads: due time, serial number (it orders plans of equal times), dirty file.
+        self._due: list[tuple[float, int, DirtyFile]] = []
         self._numbers = itertools.count()
         self._busy = 0  # running tasks of `_in_background`
         self._closed = False
@@ -221,11 +219,9 @@ class Queue:
         try:
             with attempt.scope, dirty_file.file.used():
                 async with dirty_file.lock:
-                    if dirty_file.kernel.in_passthrough:  # opened so after `_new_attempt` had checked it
-                        attempt.scope.cancel()
-                        await trio.lowlevel.checkpoint()
-                    if dirty_file.between and not attempt.waiters:  # changed after the plan was due
-                        dirty_file.trying.overdue = True
+                    # Since `_new_attempt`, the file may have been changed, or opened in passthrough.
+                    dirty_file.trying.overdue = dirty_file.between and not attempt.waiters
+                    if dirty_file.trying.overdue or dirty_file.kernel.in_passthrough:
                         attempt.scope.cancel()
                         await trio.lowlevel.checkpoint()
                     if dirty_file.kernel.shared:
@@ -260,15 +256,18 @@ class Queue:
 
     async def _finish(self, dirty_file: DirtyFile, pieces: list[Piece], size: int) -> tuple[ObjectInfo, bool]:
         """Upload; returns (the version at the origin, whether that is another client's, which has replaced the upload)."""
+
+        async def send() -> ObjectInfo:
+            preconditions = await self._preconditions(dirty_file)
+            return await dirty_file.sender.finish(pieces, size, preconditions)
+
         try:
             try:
-                preconditions = await self._preconditions(dirty_file)
-                return await dirty_file.sender.finish(pieces, size, preconditions), False
+                return await send(), False
             except Conflict as exc:
                 # The object at the origin may be that of an earlier attempt whose reply was lost, perhaps in a crash.
                 dirty_file.base = await self._ours(dirty_file, exc)
-                preconditions = await self._preconditions(dirty_file)
-                return await dirty_file.sender.finish(pieces, size, preconditions), False
+                return await send(), False
         except ObjectChanged:
             # The upload has succeeded, and then another client's object has replaced it: the last upload wins.
             return await dirty_file.origin.head(dirty_file.key), True

@@ -388,19 +388,14 @@ class Sender:
                     raise self.failed
                 # Shielded for at most the origin's deadline, because an upload must be recorded once it exists.
                 with trio.CancelScope(shield=True):
-                    await self._begin()
-            assert self.upload is not None
+                    upload = await self._what.origin.begin_upload(self._what.key)
+                    try:
+                        await self._what.begun(upload)
+                    except CachefsError:
+                        await upload.abort()
+                        raise
+                self.upload = upload
             return self.upload
-
-    async def _begin(self) -> None:
-        """Begin a multipart upload and record it; abort it if it cannot be recorded."""
-        upload = await self._what.origin.begin_upload(self._what.key)
-        try:
-            await self._what.begun(upload)
-        except CachefsError:
-            await upload.abort()
-            raise
-        self.upload = upload
 
     @contextmanager
     def _ticket(self) -> Iterator[Ticket]:

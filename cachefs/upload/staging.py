@@ -729,13 +729,6 @@ def make_acknowledged(path: Path, data: bytes, mark: Mark) -> None:
         raise translated(exc, path.parent) from exc
 
 
-def touch(directory: Path) -> None:
-    """Change the times of a directory, which returns once its disk answers. Blocking. Errors are ignored, because the
-    caller's next change meets them."""
-    with suppress(OSError):
-        os.utime(directory)
-
-
 def can_lease(directory: Path) -> bool:
     """True if the kernel refuses a lease on a file of this directory that is open for writing. Blocking."""
     try:
@@ -803,12 +796,7 @@ def _make_read_only(fd: int) -> None:
 
 
 def _written_file(
-    path: Path,
-    data: bytes,
-    *,
-    for_passthrough: bool = False,
-    mark: Mark | None = None,
-    synced: bool = False,
+    path: Path, data: bytes, *, for_passthrough: bool = False, mark: Mark | None = None, synced: bool = False
 ) -> int:
     """Make a file that holds `data`; returns its descriptor. After an error there is no file. With a `mark`, `data` was
     acknowledged: then the file appears whole, by a rename, because the next start prefers a file that exists to the

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 from uuid import uuid4
 
 import trio
@@ -55,16 +56,7 @@ from cachefs.upload.journal import (
 from cachefs.upload.passthrough import Passthrough
 from cachefs.upload.queue import IN_BACKGROUND, Queue, in_vain
 from cachefs.upload.room import UNASKED, StagingRoom
-from cachefs.upload.staging import (
-    FULL,
-    LOOK_S,
-    Buffer,
-    StagingDisk,
-    StagingFile,
-    mark_new,
-    spill_tail,
-    touch,
-)
+from cachefs.upload.staging import FULL, LOOK_S, Buffer, StagingDisk, StagingFile, mark_new, spill_tail
 
 log = logging.getLogger(__name__)
 
@@ -100,24 +92,6 @@ class Reader(Protocol):
     def open(self, origin: Origin, object_id: ObjectId) -> Any: ...
     def close(self, opened: Any) -> None: ...
     async def read(self, opened: Any, offset: int, size: int, pid: int) -> Buffer: ...
-
-
-class _Resumable(NamedTuple):
-    """The record of a dirty file that goes on from the memory of the previous daemon. `mtime_ns` may be newer than that of
-    the `row`."""
-
-    mtime_ns: int
-    row: dict[str, Any]
-    origin: Origin
-
-
-class _Resumed(NamedTuple):
-    """What goes on from the memory of the previous daemon: dirty files by id, the ids of files that must not come back, and
-    the ids of records that no dirty file needs."""
-
-    files: dict[str, DirtyFile]
-    replaced: set[str]
-    unused: list[str]
 
 
 class Together:
@@ -271,7 +245,8 @@ class Uploads:
 
     async def disk_answers(self) -> None:
         """Wait until the staging directory's disk has carried out a change, before `take` makes one on the trio thread."""
-        await self._disk.run(partial(touch, self._disk.directory))
+        with suppress(OSError):  # the caller's next change meets the error
+            await self._disk.run(partial(os.utime, self._disk.directory))
 
     def take(
         self, origin: Origin, base: ObjectInfo, backing: Any, users: int, attrs: Mapping[str, Any]
@@ -529,22 +504,26 @@ class Uploads:
         if dirty_file.acknowledged and not dirty_file.handles:
             self._forget(dirty_file)
 
-    async def _resume(self, open_inos: Container[int]) -> _Resumed:
+    async def _resume(self, open_inos: Container[int]) -> tuple[dict[str, DirtyFile], set[str], list[str]]:
         """Make the dirty files that go on from the memory of the previous daemon: those with changes, and those that the
         kernel has open (`open_inos`). Ends of files that were in memory are on the disk afterwards; on a full disk a small
-        file stays in memory."""
-        assert self._disk.shared is not None
-        records, found, unused = self._disk.shared.records, dict[str, DirtyFile](), list[str]()
+        file stays in memory. Returns these dirty files by id, the ids of files that must not come back, and the ids of
+        records that no dirty file needs."""
+        found, unused = dict[str, DirtyFile](), list[str]()
+        if self._disk.shared is None:
+            return found, set(), unused
         done = set[str]()  # files that are removed or uploaded, of which the journal may still have rows
         # Uploaded files that the origin was to copy to their keys, and perhaps has not.
         uncopied = set[str]()
-        rows = records.found()
-        resumable = dict[str, _Resumable]()
-        for name, (mtime_ns, row) in rows.items():
+        rows = self._disk.shared.records.found()
+        resumable = dict[str, Origin]()
+        for name, (_, row) in rows.items():
             origin = self._records.origin(row["source"], row["key"])
             if origin is not None and (_has_changes(row) or row["ino"] in open_inos):
-                resumable[name] = _Resumable(mtime_ns, row, origin)
-        kept, lost = await self._take_tails(resumable)
+                resumable[name] = origin
+        kept, lost = await self._take_tails(
+            {rows[name][1]["file"]: (name, *rows[name]) for name in resumable}
+        )
         for name, (mtime_ns, row) in rows.items():
             has_bytes = row["file"] not in lost and (
                 row["file"] in kept
@@ -572,7 +551,8 @@ class Uploads:
         # A closed file that waits for its upload has no record. Its row in the journal tells which file it has replaced.
         journaled = self.journal.rows(DIRTY_FILES).items()
         over |= replaced_files({name: row for name, row in journaled if name not in rows})
-        for name, (mtime_ns, row, origin) in resumable.items():
+        for name, origin in resumable.items():
+            mtime_ns, row = rows[name]
             row["removed"] |= name in over
             if row["removed"] and row["ino"] not in open_inos:
                 unused.append(name)
@@ -586,22 +566,22 @@ class Uploads:
                 dirty_file.resumed(row)
                 found[name] = dirty_file
             except (OSError, CachefsError) as exc:
-                records.drop(name)
+                self._disk.shared.records.drop(name)
                 if row["dirty"]:
                     log.error("%s was being written, and is lost: %s", origin.name(row["key"]), str(exc))  # noqa: TRY400
-        return _Resumed(found, over, unused)
+        return found, over, unused
 
     async def _take_tails(
-        self, resumable: Mapping[str, _Resumable]
+        self, resumable: Mapping[str, tuple[str, int, dict[str, Any]]]
     ) -> tuple[dict[str, Tail], dict[str, str]]:
-        """Write the ends of files that the previous daemon had in memory to the disk. Returns the tails that stay in memory,
-        because the disk is full and has nothing of their files, and why others are lost, both by the names of the files."""
+        """Write the ends of files that the previous daemon had in memory to the disk. `resumable` has the id, mtime and row
+        of each dirty file. Returns the tails that stay in memory, because the disk is full and has nothing of their files,
+        and why others are lost. All keys are the names of the files."""
         assert self._disk.shared is not None
         kept, lost = dict[str, Tail](), dict[str, str]()
-        found = {one.row["file"]: (name, one) for name, one in resumable.items()}
         for tail in self._disk.shared.tails.found():
-            if tail.name in found:  # otherwise no dirty file needs it
-                name, (mtime_ns, row, _) = found[tail.name]
+            if tail.name in resumable:  # otherwise no dirty file needs it
+                name, mtime_ns, row = resumable[tail.name]
                 new_mark = partial(orphans.mark, row=row) if self.journal.has_content(name) else mark_new
                 path = self._disk.directory / tail.name
                 try:
@@ -707,12 +687,8 @@ class Uploads:
                 await self._records.acknowledge(dirty_file, HANGS_AFTER_S)
             comes_back = self._records.has_promised(dirty_file) or self._disk.shared is not None
             # A clean file that is open comes back, too: its users may go on writing it.
-            if (
-                own is not None
-                and leaves is not None
-                and comes_back
-                and (dirty_file.dirty or dirty_file.handles)
-            ):
+            comes_back &= dirty_file.dirty or dirty_file.handles > 0
+            if own is not None and leaves is not None and comes_back:
                 await leaves(own)
             if own is None or first:
                 await self._move(dirty_file, to, over)
@@ -1013,11 +989,9 @@ class Uploads:
             except CachefsError:  # the staging file cannot be examined now
                 self._settle_later(dirty_file)
                 return
-            info = dirty_file.committed
-            if dirty_file.handles or info is None:
+            # A running attempt settles the file at its end.
+            if dirty_file.handles or dirty_file.committed is None or dirty_file.attempt is not None:
                 return
-            if dirty_file.attempt is not None:
-                return  # the attempt's task settles the file at its end
             if not self.on_settling(dirty_file):
                 self._settle_later(dirty_file)
                 return
@@ -1045,26 +1019,27 @@ class Uploads:
     async def _give_to_cache(self, dirty_files: Sequence[DirtyFile]) -> None:
         """Give the staging files of these dirty files to the cache, which may refuse some. The caller holds their locks. All
         are in the state SETTLING before, and none is afterwards."""
-        adopted = [False] * len(dirty_files)
-        stored = [dirty_file.content.stored for dirty_file in dirty_files]
+        adopted = dict[DirtyFile, Stored]()
         with ExitStack() as used:
             try:
                 for dirty_file in dirty_files:
                     with suppress(CachefsError):  # `_adopt` meets the error again, and logs it
                         used.enter_context(dirty_file.file.used())
-                adopted = await self._adopt(dirty_files, stored)
-                for dirty_file, done, one in zip(dirty_files, adopted, stored, strict=True):
-                    if done and one is not None:
-                        await self._adopted_as(dirty_file, one)
+                adopted = await self._adopt(dirty_files)
+                for dirty_file, stored in adopted.items():
+                    await self._adopted_as(dirty_file, stored)
             finally:
-                for dirty_file, done in zip(dirty_files, adopted, strict=True):
-                    dirty_file.content.settled(done)
-            for dirty_file, done in zip(dirty_files, adopted, strict=True):
+                for dirty_file in dirty_files:
+                    dirty_file.content.settled(dirty_file in adopted)
+            for dirty_file in dirty_files:
                 # While a removal may fail, the staging file stays. Once it cannot, `_drop` may have come before this.
                 removing = dirty_file.discarded and not dirty_file.record.says_removed
-                if dirty_file.discarded and not done and not removing:
-                    dirty_file.file.remove()
-                if not done or dirty_file.handles or (dirty_file.discarded and not removing):
+                removed = dirty_file.discarded and not removing
+                if dirty_file not in adopted:
+                    if removed:
+                        dirty_file.file.remove()
+                    continue
+                if dirty_file.handles or removed:
                     continue
                 # The cache has the staging file, which cannot be opened any more once the block of `used` has ended. So
                 # there is no await from here to that end. If a removal is running and fails, the name shows the file again.
@@ -1074,33 +1049,32 @@ class Uploads:
                 else:
                     self._settled(dirty_file)
 
-    async def _adopt(self, dirty_files: Sequence[DirtyFile], stored: Sequence[Stored | None]) -> list[bool]:
-        """Give each file to the cache as its version in `stored`. Returns for each whether the cache has taken it."""
-        adopted, in_memory = [False] * len(dirty_files), dict[int, tuple[ObjectId, bytes]]()
+    async def _adopt(self, dirty_files: Sequence[DirtyFile]) -> dict[DirtyFile, Stored]:
+        """Give each file to the cache as the version that was uploaded last. Returns those that the cache has taken, with
+        these versions."""
+        adopted, in_memory = dict[DirtyFile, Stored](), dict[DirtyFile, Stored]()
+        contents = list[tuple[ObjectId, bytes]]()
         try:
-            for place, (dirty_file, one) in enumerate(zip(dirty_files, stored, strict=True)):
-                file = dirty_file.file
-                if (
-                    one is None
-                    or one.overtaken
-                    or not dirty_file.size
-                    or self._store.hangs
-                    or self._disk.hangs
-                ):
+            for dirty_file in dirty_files:
+                file, stored = dirty_file.file, dirty_file.content.stored
+                assert stored is not None
+                if stored.overtaken or not dirty_file.size or self._store.hangs or self._disk.hangs:
                     continue
                 file.check()
-                version = one.info.version(dirty_file.origin.source)
+                version = stored.info.version(dirty_file.origin.source)
                 if (held := file.held) is not None:
-                    in_memory[place] = version, held
-                else:
-                    with file.used():
-                        adopted[place] = await self._store.adopt(version, file.path)
+                    in_memory[dirty_file] = stored
+                    contents.append((version, held))
+                    continue
+                with file.used():
+                    if await self._store.adopt(version, file.path):
+                        adopted[dirty_file] = stored
             if in_memory:
-                kept = await self._store.adopt_bytes(list(in_memory.values()))
-                for place, done in zip(in_memory, kept, strict=True):
-                    adopted[place] = done
+                kept = await self._store.adopt_bytes(contents)
+                for (dirty_file, stored), done in zip(in_memory.items(), kept, strict=True):
                     if done:
-                        dirty_files[place].file.remove()
+                        adopted[dirty_file] = stored
+                        dirty_file.file.remove()
         except CachefsError as exc:
             log.info("not kept here: %s: %s", _names(dirty_files), exc)
         except Exception:
@@ -1173,10 +1147,8 @@ class Uploads:
         pending again, and are returned. With `memory`, files that were being written go on, too. All others are removed or
         moved aside (`journal.py`); their multipart uploads are aborted in the background. `open_inos` are the inodes that
         the kernel has open."""
-        resumed, over, unused = (
-            _Resumed({}, set(), []) if self._disk.shared is None else await self._resume(open_inos)
-        )
-        found = await recover(self._records, self._disk.directory, self._revive, resumed, over)
+        resumed, replaced, unused = await self._resume(open_inos)
+        found = await recover(self._records, self._disk.directory, self._revive, resumed, replaced)
         if self._disk.shared is not None:
             # Only now, because one may be the last to say which acknowledged file another has replaced.
             for name in unused:
@@ -1248,24 +1220,24 @@ class Uploads:
     async def _give_up(self, dirty_file: DirtyFile) -> None:
         """End a dirty file at a stop: settle it if it is clean, leave it to the next run if it is acknowledged or closed,
         and discard it otherwise."""
-        if not dirty_file.dirty:
-            while dirty_file.handles:
-                dirty_file.release()
-            await self._settle(dirty_file)
-        elif dirty_file.acknowledged or not dirty_file.handles:
+        clean, name = not dirty_file.dirty, dirty_file.origin.name(dirty_file.key)
+        if not clean and not dirty_file.acknowledged and dirty_file.handles:
+            if not dirty_file.discarded:
+                log.warning("%s was being written and is given up", name)
+            await self.discard(dirty_file, replaced=True)
+            return
+        if not clean:
             try:
                 # Before `halt`, which may hang: the next run must find all remaining files.
                 await self._records.acknowledge(dirty_file)
             except CachefsError as exc:
                 dirty_file.trying.failure = exc  # tells the daemon whether the next mount finds the file
-                self._queue.warn(dirty_file, exc, f"{dirty_file.origin.name(dirty_file.key)}: {exc}")
+                self._queue.warn(dirty_file, exc, f"{name}: {exc}")
             await self._queue.halt(dirty_file)
-            while dirty_file.handles:
-                dirty_file.release()
-        else:
-            if not dirty_file.discarded:
-                log.warning("%s was being written and is given up", dirty_file.origin.name(dirty_file.key))
-            await self.discard(dirty_file, replaced=True)
+        while dirty_file.handles:
+            dirty_file.release()
+        if clean:
+            await self._settle(dirty_file)
 
     def status(self) -> dict[str, Any]:
         """Plain values for `cachefs status`. `dirty_files` are the `SHOWN` whose last change is the oldest."""
