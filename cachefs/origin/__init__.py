@@ -9,7 +9,17 @@ deadline. Exceptions of libraries do not leave this room."""
 
 from cachefs.origin.attempts import Ticket
 from cachefs.origin.origin import Origin, Upload, each, new_token
-from cachefs.origin.protocol import ByteRange, FileRange, InMemory, Limits, ListPage, ObjectInfo, Part, Source
+from cachefs.origin.protocol import (
+    ByteRange,
+    FileRange,
+    InMemory,
+    Limits,
+    ListPage,
+    ObjectInfo,
+    Part,
+    Preconditions,
+    Source,
+)
 from cachefs.origin.registry import load_origin, open_origin
 
 __all__ = [
@@ -21,6 +31,7 @@ __all__ = [
     "ObjectInfo",
     "Origin",
     "Part",
+    "Preconditions",
     "Source",
     "Ticket",
     "Upload",

@@ -10,10 +10,11 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from cachefs.base.errors import CachefsError, Conflict, NoRoom, TooLarge
+from cachefs.base.errors import CachefsError, Conflict, NoRoom, NotFound, TooLarge
 from cachefs.base.tasks import Lock
 from cachefs.origin import InMemory, ObjectInfo, Origin, Source, Upload, new_token
 from cachefs.store import BackingFile
@@ -117,27 +118,13 @@ class Owner(Protocol):
 
     room: StagingRoom
 
-    def noted(self, dirty_file: DirtyFile) -> None:
-        """Write or remove the record for the next daemon, after a change of the file's state."""
-
-    def note_removed(self, dirty_file: DirtyFile) -> None:
-        """Change that record, if there is one, because the file is being discarded: the next daemon keeps it for its users
-        only."""
-
-    def wrote(self, dirty_file: DirtyFile) -> None:
-        """Handle a change that was made through the daemon."""
-
-    def found_changed(self, dirty_file: DirtyFile) -> None:
-        """Handle a change that was made past the daemon."""
-
-    def journaled(self, dirty_file: DirtyFile) -> bytes | None:
-        """The content that is stored in the journal, if any."""
-
-    async def keep(self, dirty_file: DirtyFile) -> None:
-        """Write the file's row in the journal."""
-
-    async def orphaned(self, dirty_file: DirtyFile, upload: Upload) -> None:
-        """Record an upload that will not be completed, so that it is aborted later."""
+    def noted(self, dirty_file: DirtyFile) -> None: ...
+    def note_removed(self, dirty_file: DirtyFile) -> None: ...
+    def wrote(self, dirty_file: DirtyFile) -> None: ...
+    def found_changed(self, dirty_file: DirtyFile) -> None: ...
+    def journaled(self, dirty_file: DirtyFile) -> bytes | None: ...
+    async def keep(self, dirty_file: DirtyFile) -> None: ...
+    async def orphaned(self, dirty_file: DirtyFile, upload: Upload) -> None: ...
 
 
 class DirtyFile:
@@ -246,6 +233,14 @@ class DirtyFile:
             return True
         return self.has_made(token)
 
+    async def own_object(self) -> ObjectInfo | None:
+        """The origin's current object at its key, if that is its own."""
+        with suppress(NotFound):
+            info, token = await self.origin.look(self.key)
+            if self.is_own(info, token):
+                return info
+        return None
+
     def has_made(self, token: str) -> bool:
         """True if the object with this token was made by an upload of this file, or of one that it has replaced."""
         return token.startswith((self._tokens, *self.record.tokens))
@@ -317,11 +312,11 @@ class DirtyFile:
         }
 
     def noted(self) -> None:
-        """See `Owner.noted`."""
+        """See `Uploads.noted`."""
         self._owner.noted(self)
 
     def note_removed(self) -> None:
-        """See `Owner.note_removed`."""
+        """See `Uploads.note_removed`."""
         self._owner.note_removed(self)
 
     @property
@@ -574,13 +569,13 @@ class DirtyFile:
         return await self.file.source(size)
 
     async def begun(self, upload: Upload) -> None:
-        """See `Sent.begun`."""
+        """Record a multipart upload, before its first part."""
         self.record.upload = upload.state()
         self.has_token(self.record.upload["stamp"])
         await self._owner.keep(self)
 
     async def orphaned(self, upload: Upload) -> None:
-        """See `Sent.orphaned`."""
+        """Record a multipart upload that could not be aborted."""
         await self._owner.orphaned(self, upload)
 
     # -- users -------------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
 """The journal of the uploads: what must survive a crash, in a database that is synced with each transaction.
 
-`Journal` is the database. It has a row for each dirty file that a crash must restore or clear away, rows of multipart
-uploads to abort, and objects that the filesystem stores. Rows that are written at the same time share one transaction, and
-one sync of the directory that has their staging files. So many small files cost the disk one wait. A damaged journal is
-never emptied. It is refused with the name of its directory, because the staging files may be the only copy of a user's work.
+`Journal` is the database. Rows that are written at the same time share one transaction, and one sync of the directory that
+has their staging files. So many small files cost the disk one wait. A damaged journal is never emptied. It is refused with
+the name of its directory, because the staging files may be the only copy of a user's work.
 
 `Records` writes the rows. A dirty file is *acknowledged* once its writer was told that its bytes are safe on this disk, or
 that they did not reach the origin. After a crash it comes back, with all that its staging file holds then, as on a local
@@ -140,6 +139,7 @@ class Journal:
             raise CacheUnusable(
                 f"{exc}; cachefs recover {directory.parent} lists the files that it is about"
             ) from exc
+        self.path = directory
         self._staging = staging
         self._last = self._next = _Batch()  # the batch that was written last, or is being written
         self._sizes: dict[str, int] = {}  # bytes of each content, by the dirty file's id
@@ -169,11 +169,6 @@ class Journal:
         """True if its files were removed from outside, though a second mount may have made new ones in their place."""
         return not self._database.in_place
 
-    def check_name(self) -> None:
-        """Raise `JournalRemoved` if its files were removed from outside."""
-        if self.removed:
-            raise JournalRemoved(f"{self._database.path} was removed while it is in use: mount again")
-
     @property
     def left(self) -> str | None:
         """The id of a dirty file, or the name of a note, whose row a failed transaction has not removed; None if there is
@@ -181,7 +176,7 @@ class Journal:
         return next((key.decode() for table, key in self._left if table != CONTENTS), None)
 
     def leaves(self, key: str) -> bool:
-        """True if a failed transaction has not removed the row of this dirty file."""
+        """True if a failed transaction should have removed the row of this dirty file."""
         return (DIRTY_FILES, key.encode()) in self._left
 
     def remove_later(self, key: str) -> None:
@@ -246,8 +241,9 @@ class Journal:
         path = self._staging / row["file"]
         if self.may_be_newer(path) and sync_bytes(path):
             return True
-        # After a failed sync the next one would succeed, although the disk does not have the bytes.
-        remove(path)
+        remove(
+            path
+        )  # after a failed sync the next one would succeed, although the disk does not have the bytes
         return False
 
     def may_be_newer(self, path: Path) -> bool:
@@ -397,7 +393,7 @@ class Journal:
                 self._sizes.setdefault(key.decode(), 0)
 
     def _write(self, puts: list[Put], batch: _Batch) -> None:
-        """Write the rows of a batch, and call its callbacks. Blocking."""
+        """Write the rows of a batch. Blocking."""
         for call in batch.first:
             call()
         if batch.names and self._staging is not None:
@@ -451,7 +447,7 @@ class StoredFile(NamedTuple):
 
 
 class Records:
-    """Writes the rows of dirty files, and clears away what earlier uploads have left: rows, and uploads at the origins."""
+    """Writes the rows of dirty files, and clears away what uploads have left: rows, and uploads at the origins."""
 
     def __init__(self, journal: Journal, origins: Sequence[Origin]) -> None:
         self.journal = journal
@@ -532,7 +528,8 @@ class Records:
         if dirty_file.dirty and dirty_file.content.is_ours:
             # Otherwise the caller would get a promise that the next mount cannot keep, because it would not find the file.
             dirty_file.file.check_name()
-            self.journal.check_name()
+            if self.journal.removed:
+                raise JournalRemoved(f"{self.journal.path} was removed while it is in use: mount again")
         async with self._turn(dirty_file, within_s):
             if dirty_file.content.synced > generation:
                 return  # another caller has acknowledged a later content meanwhile, which this one must not replace
@@ -544,7 +541,7 @@ class Records:
                 file = dirty_file.file
                 if content is not None:
                     stays = dirty_file.content.generation == generation
-                    await file.promise(partial(mark, dirty_file), stays=stays)
+                    await file.promise(lambda path: orphans.mark(path, dirty_file.row()), stays=stays)
                 try:
                     row = {**dirty_file.row(), "acknowledged": True}
                     await self._put(dirty_file, row, within_s, content=content)
@@ -569,12 +566,16 @@ class Records:
     ) -> None:
         """Write a row. An acknowledged one also sets the attributes of the staging file: it is described before, and marked
         after. One that is not acknowledged removes the content."""
-        how: dict[str, Any] = {"content": None}
+        first: Callable[[], None] | None = None
+        then: Callable[[], None] | None = None
         if row["acknowledged"]:
             path = dirty_file.file.path
             first, then = partial(orphans.describe, path, row), partial(orphans.acknowledge, path)
-            how = {"content": content, "first": first, "then": then}
-        await self.journal.write(DIRTY_FILES, dirty_file.id, row, within_s=within_s, **how)
+        else:
+            content = None
+        await self.journal.write(
+            DIRTY_FILES, dirty_file.id, row, content=content, first=first, then=then, within_s=within_s
+        )
 
     async def forget(
         self,
@@ -584,10 +585,9 @@ class Records:
         patient: bool = False,
         unlinks: bool = False,
     ) -> None:
-        """Remove the row of a dirty file, because the origin has the content or the file was removed: it must not come back
-        after a crash. If the journal fails, `run` removes the row later. `patient`: no caller waits for this. `unlinks`: the
-        same call in a worker thread may also remove the name of the staging file. Raises `DiskHangs` after `within_s`
-        seconds."""
+        """Remove the row of a dirty file, which must not come back after a crash. If the journal fails, `run` removes it
+        later. `patient`: no caller waits for this. `unlinks`: the same call in a worker thread may also remove the name of
+        the staging file. Raises `DiskHangs` after `within_s` seconds."""
         async with self._turn(dirty_file, within_s):
             await _outlive_row(dirty_file)
             before, dirty_file.content.row = dirty_file.content.row, Row.NONE
@@ -604,10 +604,9 @@ class Records:
                 dirty_file.noted()  # the record for the next daemon says that the row is out of date
 
     async def forget_replaced(self, dirty_file: DirtyFile) -> None:
-        """Record that the file which `dirty_file` replaced does not come back.
-
-        Until now only the row of `dirty_file` says so (`over`), so this is called before that row is removed. The replaced
-        file's own row stays, as one that was not acknowledged: the next start aborts what is left of its upload."""
+        """Record that the file which `dirty_file` replaced does not come back. Called before the row of `dirty_file` is
+        removed, because only that says so until now (`over`). The replaced file's own row stays, as one that was not
+        acknowledged: the next start aborts what is left of its upload."""
         over, dirty_file.record.over = dirty_file.record.over, None
         dirty_file.record.replaced = None
         if over is None:
@@ -695,11 +694,6 @@ async def _keep_bytes(dirty_file: DirtyFile) -> None:
     if not dirty_file.file.outlive_row():
         with suppress(CachefsError), dirty_file.file.used():  # then its users meet EIO if this daemon dies
             await dirty_file.file.try_spill()
-
-
-def mark(dirty_file: DirtyFile, path: Path) -> None:
-    """Mark a staging file that is made when its dirty file is acknowledged already (`StagingFile.promise`). Blocking."""
-    orphans.mark(path, dirty_file.row())
 
 
 # -- recovery of what an earlier run has left --------------------------------------------
@@ -798,7 +792,7 @@ async def recover(
 
 
 def _overtaken(rows: Mapping[str, Mapping[str, Any]], resumed: Mapping[str, DirtyFile]) -> set[str]:
-    """The ids of these dirty files whose keys later ones have. A disk that failed amid a transaction may leave such rows."""
+    """The ids of those whose keys later files have. A disk that failed amid a transaction may leave such rows."""
     last = {(one.origin.source, one.key): one.id for one in resumed.values() if not one.discarded}
     for name in sorted(rows.keys() - resumed.keys(), key=lambda name: rows[name]["mtime_ns"], reverse=True):
         last.setdefault((rows[name]["source"], rows[name]["key"]), name)

@@ -11,7 +11,6 @@ import logging
 import math
 import random
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import replace
 
 import trio
@@ -20,7 +19,6 @@ from cachefs.base.errors import (
     CachefsError,
     Conflict,
     NoSuchUpload,
-    NotFound,
     ObjectChanged,
     OriginFailed,
     Transient,
@@ -28,11 +26,11 @@ from cachefs.base.errors import (
 from cachefs.base.logs import Repeats
 from cachefs.base.metrics import Metrics
 from cachefs.base.tasks import Ts, contained, run_contained
-from cachefs.origin import ObjectInfo
+from cachefs.origin import ObjectInfo, Preconditions
 from cachefs.upload.content import Attempt, Row, Stored
 from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.journal import LONGEST_RETRY_S, RETRY_S, DiskHangs, Records
-from cachefs.upload.sending import Piece, Preconditions, expected
+from cachefs.upload.sending import Piece, expected
 from cachefs.upload.staging import LOOK_S, Lost
 
 log = logging.getLogger(__name__)
@@ -264,21 +262,15 @@ class Queue:
         try:
             try:
                 return await send(), False
-            except Conflict as exc:
+            except Conflict:
                 # The object at the origin may be that of an earlier attempt whose reply was lost, perhaps in a crash.
-                dirty_file.base = await self._ours(dirty_file, exc)
+                if (own := await dirty_file.own_object()) is None:
+                    raise
+                dirty_file.base = own.etag
                 return await send(), False
         except ObjectChanged:
             # The upload has succeeded, and then another client's object has replaced it: the last upload wins.
             return await dirty_file.origin.head(dirty_file.key), True
-
-    async def _ours(self, dirty_file: DirtyFile, conflict: Conflict) -> str:
-        """The etag of the object at the origin, if it is the file's own; otherwise raises `conflict`."""
-        with suppress(NotFound):
-            info, token = await dirty_file.origin.look(dirty_file.key)
-            if dirty_file.is_own(info, token):
-                return info.etag
-        raise conflict
 
     async def _preconditions(self, dirty_file: DirtyFile) -> Preconditions:
         """The preconditions of the next request, with a new token. The dirty file remembers the token before the request."""

@@ -1,15 +1,9 @@
-"""Sending one dirty file to one key of an origin: either in parts, some of them while the file is written, or in one
-request.
+"""Sending one dirty file to one key of an origin: in one request, or in parts, some of them while the file is written.
 
-If no part was sent before, the commit sends a small file whole, in one request, and a larger one in parts, several at a
-time. A multipart upload that the origin does not know any more (`NoSuchUpload`) is begun again, once.
-
-`Parts` decides which bytes are sent in which part, and when. It is pure policy.
-
-The origin's limits alone determine the cuts (part n begins where part n-1 ends, with the length `Limits.part_size`), so a
-part's number follows from its offset. While the file is written, a part is *ready* once the *frontier* has passed its end:
-the frontier is the end of what was written from the beginning without a gap, and a program that writes in order does not go
-back. If a program does, the part is *stale*, and is sent again at the commit, with all other *missing* parts.
+`Parts` decides which bytes are sent in which part, and when. It is pure policy. The origin's limits alone determine the
+cuts, so a part's number follows from its offset. While the file is written, a part is *ready* once the *frontier* has passed
+its end: the frontier is the end of what was written from the beginning without a gap, and a program that writes in order
+does not go back. If a program does, the part is *stale*, and is sent again at the commit, with all other *missing* parts.
 """
 
 from __future__ import annotations
@@ -20,14 +14,24 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import trio
 
 from cachefs.base.errors import CachefsError, NoSuchUpload, OriginFailed
 from cachefs.base.tasks import Lock, contained
-from cachefs.origin import FileRange, Limits, ObjectInfo, Origin, Part, Source, Ticket, Upload, each
+from cachefs.origin import (
+    FileRange,
+    Limits,
+    ObjectInfo,
+    Origin,
+    Part,
+    Preconditions,
+    Source,
+    Ticket,
+    Upload,
+    each,
+)
 from cachefs.upload.staging import StagingFile
 
 log = logging.getLogger(__name__)
@@ -44,16 +48,6 @@ AT_ONCE = 16
 100 ms at 1 GB/s. The gate bounds the requests of all dirty files."""
 
 
-@dataclass(frozen=True, slots=True)
-class Preconditions:
-    """What an upload may replace: the version `if_match`, nothing (`if_absent`), or any object if neither is set. An object
-    sent in one request carries the `token`."""
-
-    if_match: str | None = None
-    if_absent: bool = False
-    token: str = ""
-
-
 class Piece(NamedTuple):
     """Part `number` as bytes [start, stop) of the file. `touches` counts the changes of these bytes, so two pieces are equal
     only if they have the same content."""
@@ -65,15 +59,14 @@ class Piece(NamedTuple):
 
 
 class Parts:
-    """The parts of one multipart upload of a file of `size` bytes: which the origin has, and which are in flight
-    (`under_way`)."""
+    """The parts of a file of `size` bytes: which the origin has, and which are in flight (`under_way`)."""
 
     def __init__(self, limits: Limits, size: int = 0) -> None:
         self.size = size
         self.under_way: dict[int, Piece] = {}
         self._limits = limits
         self._cuts = [0]  # ends of parts, as far as they were needed: part n is [_cuts[n - 1], _cuts[n])
-        self._frontier = 0  # end of the bytes that were written from the beginning without a gap
+        self._frontier = 0
         self._next = 1  # number of the first part that was not sent early
         self._touches: dict[int, int] = {}  # changes of each part, by number
         self._rewrites = 0  # changes of all parts
@@ -189,21 +182,15 @@ class Parts:
 
 
 class Sent(Protocol):
-    """What a `Sender` needs of a dirty file: the file, its key, and calls that record a multipart upload, so that a crash
-    does not leave it at the origin."""
+    """What a `Sender` needs of a dirty file. It records multipart uploads, so that a crash does not leave them."""
 
     origin: Origin
     key: str
     file: StagingFile
 
-    async def source(self, size: int) -> Source:
-        """The first `size` bytes, for one request."""
-
-    async def begun(self, upload: Upload) -> None:
-        """Record a multipart upload, before its first part."""
-
-    async def orphaned(self, upload: Upload) -> None:
-        """Record a multipart upload that could not be aborted."""
+    async def source(self, size: int) -> Source: ...
+    async def begun(self, upload: Upload) -> None: ...
+    async def orphaned(self, upload: Upload) -> None: ...
 
 
 class Sender:
@@ -278,8 +265,8 @@ class Sender:
 
     async def finish(self, pieces: list[Piece], size: int, preconditions: Preconditions) -> ObjectInfo:
         """Upload the first `size` bytes as the object. They are the `pieces`, and must not change until this has returned or
-        raised; the file may be longer. The result has no `mtime_ns` (0) if only a HEAD would give it. Raises the errors of
-        `Origin.put` and `Upload`."""
+        raised; the file may be longer. An upload that the origin does not know any more is begun again, once. The result has
+        no `mtime_ns` (0) if only a HEAD would give it. Raises the errors of `Origin.put` and `Upload`."""
         self.failed, self._quiet = None, True
         try:
             try:

@@ -1,11 +1,10 @@
 """All dirty files of this node: a write begins one, a commit uploads it, and it is kept until the origin has its content.
+Then the cache adopts its staging file, so that files written here are cached here.
 
 By default a commit is an upload. With `writeback` a commit makes the bytes and a row of the journal durable on this disk,
 and the upload follows in the background. Without `writeback`, a dirty file has a row in three cases: an upload in parts has
 begun, which a crash would leave at the origin; an upload has failed, and the writer got the error; or a rename uploads the
 file.
-
-After the upload the cache adopts the staging file as the version's cache file, so that files written here are cached here.
 
 A rename takes the dirty file's `trying.turn` and first ends the running attempt: it cancels it, or waits for it if the
 origin may already be carrying it out. The origin's object at the old key may then be the dirty file's *own*: the version it
@@ -49,7 +48,6 @@ from cachefs.upload.journal import (
     Records,
     StoredFile,
     WaitingFile,
-    mark,
     recover,
     replaced_files,
 )
@@ -118,19 +116,16 @@ class Together:
 
 
 class Uploads:
-    """The dirty files, and their uploads.
-
-    `reader` reads the version that a dirty file begins with. Written files leave `keep_free_bytes` of the disk free while
-    that is possible (`room.py`). With `memory`, which outlives this process, files that are being written outlive it, too.
-    For `killed` see `Database`.
+    """The dirty files, and their uploads. `reader` reads the version that a dirty file begins with. With `memory`, which
+    outlives this process, files that are being written outlive it, too. For `killed` see `Database`.
 
     A dirty file is *settled* at its end: the cache adopts its staging file, or the file is removed, and the dirty file is
     forgotten. The filesystem sets the callbacks. `on_committed` is called with each version that the origin has got, before
-    its waiters wake; its `mtime_ns` is the dirty file's if the origin's would cost a request. `on_settling` is called before
-    a dirty file is settled; while it returns False, settling waits. `on_settled` is called once the dirty file is settled;
-    until then it can be opened. `on_changed` is called when a change in passthrough was found.
+    its waiters wake; its `mtime_ns` is the dirty file's if the origin's would cost a request. While `on_settling` returns
+    False, settling waits. `on_settled` is called once the dirty file is settled; until then it can be opened. `on_changed`
+    is called when a change in passthrough was found.
 
-    The constructor opens the journal, which blocks, so call it before mounting. Raises `NoRoom`, `CacheUnusable`."""
+    The constructor opens the journal, and blocks. Raises `NoRoom`, `CacheUnusable`."""
 
     def __init__(
         self,
@@ -195,8 +190,7 @@ class Uploads:
     ) -> DirtyFile:
         """Make a dirty file for `key`, with the first `upto` bytes of `base` (None: all of them), or empty without `base`.
         If conflicts are failures, `base` is also the version that the upload may replace (None: it may replace none).
-
-        Raises `NoRoom`, `CacheUnusable`, and the errors of reading `base`; then no staging file is left."""
+        Raises `NoRoom`, `CacheUnusable`, and the errors of reading `base`."""
         count = 0 if base is None else base.size if upto is None else min(upto, base.size)
         etag = None if base is None else base.etag
         mtime_ns = self._now_ns() if mtime_ns is None else mtime_ns
@@ -251,9 +245,8 @@ class Uploads:
     def take(
         self, origin: Origin, base: ObjectInfo, backing: Any, users: int, attrs: Mapping[str, Any]
     ) -> DirtyFile | None:
-        """Make a dirty file whose staging file is the cache file of `base`. It has the content of `base`, so it is clean;
-        an upload of its changes will replace `base`. The kernel has the cache file open as `backing`; `users` are the
-        caller's uses of it. None if the file has other users, or passthrough is impossible."""
+        """Make a clean dirty file whose staging file is the cache file of `base`. The kernel has the cache file open as
+        `backing`; `users` are the caller's uses of it. None if the file has other users, or passthrough is impossible."""
         name = uuid4().hex
         path = self._disk.directory / name
         fd = self._store.take_out(backing, users, path) if self.passthrough.possible else None
@@ -273,11 +266,13 @@ class Uploads:
     def open(self, dirty_file: DirtyFile) -> None:
         """Add a user, a reader or a writer."""
         dirty_file.open()
-        if dirty_file.handles == 1 and not dirty_file.acknowledged:
+        if dirty_file.handles > 1:
+            return
+        if not dirty_file.acknowledged:
             # Its row may be gone since its upload, and the bytes with it. Without memory for them, its users meet EIO after
             # a kill.
             dirty_file.file.outlive_row()
-        if dirty_file.handles == 1 and not self._is_noted(dirty_file):
+        if not self._is_noted(dirty_file):
             self.noted(dirty_file)
 
     def release(self, dirty_file: DirtyFile) -> None:
@@ -291,11 +286,12 @@ class Uploads:
         self._forget_acknowledged(dirty_file)
         if dirty_file.backing is not None:
             self.passthrough.released(dirty_file)
-        if dirty_file.discarded:
-            if not dirty_file.trying.turn.locked():
-                self._forget_removed(dirty_file)
-            else:  # its removal may be running, and may fail
-                self._queue.start(f"removing {dirty_file.key}", self._after_removal, dirty_file)
+        if (
+            dirty_file.discarded and dirty_file.trying.turn.locked()
+        ):  # its removal may be running, and may fail
+            self._queue.start(f"removing {dirty_file.key}", self._after_removal, dirty_file)
+        elif dirty_file.discarded:
+            self._forget_removed(dirty_file)
         elif not dirty_file.dirty:
             self._settle_soon(dirty_file)
         elif dirty_file.waits:
@@ -313,9 +309,9 @@ class Uploads:
                 self._forget_removed(dirty_file)
 
     def _settle_soon(self, dirty_file: DirtyFile) -> None:
-        """Begin to settle a clean file that is not in use: together with others, if it may wait for them."""
+        """Begin to settle a clean file that is not in use: together with others, if it may wait for them. At once if the
+        cache has adopted the staging file, because the dirty file cannot be opened any more."""
         if dirty_file.content.adopted:
-            # At once, because the cache has the staging file, so the dirty file cannot be opened any more.
             self._settled(dirty_file)
         elif self._goes_with_others(dirty_file):
             self._together.add(dirty_file)
@@ -323,8 +319,8 @@ class Uploads:
             self._queue.start(f"settling {dirty_file.key}", self._settle, dirty_file)
 
     def _shown_from_cache(self, dirty_file: DirtyFile) -> bool:
-        """True if the cache has adopted the staging file while a name still shows the dirty file. The dirty file must then
-        stay open, because a reader of that name could not open it again."""
+        """True if the cache has adopted the staging file while a name still shows the dirty file. Then the dirty file must
+        stay open, because it could not be opened again."""
         return dirty_file.content.adopted and not self.on_settling(dirty_file)
 
     def _release_later(self, dirty_file: DirtyFile) -> None:
@@ -338,9 +334,8 @@ class Uploads:
         self._queue.start(f"settling {dirty_file.key}", release)
 
     async def open_backing(self, dirty_file: DirtyFile) -> BackingFile | None:
-        """The backing file for one more passthrough writer, until `returned`; None if there is no passthrough. All users of
-        a dirty file get the same one. Nothing is uploaded until `returned`; this waits for an upload that a caller waits
-        for."""
+        """The backing file for one more passthrough writer, until `returned`; None if there is no passthrough. Nothing is
+        uploaded until then, and this waits for an upload that a caller waits for."""
         if dirty_file.backing is None and (
             not self.passthrough.offered
             or self.passthrough.new_files.is_likely_small(dirty_file)
@@ -465,17 +460,20 @@ class Uploads:
     # -- records for the next daemon -----------------------------------------------------------------
 
     def outlive(self, dirty_file: DirtyFile, ino: int, *, named: bool) -> None:
-        """Set the inode, so that the next daemon can go on with the file under the same one. A file that is not `named` is
-        about to be discarded, and gets no record yet."""
+        """Set the inode that the file has with the next daemon, too. A file that is not `named` is about to be discarded,
+        and gets no record yet."""
         dirty_file.record.ino = ino
         if named:
             self.noted(dirty_file)
 
     def noted(self, dirty_file: DirtyFile) -> None:
+        """Write or remove the record for the next daemon, after a change of the file's state."""
         if self._disk.shared is None or not dirty_file.ino:
             return
-        if dirty_file.id not in self._dirty_files:
-            return  # it was settled while a rename of it waited for the origin
+        if (
+            dirty_file.id not in self._dirty_files
+        ):  # it was settled while a rename of it waited for the origin
+            return
         # A file that is being discarded gets no record. If it has one, the record stays right: the name comes back if the
         # origin refuses the removal, or if this daemon dies before.
         if dirty_file.discarded and not self._is_noted(dirty_file):
@@ -495,6 +493,8 @@ class Uploads:
             log.info("%s: too many files are being written to outlive this process", dirty_file.key)
 
     def note_removed(self, dirty_file: DirtyFile) -> None:
+        """Change that record, if there is one, because the file is being discarded: the next daemon keeps it for its users
+        only."""
         dirty_file.record.says_removed = True
         if self._is_noted(dirty_file):
             self._put_record(dirty_file)
@@ -612,7 +612,9 @@ class Uploads:
             self, name, origin, row["key"], file, size, base=base, mtime_ns=mtime_ns, attrs=attrs
         )
         if held is not None:
-            file.found_in_memory(held, partial(mark, dirty_file) if self.journal.has_content(name) else None)
+            acknowledged = self.journal.has_content(name)
+            mark = (lambda path: orphans.mark(path, dirty_file.row())) if acknowledged else None
+            file.found_in_memory(held, mark)
         dirty_file.record.tokens, dirty_file.record.upload = row["tokens"], row["upload"]
         dirty_file.record.replaced = row["over"]
         dirty_file.record.copied = row.get("copied")  # rows of earlier versions have none
@@ -623,8 +625,7 @@ class Uploads:
 
     def _forget(self, dirty_file: DirtyFile) -> None:
         """Remove the record of a dirty file for the next daemon. If its row is out of date, the record stays, and says so.
-        If a failed transaction should have removed the row, the record has no inode then, because a process may open the
-        inode, which does not read the dirty file."""
+        If the row should be gone, the record has no inode, because a process may open that for another file."""
         if self._disk.shared is None:
             return
         if dirty_file.acknowledged and dirty_file in self._records.unwritten:
@@ -701,26 +702,21 @@ class Uploads:
         return own is not None
 
     async def _own(self, dirty_file: DirtyFile) -> ObjectInfo | None:
-        """The origin's current object at this key, if it is a version this file wrote."""
+        """`DirtyFile.own_object`, without a request if the origin cannot have one."""
         if dirty_file.base is None and not dirty_file.trying.unsure:
             return None
-        try:
-            info, token = await dirty_file.origin.look(dirty_file.key)
-        except NotFound:
-            return None
-        return info if dirty_file.is_own(info, token) else None
+        return await dirty_file.own_object()
 
     async def copy_comes(self, dirty_file: DirtyFile, size: int) -> None:
         """Note that a rename, which is to replace a dirty file, is about to copy an object of `size` bytes to its key. If
-        that rename fails, or a crash interrupts it, the copy goes with the dirty file. A disk that fails does not stop the
-        rename: then a crash does not know of the copy."""
+        that rename fails, also in a crash, the copy goes with the dirty file. A failure of the disk does not stop it."""
         dirty_file.copy_comes(size)
         with suppress(CachefsError):
             await self._records.moved(dirty_file, HANGS_AFTER_S)
 
     async def _copy(self, dirty_file: DirtyFile, own: ObjectInfo, to: Where, over: DirtyFile | None) -> None:
-        """Move a dirty file to another key, and have the origin copy its object `own` there. The journal is first: if it
-        refuses, no copy has replaced the object there."""
+        """Move a dirty file to another key, and have the origin copy its object `own` there. If the journal refuses, nothing
+        is copied."""
         before, source = dirty_file.where, dirty_file.origin.source
         if over is not None:
             await self.copy_comes(over, own.size)
@@ -754,8 +750,8 @@ class Uploads:
             raise
 
     async def _move_back(self, dirty_file: DirtyFile, before: Where) -> None:
-        """Move a dirty file back to its old key, which its name has. If the journal fails, its row may have the new key
-        until it is written again, and the record for the next daemon says so."""
+        """Move a dirty file back to its old key. If the journal fails, its row may have the new key until it is written
+        again, and the record for the next daemon says so."""
         dirty_file.moved(before)
         try:
             await self._records.moved(dirty_file, HANGS_AFTER_S)
@@ -901,20 +897,19 @@ class Uploads:
     # -- called by dirty files: see `Owner` -----------------------------------------------------------
 
     def wrote(self, dirty_file: DirtyFile) -> None:
-        """Handle a change that was made through the daemon: set the mtime, and send parts that are ready, if that is
-        possible before a commit."""
+        """Handle a change that was made through the daemon."""
         dirty_file.mtime_ns = self._now_ns()
         self._touch(dirty_file)
         if not (self._writeback or dirty_file.discarded or dirty_file.kernel.shared):
             dirty_file.sender.push(self._queue.nursery)
 
     def found_changed(self, dirty_file: DirtyFile) -> None:
+        """Handle a change that was made past the daemon."""
         self._touch(dirty_file)
         self.on_changed(dirty_file)
 
     def _touch(self, dirty_file: DirtyFile) -> None:
-        """Update the record for the next daemon after a change of content and mtime. If the record says that the file is
-        dirty, only the mtime is written."""
+        """Update the record for the next daemon after a change of the content: often, the mtime alone."""
         if self._disk.shared is None:
             return
         if dirty_file.record.says_clean:
@@ -929,6 +924,7 @@ class Uploads:
         return self.journal.content(dirty_file.id)
 
     async def orphaned(self, dirty_file: DirtyFile, upload: Upload) -> None:
+        """Have an upload aborted later that will not be completed."""
         await self._records.orphaned(dirty_file.origin.source, upload.key, upload.state())
 
     def _begin_planned(self, dirty_file: object) -> bool:
@@ -947,8 +943,7 @@ class Uploads:
     # -- settling ------------------------------------------------------------------------------------
 
     async def _settle_together(self, waiting: Sequence[DirtyFile]) -> None:
-        """Settle small files that are in memory and not in use: one call in a thread makes all their cache files. Files that
-        were removed meanwhile are left out."""
+        """Settle small files that are in memory and not in use: one call in a thread makes all their cache files."""
         chosen = list[DirtyFile]()
         for dirty_file in waiting:
             if self._dirty_files.get(dirty_file.id) is not dirty_file:
@@ -978,8 +973,7 @@ class Uploads:
         return dirty_file.file.in_memory and dirty_file.size > 0 and not dirty_file.file.spoiled
 
     async def _settle(self, dirty_file: DirtyFile, *, adopt: bool = True) -> None:
-        """Settle a clean file that is not in use: give its file to the cache (with `adopt`), or remove it. Retried later
-        while that is not possible."""
+        """Settle a clean file that is not in use: give its file to the cache (with `adopt`), or remove it."""
         async with dirty_file.lock:
             if self._dirty_files.get(dirty_file.id) is not dirty_file:
                 return  # it was removed, and its staging file, too
@@ -1098,7 +1092,7 @@ class Uploads:
         self._queue.start(f"settling {dirty_file.key}", settle)
 
     def _hangs(self) -> bool:
-        """True if the disk is known to hang. After one caller has waited for its deadline in vain, others need not wait."""
+        """True if a disk of the cache is known to hang: callers with a deadline need not wait for it."""
         return self._store.hangs or self.journal.hangs or self._disk.hangs
 
     # -- start, run and stop -----------------------------------------------------------------------
@@ -1118,9 +1112,8 @@ class Uploads:
         at_the_end: bool = False,
     ) -> list[DirtyFile]:
         """Wait until the origin has all dirty files that are acknowledged or closed, and for which `under` returns True.
-        Files with changes that are neither closed nor synced are left out, unless `at_the_end`. Without a deadline each
-        upload is tried once. With a deadline it is retried until then, unless a retry would be in vain. Returns the files
-        that the origin does not have."""
+        Files with changes that are neither closed nor synced are left out, unless `at_the_end`. Each upload is tried once,
+        or until a finite deadline unless that is in vain. Returns the files that the origin does not have."""
         chosen = [
             dirty_file for dirty_file in self.pending() if dirty_file.acknowledged or not dirty_file.handles
         ]
@@ -1143,10 +1136,9 @@ class Uploads:
         return [dirty_file for dirty_file in chosen if dirty_file.dirty and not dirty_file.discarded]
 
     async def recover(self, open_inos: Container[int] = frozenset()) -> list[DirtyFile]:
-        """Restore the dirty files that an earlier run has left. Called once, before any other method. Acknowledged files are
-        pending again, and are returned. With `memory`, files that were being written go on, too. All others are removed or
-        moved aside (`journal.py`); their multipart uploads are aborted in the background. `open_inos` are the inodes that
-        the kernel has open."""
+        """Restore the dirty files that an earlier run has left (`journal.py`). Called once, before any other method. Returns
+        the acknowledged files, which are pending again. With `memory`, files that were being written go on, too. `open_inos`
+        are the inodes that the kernel has open."""
         resumed, replaced, unused = await self._resume(open_inos)
         found = await recover(self._records, self._disk.directory, self._revive, resumed, replaced)
         if self._disk.shared is not None:
@@ -1157,8 +1149,7 @@ class Uploads:
         for dirty_file in resumed.values():
             self._dirty_files[dirty_file.id] = dirty_file
             if dirty_file.discarded:
-                # The new record says that the file is removed. Otherwise only the record of the file that has replaced it
-                # says so, which may be dropped first.
+                # Perhaps only the record of the file that has replaced it says so, which may be dropped first.
                 self._put_record(dirty_file)
             elif dirty_file.ino not in open_inos:
                 # No process has the file open. The upload waits, because the kernel may repeat an open request.
@@ -1184,8 +1175,7 @@ class Uploads:
         return dirty_file
 
     async def hand_over(self) -> None:
-        """Close the journal for the next daemon, which takes over all dirty files. Called instead of `aclose`, after all
-        tasks have ended."""
+        """Close the journal for the next daemon, which takes over all dirty files. Called after all tasks have ended."""
         with trio.CancelScope(shield=True):
             with trio.move_on_after(GIVING_UP_S):
                 await self._disk.quiet()
@@ -1267,8 +1257,7 @@ class Uploads:
         }
 
     async def _fill(self, dirty_file: DirtyFile, base: ObjectId, count: int) -> None:
-        """Copy the first `count` bytes of `base` into a new dirty file. They are read in order, as a program does, so that
-        readahead works."""
+        """Copy the first `count` bytes of `base` into a new dirty file."""
         opened = self._reader.open(dirty_file.origin, base)
         try:
             for at in range(0, count, PIECE):
@@ -1283,8 +1272,7 @@ class Uploads:
 
 
 def _has_changes(row: Mapping[str, Any]) -> bool:
-    """True if the record of a dirty file says that the origin may not have its content. A file in passthrough, or one that
-    is mapped, may have been changed without the daemon's knowledge."""
+    """True if, by the record of a dirty file, the origin may not have its content. What the kernel writes is not noted."""
     return (row["dirty"] or row["way"] != Way.HERE.name) and not row["removed"]
 
 
