@@ -20,7 +20,7 @@ import math
 import os
 import time
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import AsyncExitStack, ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -946,23 +946,11 @@ class Uploads:
         """Settle small files that are in memory and not in use: one call in a thread makes all their cache files."""
         chosen = list[DirtyFile]()
         for dirty_file in waiting:
-            if self._dirty_files.get(dirty_file.id) is not dirty_file:
-                continue
-            if not self._goes_with_others(dirty_file):
-                self._queue.start(f"settling {dirty_file.key}", self._settle, dirty_file)
-            elif not self.on_settling(dirty_file):
-                self._settle_later(dirty_file)
-            else:
-                dirty_file.lock.acquire_nowait()
-                dirty_file.content.settle()
+            if self._goes_with_others(dirty_file):
                 chosen.append(dirty_file)
-        try:
-            await self._give_to_cache(chosen)
-        finally:
-            for dirty_file in chosen:
-                dirty_file.lock.release()
-        for dirty_file in chosen:
-            await self._settle(dirty_file, adopt=False)
+            else:
+                self._queue.start(f"settling {dirty_file.key}", self._settle, dirty_file)
+        await self._settle(*chosen)
 
     def _goes_with_others(self, dirty_file: DirtyFile) -> bool:
         """True if a file can be given to the cache together with others. Otherwise `_settle` handles it alone."""
@@ -972,37 +960,44 @@ class Uploads:
             return False
         return dirty_file.file.in_memory and dirty_file.size > 0 and not dirty_file.file.spoiled
 
-    async def _settle(self, dirty_file: DirtyFile, *, adopt: bool = True) -> None:
-        """Settle a clean file that is not in use: give its file to the cache (with `adopt`), or remove it."""
-        async with dirty_file.lock:
-            if self._dirty_files.get(dirty_file.id) is not dirty_file:
-                return  # it was removed, and its staging file, too
-            try:
-                if dirty_file.kernel.in_passthrough and not dirty_file.reclaim():
-                    return
-            except CachefsError:  # the staging file cannot be examined now
-                self._settle_later(dirty_file)
-                return
-            # A running attempt settles the file at its end.
-            if dirty_file.handles or dirty_file.committed is None or dirty_file.attempt is not None:
-                return
-            if not self.on_settling(dirty_file):
-                self._settle_later(dirty_file)
-                return
-            if dirty_file.sender.upload is not None:
-                # For example if an upload was completed, and the reply shows another client's newer object.
-                await dirty_file.sender.abandon()
-            if not dirty_file.content.adopted and adopt:
+    async def _settle(self, *dirty_files: DirtyFile) -> None:
+        """Settle clean files that are not in use: give them to the cache together, and remove those that it refuses."""
+        async with AsyncExitStack() as locks:
+            for dirty_file in dirty_files:
+                await locks.enter_async_context(dirty_file.lock)
+            chosen = [dirty_file for dirty_file in dirty_files if self._is_settling(dirty_file)]
+            for dirty_file in chosen:
+                if dirty_file.sender.upload is not None:
+                    # For example if an upload was completed, and the reply shows another client's newer object.
+                    await dirty_file.sender.abandon()
+            given = [dirty_file for dirty_file in chosen if not dirty_file.content.adopted]
+            for dirty_file in given:
                 dirty_file.content.settle()
-                await self._give_to_cache([dirty_file])
-            if dirty_file.handles or dirty_file.dirty or dirty_file.discarded:
-                return  # a user has opened the file meanwhile; the last `release` settles it
-            if not self.on_settling(dirty_file):
-                self._settle_later(dirty_file)
-                return
-            if not dirty_file.content.adopted:
-                dirty_file.file.remove()
-            self._settled(dirty_file)
+            await self._give_to_cache(given)
+            for dirty_file in chosen:
+                # If a user has opened the file meanwhile, the last `release` settles it.
+                if self._is_settling(dirty_file) and not dirty_file.discarded:
+                    if not dirty_file.content.adopted:
+                        dirty_file.file.remove()
+                    self._settled(dirty_file)
+
+    def _is_settling(self, dirty_file: DirtyFile) -> bool:
+        """True if a file is clean and not in use, and no name shows it. Otherwise a later event settles it."""
+        if self._dirty_files.get(dirty_file.id) is not dirty_file:
+            return False  # it was removed or settled
+        try:
+            if dirty_file.kernel.in_passthrough and not dirty_file.reclaim():
+                return False
+        except CachefsError:  # the staging file cannot be examined now
+            self._settle_later(dirty_file)
+            return False
+        # A running attempt settles the file at its end.
+        if dirty_file.handles or dirty_file.committed is None or dirty_file.attempt is not None:
+            return False
+        if not self.on_settling(dirty_file):
+            self._settle_later(dirty_file)
+            return False
+        return True
 
     def _settled(self, dirty_file: DirtyFile) -> None:
         """Forget a dirty file that is settled."""
