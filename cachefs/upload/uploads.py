@@ -504,14 +504,13 @@ class Uploads:
         if dirty_file.acknowledged and not dirty_file.handles:
             self._forget(dirty_file)
 
-    async def _resume(self, open_inos: Container[int]) -> tuple[dict[str, DirtyFile], set[str], list[str]]:
+    async def _resume(self, open_inos: Container[int]) -> tuple[set[str], list[str]]:
         """Make the dirty files that go on from the memory of the previous daemon: those with changes, and those that the
         kernel has open (`open_inos`). Ends of files that were in memory are on the disk afterwards; on a full disk a small
-        file stays in memory. Returns these dirty files by id, the ids of files that must not come back, and the ids of
-        records that no dirty file needs."""
-        found, unused = dict[str, DirtyFile](), list[str]()
+        file stays in memory. Returns the ids of files that must not come back, and of records that no dirty file needs."""
+        unused = list[str]()
         if self._disk.shared is None:
-            return found, set(), unused
+            return set(), unused
         done = set[str]()  # files that are removed or uploaded, of which the journal may still have rows
         # Uploaded files that the origin was to copy to their keys, and perhaps has not.
         uncopied = set[str]()
@@ -521,9 +520,7 @@ class Uploads:
             origin = self._records.origin(row["source"], row["key"])
             if origin is not None and (_has_changes(row) or row["ino"] in open_inos):
                 resumable[name] = origin
-        kept, lost = await self._take_tails(
-            {rows[name][1]["file"]: (name, *rows[name]) for name in resumable}
-        )
+        kept, lost = await self._take_tails({name: rows[name] for name in resumable})
         for name, (mtime_ns, row) in rows.items():
             has_bytes = row["file"] not in lost and (
                 row["file"] in kept
@@ -564,24 +561,26 @@ class Uploads:
                     raise CacheUnusable(lost[row["file"]])
                 dirty_file = self._rebuild(name, row, mtime_ns, origin, kept.get(row["file"]))
                 dirty_file.resumed(row)
-                found[name] = dirty_file
+                self._dirty_files[name] = dirty_file
             except (OSError, CachefsError) as exc:
                 self._disk.shared.records.drop(name)
                 if row["dirty"]:
                     log.error("%s was being written, and is lost: %s", origin.name(row["key"]), str(exc))  # noqa: TRY400
-        return found, over, unused
+        return over, unused
 
     async def _take_tails(
-        self, resumable: Mapping[str, tuple[str, int, dict[str, Any]]]
+        self, rows: Mapping[str, tuple[int, dict[str, Any]]]
     ) -> tuple[dict[str, Tail], dict[str, str]]:
-        """Write the ends of files that the previous daemon had in memory to the disk. `resumable` has the id, mtime and row
-        of each dirty file. Returns the tails that stay in memory, because the disk is full and has nothing of their files,
-        and why others are lost. All keys are the names of the files."""
+        """Write the ends of files that the previous daemon had in memory to the disk. `rows` are the records of those that
+        go on. Returns the tails that stay in memory, because the disk is full and has nothing of their files, and why others
+        are lost, both by the names of the files."""
         assert self._disk.shared is not None
         kept, lost = dict[str, Tail](), dict[str, str]()
+        names = {row["file"]: name for name, (_, row) in rows.items()}
         for tail in self._disk.shared.tails.found():
-            if tail.name in resumable:  # otherwise no dirty file needs it
-                name, mtime_ns, row = resumable[tail.name]
+            if tail.name in names:  # otherwise no dirty file needs it
+                name = names[tail.name]
+                mtime_ns, row = rows[name]
                 new_mark = partial(orphans.mark, row=row) if self.journal.has_content(name) else mark_new
                 path = self._disk.directory / tail.name
                 try:
@@ -1134,7 +1133,8 @@ class Uploads:
         """Restore the dirty files that an earlier run has left (`journal.py`). Called once, before any other method. Returns
         the acknowledged files, which are pending again. With `memory`, files that were being written go on, too. `open_inos`
         are the inodes that the kernel has open."""
-        resumed, replaced, unused = await self._resume(open_inos)
+        replaced, unused = await self._resume(open_inos)
+        resumed = dict(self._dirty_files)
         found = await recover(self._records, self._disk.directory, self._revive, resumed, replaced)
         if self._disk.shared is not None:
             # Only now, because one may be the last to say which acknowledged file another has replaced.
@@ -1142,7 +1142,6 @@ class Uploads:
                 if not self.journal.leaves(name):
                     self._disk.shared.records.drop(name)
         for dirty_file in resumed.values():
-            self._dirty_files[dirty_file.id] = dirty_file
             if dirty_file.discarded:
                 # Perhaps only the record of the file that has replaced it says so, which may be dropped first.
                 self._put_record(dirty_file)
