@@ -429,13 +429,6 @@ of the origin has repeated each request already. The longest is also the time be
 abort an upload. Guessed."""
 
 
-class WaitingFile(NamedTuple):
-    """An acknowledged file of an earlier run that waits for a mount of its source; `size` is in bytes."""
-
-    source: str
-    size: int
-
-
 class StoredFile(NamedTuple):
     """A dirty file of the previous daemon that the origin has got as `info`, and that no process has open."""
 
@@ -452,7 +445,9 @@ class Records:
     def __init__(self, journal: Journal, origins: Sequence[Origin]) -> None:
         self.journal = journal
         self.orphans: dict[str, dict[str, Any]] = {}  # the rows of multipart uploads to abort
-        self.elsewhere: list[WaitingFile] = []
+        self.elsewhere: list[
+            tuple[str, int]
+        ] = []  # (source, bytes) of each file that waits for a mount of its source
         self.stored_before: list[StoredFile] = []
         # Files whose rows are out of date. `run` writes them. Until then their records say so, if these outlive this daemon.
         self.unwritten: list[DirtyFile] = []
@@ -755,7 +750,7 @@ async def recover(
             files.discard(row["file"])
             if origin is None:
                 size = (staging / row["file"]).stat().st_size if on_disk else in_journal[row["file"]]
-                records.elsewhere.append(WaitingFile(row["source"], size))
+                records.elsewhere.append((row["source"], size))
                 continue
             try:
                 dirty_file = revive(name, row, origin)

@@ -3,11 +3,10 @@
 Reads and writes of these files run in worker threads, because the kernel blocks a write while the disk is behind. A file is
 open only while it is in use, so thousands can wait for their uploads without a descriptor.
 
-A small file may lie in memory. If it is also sent from there, it costs no call in a worker thread. The end of a larger file
-that is written in small pieces may lie in memory, too: then one call writes all of these pieces. Bytes in memory are
-*spilled*, which means written to the disk, when they become too many, and before a step that needs the file on the disk: a
-sync, an upload in parts, a copy, passthrough. A small file whose content is in the journal needs no sync: it stays in
-memory unchanged, and is spilled before its next change (`promise`)."""
+A small file may lie in memory, and so may the end of a larger one that is written in small pieces: that saves calls in
+worker threads. Bytes in memory are *spilled*, which means written to the disk, when they become too many, and before a step
+that needs the file on the disk: a sync, an upload in parts, a copy, passthrough. A small file whose content is in the
+journal needs no sync: it stays in memory unchanged, and is spilled before its next change (`promise`)."""
 
 from __future__ import annotations
 
@@ -53,8 +52,8 @@ LOOK_S = 0.25
 file through a mapping after its close, of a name that still shows a dirty file. Guessed."""
 
 HELD = 256 << 10
-"""Most bytes of a file, or of its end, that stay in memory. Derived: copying and hashing them takes 0.2 ms altogether, as
-long as one call in a worker thread, which this saves."""
+"""Most bytes of a file, or of its end, that stay in memory. Derived: copying and hashing them takes 0.2 ms, as long as one
+call in a worker thread, which this saves."""
 assert HELD == TAIL_BYTES
 
 SMALL = HELD // 4
@@ -85,11 +84,11 @@ class Shape(NamedTuple):
 
 class StagingDisk:
     """The directory of the staging files, the worker threads for calls on its disk, and the bytes of memory that files may
-    still take (`memory_left`).
+    still take (`memory_left`). With `shared` memory, the bytes in memory outlive this process.
 
     A frozen disk blocks each call that changes it, and also the last close of a removed file. So while a mount is served,
     such calls run in worker threads, with two exceptions: `StagingFile.prepare_passthrough` for a file that its users share
-    (`DirtyFile.share`), and `Uploads.take`. With `shared` memory, the bytes in memory outlive this process."""
+    (`DirtyFile.share`), and `Uploads.take`."""
 
     def __init__(
         self, directory: Path, memory: int = HELD_ALTOGETHER, shared: SharedMemory | None = None
@@ -136,17 +135,18 @@ class StagingDisk:
     async def make(
         self, path: Path, data: bytes, *, for_passthrough: bool = False, mark: Mark | None = None
     ) -> int:
-        """Make a file that holds `data`; returns its descriptor. `for_passthrough`: as `_make_read_only` leaves it. For
-        `mark` see `_written_file`. If the directory was removed from outside, it is made again. Raises OSError."""
+        """`_written_file`, in a worker thread. If the directory was removed from outside, it is made again. Raises
+        OSError."""
+        write = partial(_written_file, path, data, for_passthrough=for_passthrough, mark=mark)
 
         def timed() -> int:
             call = object()
             self._making[call] = time.monotonic()
             try:
-                return _written_file(path, data, for_passthrough=for_passthrough, mark=mark)
+                return write()
             except FileNotFoundError:
                 self._recreate_directory()
-                return _written_file(path, data, for_passthrough=for_passthrough, mark=mark)
+                return write()
             finally:
                 del self._making[call]
 
@@ -291,8 +291,8 @@ class StagingFile:
         return FileRange(self._fd)
 
     async def spill(self, *, for_passthrough: bool = False) -> None:
-        """Write the bytes in memory to the disk, so that the whole file is there. The caller is a user. `for_passthrough`:
-        if this makes the file, it is opened as `_make_read_only` leaves it. After an error the bytes are still in memory."""
+        """Write the bytes in memory to the disk, so that the whole file is there. The caller is a user. For
+        `for_passthrough`, if this makes the file, see `_written_file`. After an error the bytes are still in memory."""
         async with self._spilling:
             if self._held is None and self._made:
                 return
@@ -315,9 +315,8 @@ class StagingFile:
                     self._unlink()
 
     async def try_spill(self, *, for_passthrough: bool = False) -> bool:
-        """As `spill`, but do not wait for a disk that hangs; the caller is a user. False if the disk has not answered within
-        `HANGS_AFTER_S`: the spill continues. False at once, and nothing is spilled, if the disk is known to hang. Raises
-        `NoRoom`, `CacheUnusable`."""
+        """As `spill`, but do not wait for a disk that hangs. False if the disk has not answered within `HANGS_AFTER_S`: the
+        spill continues. False at once, and nothing is spilled, if the disk is known to hang."""
         if self._held is None or self._disk.hangs:
             return self._held is None
         spilled = Outcome[None]()
@@ -392,8 +391,7 @@ class StagingFile:
 
     async def open_backing(self) -> Shape | None:
         """Prepare the file for passthrough: all of it is on the disk, and processes may write it from now on. Returns its
-        shape, which holds until one does. None if the disk does not answer within `HANGS_AFTER_S`. If the file has to be
-        made, this costs one call in a worker thread."""
+        shape, which holds until one does. None if the disk does not answer within `HANGS_AFTER_S`."""
         made = self._made
         if not await self.try_spill(for_passthrough=True):
             return None
@@ -431,8 +429,8 @@ class StagingFile:
     # -- content -----------------------------------------------------------------------------------
 
     def remove(self) -> None:
-        """Begin to remove the name, in a worker thread; users can still use the file. If the disk refuses, the next start
-        removes it. If users are to outlive this process, the name is removed with the last one."""
+        """Begin to remove the name, in a worker thread; users can still use the file. If they are to outlive this process,
+        the name is removed with the last one. If the disk refuses, the next start removes it."""
         self.removed = True
         if self.path in self._disk.unlinked:
             self._disk.unlinked.remove(self.path)
@@ -490,8 +488,7 @@ class StagingFile:
 
     async def write(self, offset: int, data: Buffer, *, appends: bool = False) -> None:
         """Write all of `data`. After an error, any of the bytes before the file's end may have been written, and the end is
-        where it was. `appends`: `offset` is the file's end, and the file is not in passthrough, so a small write may be put
-        in memory."""
+        where it was. `appends`: a small write at the file's end, which is `offset`, may be put in memory."""
         if self.write_now(offset, data):
             return
         # Not an empty file on the disk: all of it would lie in memory, and after a kill the file that is there would count.
@@ -570,9 +567,8 @@ class StagingFile:
             return None if data is None or self._cut_at is not None else bytes(data)
 
     async def promise(self, mark: Mark, *, stays: bool) -> None:
-        """Prepare for an acknowledgement, for which the journal gets the content. If the content `stays` in memory, it is
-        not changed there any more: the next change spills it first, and `mark` then sets the attributes of the new file.
-        Otherwise it is spilled now."""
+        """Prepare for an acknowledgement, for which the journal gets the content. If that `stays` in memory, it does not
+        change there: the next change spills it first, and `mark` is called for the new file. Otherwise it is spilled now."""
         if not stays or self._spilling.locked():
             with self.used():
                 await self.spill()
@@ -597,18 +593,17 @@ class StagingFile:
         return True
 
     def found_in_memory(self, held: bytes | Tail, mark: Mark | None) -> None:
-        """Note that there is no file on the disk, and that `held` is all of it: a tail of the previous daemon, or the
-        content that the journal has. For `mark` see `promise`; None if the file is not acknowledged."""
+        """Note that there is no file on the disk, and that `held` is all of it. For `mark` see `promise`; None if it is
+        not acknowledged."""
         self._disk.memory_left -= len(held)
         self._held, self._mark, self._made = held, mark, False
 
     def unmark(self) -> None:
-        """Note that the file is not acknowledged: it is no longer, or the journal has failed to write its row."""
+        """Note that the file is not acknowledged any more."""
         self._mark = None
 
     async def restore(self, data: bytes) -> None:
-        """Write `data` at the beginning of the file again, because the disk may have lost it. Bytes that were appended
-        meanwhile stay."""
+        """Write `data` at the beginning of the file again, because the disk may have lost it."""
         await self._change_on_disk(lambda fd: _write(fd, 0, data))
 
     def check_name(self) -> None:
@@ -798,9 +793,10 @@ def _make_read_only(fd: int) -> None:
 def _written_file(
     path: Path, data: bytes, *, for_passthrough: bool = False, mark: Mark | None = None, synced: bool = False
 ) -> int:
-    """Make a file that holds `data`; returns its descriptor. After an error there is no file. With a `mark`, `data` was
-    acknowledged: then the file appears whole, by a rename, because the next start prefers a file that exists to the
-    journal's copy. `synced`: before it appears, its bytes are on the disk. Blocking. Raises OSError."""
+    """Make a file that holds `data`; returns its descriptor. After an error there is no file. `for_passthrough`: see
+    `_make_read_only`. With a `mark`, `data` was acknowledged: then the file appears whole, by a rename, because the next
+    start prefers a file that exists to the journal's copy. `synced`: its bytes are on the disk before. Blocking. Raises
+    OSError."""
     # If a kill leaves the unfinished file there, the next start removes it, or keeps it aside if the file system takes no
     # mark (`orphans.py`).
     place = path if mark is None else path.with_name(f"{path.name}.0")
@@ -825,9 +821,8 @@ def _written_file(
 
 
 def spill_tail(path: Path, tail: Tail, mtime_ns: int, mark: Mark) -> None:
-    """Write the end of a staging file, which a daemon that has died had in memory, to the disk, and set its mtime. A file
-    that is made appears whole, because the journal may have its content; then `mark` is called. Blocking. Raises OSError;
-    FileNotFoundError if the file was removed from outside."""
+    """Write the end of a staging file, which a daemon that has died had in memory, to the disk, and set its mtime. For
+    `mark`, if the file is made, see `_written_file`. Blocking. Raises OSError."""
     if not tail.start and not path.exists():
         os.close(_written_file(path, bytes(tail), mark=mark))
         os.utime(path, ns=(mtime_ns, mtime_ns))

@@ -47,7 +47,6 @@ from cachefs.upload.journal import (
     JournalRemoved,
     Records,
     StoredFile,
-    WaitingFile,
     recover,
     replaced_files,
 )
@@ -286,12 +285,11 @@ class Uploads:
         self._forget_acknowledged(dirty_file)
         if dirty_file.backing is not None:
             self.passthrough.released(dirty_file)
-        if (
-            dirty_file.discarded and dirty_file.trying.turn.locked()
-        ):  # its removal may be running, and may fail
-            self._queue.start(f"removing {dirty_file.key}", self._after_removal, dirty_file)
-        elif dirty_file.discarded:
-            self._forget_removed(dirty_file)
+        if dirty_file.discarded:
+            if not dirty_file.trying.turn.locked():
+                self._forget_removed(dirty_file)
+            else:  # its removal may be running, and may fail
+                self._queue.start(f"removing {dirty_file.key}", self._after_removal, dirty_file)
         elif not dirty_file.dirty:
             self._settle_soon(dirty_file)
         elif dirty_file.waits:
@@ -434,8 +432,8 @@ class Uploads:
         ]
 
     @property
-    def elsewhere(self) -> list[WaitingFile]:
-        """The files of an earlier run that this one cannot upload, because their sources are not mounted."""
+    def elsewhere(self) -> list[tuple[str, int]]:
+        """(source, bytes) of each file of an earlier run that cannot be uploaded, because its source is not mounted."""
         return self._records.elsewhere
 
     @property

@@ -543,7 +543,7 @@ async def test_a_content_waits_in_the_journal_for_a_mount_of_its_source(tmp_path
         await d.save("k", b"1" * 100)
         after = cut(tmp_path / "a", tmp_path / "b")
     async with desk(after, other, writeback=True) as d:
-        assert d.uploads.pending() == [] and d.uploads.elsewhere == [journal.WaitingFile(SOURCE, 100)]
+        assert d.uploads.pending() == [] and d.uploads.elsewhere == [(SOURCE, 100)]
         again = cut(after, tmp_path / "c")
     (again / "staging").rename(again / "state" / "staging")
     assert left_behind(again / "state").sizes == [100]
