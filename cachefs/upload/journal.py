@@ -228,7 +228,7 @@ class Journal:
         except NoRoom as exc:
             log.warning("%s", exc)
             self._left |= {(CONTENTS, name) for name in removed}
-            # The database still has an older content. Each later acknowledgement must replace it, as after `_failed`.
+            # The database still has an older content. Each later acknowledgement must replace it, as in `_commit`.
             self._sizes |= {
                 key: 0 for name in removed if rows.get(key := name.decode(), {}).get("acknowledged")
             }
@@ -241,9 +241,8 @@ class Journal:
         path = self._staging / row["file"]
         if self.may_be_newer(path) and sync_bytes(path):
             return True
-        remove(
-            path
-        )  # after a failed sync the next one would succeed, although the disk does not have the bytes
+        # After a failed sync the next one would succeed, although the disk does not have the bytes.
+        remove(path)
         return False
 
     def may_be_newer(self, path: Path) -> bool:
@@ -374,7 +373,11 @@ class Journal:
                 if table == DIRTY_FILES and rows[table, name] is None:
                     self.on_removed_late(name.decode())
         else:
-            self._failed(batch)
+            self._left |= {key for key, value in batch.rows.items() if value is None}
+            for table, key in batch.rows:
+                if table == CONTENTS:
+                    # The database may have an older content. With an entry here, each later acknowledgement replaces it.
+                    self._sizes.setdefault(key.decode(), 0)
         batch.ended.set()
 
     async def quiet(self) -> None:
@@ -383,14 +386,6 @@ class Journal:
             if batch.rows:
                 batch.hurry.set()
                 await batch.ended.wait()
-
-    def _failed(self, batch: _Batch) -> None:
-        """Handle a failed transaction: the database is unchanged."""
-        self._left |= {key for key, value in batch.rows.items() if value is None}
-        for table, key in batch.rows:
-            if table == CONTENTS:
-                # The database may have an older content. With an entry here, each later acknowledgement replaces it.
-                self._sizes.setdefault(key.decode(), 0)
 
     def _write(self, puts: list[Put], batch: _Batch) -> None:
         """Write the rows of a batch. Blocking."""
@@ -445,9 +440,7 @@ class Records:
     def __init__(self, journal: Journal, origins: Sequence[Origin]) -> None:
         self.journal = journal
         self.orphans: dict[str, dict[str, Any]] = {}  # the rows of multipart uploads to abort
-        self.elsewhere: list[
-            tuple[str, int]
-        ] = []  # (source, bytes) of each file that waits for a mount of its source
+        self.elsewhere: list[tuple[str, int]] = []  # see `Uploads.elsewhere`
         self.stored_before: list[StoredFile] = []
         # Files whose rows are out of date. `run` writes them. Until then their records say so, if these outlive this daemon.
         self.unwritten: list[DirtyFile] = []
