@@ -1,17 +1,8 @@
 """The state machine of a dirty file: whether the origin has its content, and whether the cache has its staging file. One
-method for each transition.
-
-| state | the staging file | the origin has | transitions |
-|---|---|---|---|
-| `DIRTY` | belongs to the dirty file | another content, or nothing | `begin` → `COMMITTING` |
-| `COMMITTING` | as before; bytes that are being sent do not change | as before, or what is sent | `end` → `CLEAN`, `DIRTY` |
-| `CLEAN` | belongs to the dirty file | its content | `changed` → `DIRTY`, `settle` → `SETTLING` |
-| `SETTLING` | is being given to the cache | its content at `settle` | `settled` → `ADOPTED`, `CLEAN`, `DIRTY` |
-| `ADOPTED` | belongs to the cache | its content | `renewed`, with a copy of the file → `CLEAN` |
+method for each transition; docs/explanation/architecture.md has the table.
 
 Besides the state, `removed` says that the name of the file is removed or being removed, so that only open handles use the
-file. A running transition ends as if the name existed, because the name comes back if the origin refuses the removal. `Row`
-says what the journal has of the file. A dirty file is *acknowledged* if its row restores it after a crash.
+file. A running transition ends as if the name existed, because the name comes back if the origin refuses the removal.
 """
 
 from __future__ import annotations
@@ -48,11 +39,13 @@ class Stored:
 
 
 class State(enum.Enum):
+    """From `SETTLING` on the staging file is not the dirty file's: the cache is adopting it, or has."""
+
     DIRTY, COMMITTING, CLEAN, SETTLING, ADOPTED = range(5)
 
 
 class Row(enum.IntEnum):
-    """What the journal has of a dirty file: nothing; uploads to abort after a crash; all that restores it after a crash."""
+    """What the journal has of a dirty file: nothing; an upload to abort after a crash; all that restores it then."""
 
     NONE = 0
     NOTED = 1

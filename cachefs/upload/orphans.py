@@ -1,10 +1,10 @@
 """Orphans: staging files that no journal accounts for. They are moved to a directory of their own, and never removed.
 
-The journal has a row for each staging file that was acknowledged. A file without a row was never acknowledged, unless it was
-written under another journal, which was removed or replaced: then it may be the only copy of a user's data. Only the mark
-of the file itself distinguishes the two cases. So a start removes a file without a row only if its mark says that it was
-never acknowledged, or if it is empty and has no mark. It moves all others to `staging.orphaned-TIME` beside the staging
-directory. `cachefs recover` lists these and copies them to where they belong.
+A file without a row was never acknowledged, unless it was written under another journal, which was removed or replaced: then
+it may be the only copy of a user's data. Only the mark of the file itself distinguishes the two cases. So a start removes a
+file without a row only if its mark says that it was never acknowledged, or if it is empty and has no mark. It moves all
+others to `staging.orphaned-TIME` beside the staging directory. `cachefs recover` lists these and copies them to where they
+belong.
 
 A staging file has two extended attributes. `ACKNOWLEDGED` is the mark. It is `NO` from when the file is made, `YES` once it
 is acknowledged, and `NO` again before its row is removed. `OBJECT` has the source, the key and the mtime of its row. It is

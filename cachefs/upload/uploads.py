@@ -19,8 +19,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, nullcontext, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -718,13 +718,8 @@ class Uploads:
         if over is not None:
             await self.copy_comes(over, own.size)
         await self._move(dirty_file, to._replace(copied=own.size), over)
-        try:
+        async with self._or_back(dirty_file, before):
             info = await to.origin.copy(before.key, to.key, size=own.size, etag=own.etag)
-        except BaseException:
-            with trio.CancelScope(shield=True):
-                await dirty_file.sender.abandon()  # parts that were sent meanwhile have the new key
-                await self._move_back(dirty_file, before)
-            raise
         with trio.CancelScope(shield=True):  # because the file has its new key
             dirty_file.copied(own, info)
             # After `copied`: if the cache is adopting the file just now, `_adopted_as` sees the new version afterwards.
@@ -738,23 +733,26 @@ class Uploads:
         """Move a dirty file to another key; its multipart upload is aborted. After an error it has its old key."""
         before = dirty_file.where
         await dirty_file.sender.abandon()  # also aborts parts that were sent after the attempt has ended
-        try:
+        async with self._or_back(dirty_file, before):
             dirty_file.moved(to, over)
             await self._records.moved(dirty_file, HANGS_AFTER_S)
+
+    @asynccontextmanager
+    async def _or_back(self, dirty_file: DirtyFile, before: Where) -> AsyncIterator[None]:
+        """If the block fails, move a dirty file back to its old key. If the journal fails then, its row may have the new key
+        until it is written again, and the record for the next daemon says so."""
+        try:
+            yield
         except BaseException:
             with trio.CancelScope(shield=True):
-                await self._move_back(dirty_file, before)
+                await dirty_file.sender.abandon()  # parts that were sent meanwhile have the new key
+                dirty_file.moved(before)
+                try:
+                    await self._records.moved(dirty_file, HANGS_AFTER_S)
+                except CachefsError:
+                    self._records.write_later(dirty_file)
+                    self.noted(dirty_file)
             raise
-
-    async def _move_back(self, dirty_file: DirtyFile, before: Where) -> None:
-        """Move a dirty file back to its old key. If the journal fails, its row may have the new key until it is written
-        again, and the record for the next daemon says so."""
-        dirty_file.moved(before)
-        try:
-            await self._records.moved(dirty_file, HANGS_AFTER_S)
-        except CachefsError:
-            self._records.write_later(dirty_file)
-            self.noted(dirty_file)
 
     async def _send_renamed(self, dirty_file: DirtyFile, before: Where) -> None:
         """Upload the file under its new key. If that fails, move it back to where it was `before`."""
@@ -942,7 +940,7 @@ class Uploads:
     async def _settle_together(self, waiting: Sequence[DirtyFile]) -> None:
         """Settle small files that are in memory and not in use: one call in a thread makes all their cache files."""
         chosen = list[DirtyFile]()
-        for dirty_file in waiting:
+        for dirty_file in dict.fromkeys(waiting):  # a file that was opened meanwhile waits twice
             if self._goes_with_others(dirty_file):
                 chosen.append(dirty_file)
             else:
@@ -1106,10 +1104,8 @@ class Uploads:
         """Wait until the origin has all dirty files that are acknowledged or closed, and for which `under` returns True.
         Files with changes that are neither closed nor synced are left out, unless `at_the_end`. Each upload is tried once,
         or until a finite deadline unless that is in vain. Returns the files that the origin does not have."""
-        chosen = [
-            dirty_file for dirty_file in self.pending() if dirty_file.acknowledged or not dirty_file.handles
-        ]
-        chosen = [d for d in chosen if (under is None or under(d)) and (at_the_end or not d.between)]
+        pending = [d for d in self.pending() if d.acknowledged or not d.handles]
+        chosen = [d for d in pending if (under is None or under(d)) and (at_the_end or not d.between)]
 
         async def one(dirty_file: DirtyFile) -> None:
             """Upload one file; return when the origin has it, or when no further attempt is to be made."""
