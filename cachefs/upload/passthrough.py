@@ -37,7 +37,6 @@ LOOKS, LETS_GO_S = 6, 0.0002
 Measured on two processors with a load of 12: of 1,500 closes of an unchanged file, 117 were refused the first lease, and 1
 the sixth, 0.1 ms apart. The trio thread is blocked meanwhile, for about a millisecond at most."""
 
-
 IN_A_ROW, WITHIN_S = 16, 2.0
 """So many new files in a row that are small, begun within so many seconds, let the next one count as small. Derived: a saved
 model has fewer small files before a large one; and at eight files a second the turn of a thread that this saves is a
@@ -57,9 +56,8 @@ class NewFiles:
 
     def is_likely_small(self, dirty_file: DirtyFile) -> bool:
         """True if a file that is empty and in memory will be small, by the last ones that were begun."""
-        if dirty_file.size or dirty_file.acknowledged or not dirty_file.file.in_memory:
-            return False
-        return self.next_is_likely_small()
+        unused = dirty_file.file.in_memory and not (dirty_file.size or dirty_file.acknowledged)
+        return unused and self.next_is_likely_small()
 
     def next_is_likely_small(self) -> bool:
         if len(self._last) < IN_A_ROW or self._last[0][0] < trio.current_time() - WITHIN_S:
@@ -69,7 +67,7 @@ class NewFiles:
 
 class Passthrough:
     """The staging files in passthrough. `relieve` is called regularly while there are writers, because their writes are not
-    admitted by `StagingRoom`. `direct`: a close is an upload, so writers write through the daemon."""
+    admitted by `StagingRoom`. `direct`: a close is an upload."""
 
     def __init__(self, staging: Path, relieve: Callable[[], Awaitable[None]], *, direct: bool) -> None:
         self.new_files = NewFiles()
@@ -86,12 +84,14 @@ class Passthrough:
         """Let the kernel read and write staging files without the daemon. `register` registers a backing file with the
         kernel (OSError if that refuses it), `retire` unregisters it."""
         self._register, self._retire = register, retire
-        self.possible = can_lease(self._staging)
-        if not self.possible:
+        if not can_lease(self._staging):
             log.info("%s has no leases: what is written comes through the daemon", self._staging)
-        elif not tells_of_mappings(self._staging):
-            self.possible = False  # what a mapping writes into a clean file would not be uploaded
+        elif not tells_of_mappings(
+            self._staging
+        ):  # what a mapping writes into a clean file would not be uploaded
             log.info("%s is on a tmpfs, which does not tell what a mapping writes", self._staging)
+        else:
+            self.possible = True
 
     @property
     def offered(self) -> bool:

@@ -46,9 +46,8 @@ until a user removes its cause."""
 
 class Queue:
     """The queue of uploads. `committed` is called with each uploaded version before its waiters wake, and `settle` with each
-    clean file that is not in use. `conditional`: an upload replaces no other client's object. `delay_s`: seconds from the
-    commit or the last close of a file, or from the end of an attempt during which it was changed, to its upload in the
-    background."""
+    clean file that is not in use. `conditional`: an upload replaces no other client's object. `delay_s`: seconds from a
+    commit, a last close, or the end of an attempt during which the file was changed, to its upload in the background."""
 
     def __init__(
         self,
@@ -110,9 +109,8 @@ class Queue:
                     dirty_file.trying.overdue = True  # the next close or fsync begins the upload
                 elif dirty_file.attempt is None:
                     self._busy += 1
-                    contained(
-                        self.nursery, f"the upload of {dirty_file.key}", self._in_background, dirty_file
-                    )
+                    what = f"the upload of {dirty_file.key}"
+                    contained(self.nursery, what, self._in_background, dirty_file)
             waits = self._due and self._busy < IN_BACKGROUND
             with trio.move_on_after(self._due[0][0] - now if waits else math.inf):
                 await self._changed.wait()
@@ -133,16 +131,14 @@ class Queue:
 
     async def begin(self, dirty_file: DirtyFile) -> None:
         """Wait until an upload of the file's present content has begun: later writes do not change what it sends."""
-        attempt = await self._started(dirty_file)
-        if attempt is not None:
+        if (attempt := await self._started(dirty_file)) is not None:
             await attempt.begun.wait()
 
     async def upload(self, dirty_file: DirtyFile) -> None:
         """Wait until the origin has the file's present content, or the file was removed. Raises the upload's error."""
         wanted = dirty_file.content.generation
         while not dirty_file.has(wanted):
-            attempt = await self._started(dirty_file)
-            if attempt is None:
+            if (attempt := await self._started(dirty_file)) is None:
                 return
             attempt.waiters += 1
             dirty_file.sender.promote()
@@ -155,8 +151,8 @@ class Queue:
 
     async def halt(self, dirty_file: DirtyFile, *, gives_up: bool = False) -> None:
         """End the running attempt: cancel it, or wait for it if the origin may already be carrying it out. The caller holds
-        the dirty file's `trying.turn`, so that no other attempt begins. `gives_up`: raise `DiskHangs` while a disk is known
-        to hang, because the last step of an attempt, the removal of its row, waits for the disk without a limit."""
+        the file's `trying.turn`. `gives_up`: raise `DiskHangs` while a disk is known to hang, because the last step of an
+        attempt, the removal of its row, waits for the disk without a limit."""
         while (attempt := dirty_file.attempt) is not None:
             if not dirty_file.sender.final:
                 attempt.scope.cancel()
@@ -175,8 +171,7 @@ class Queue:
         return dirty_file.attempt
 
     async def _new_attempt(self, dirty_file: DirtyFile) -> Attempt | None:
-        """A new attempt, which the caller must carry out at once; None if one is running, or there is nothing to upload, or
-        not now."""
+        """A new attempt, which the caller must carry out at once; None if one is running, or as for `_started`."""
         if dirty_file.attempt is not None:
             return None
         async with dirty_file.trying.turn:  # a rename or a removal may hold it
@@ -321,8 +316,7 @@ class Queue:
 
     def warn(self, dirty_file: DirtyFile, exc: Exception, text: str) -> None:
         """Log why a file was not uploaded, or not stored on this disk. Each kind of error of a source is logged once a
-        minute, so that a user whose files fail cannot fill the log; at level debug, each error is. The status counts all of
-        them."""
+        minute, so that a user whose files fail cannot fill the log; at level debug, each error is."""
         left_out: int | None = 0
         if not log.isEnabledFor(logging.DEBUG):
             left_out = self._repeats.admit((dirty_file.origin.source, type(exc)))

@@ -26,12 +26,10 @@ UNSENT = 512 << 20
 """Bytes of one file that may wait to be sent. Guessed: seconds of a fast origin, and less than a node's page cache."""
 
 WAIT_S = 30.0
-"""Seconds that a writer waits for space. Guessed: as long as a program may wait for a slow disk before its user looks into
-it."""
+"""Seconds that a writer waits for space. Guessed: as long as a user lets a program wait for a slow disk."""
 
 LEFT_TO_OTHERS = 10
-"""1 / `LEFT_TO_OTHERS` of the space that is kept free is left to other programs. Guessed: 1 % of the disk, of the usual
-10 %."""
+"""The part of the space kept free that is left to other programs: a tenth. Guessed: 1 % of the disk, of the usual 10 %."""
 
 UNASKED = 1 << 30
 """Free bytes below which a writer gets no passthrough, because each of its writes has to be admitted. Derived: a disk of 4
