@@ -10,6 +10,6 @@ does not change meanwhile; a failed upload is told to every caller that commits,
 
 from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.journal import StoredFile, refuse_foreign
-from cachefs.upload.uploads import OnConflict, Uploads
+from cachefs.upload.uploads import Uploads
 
-__all__ = ["DirtyFile", "OnConflict", "StoredFile", "Uploads", "refuse_foreign"]
+__all__ = ["DirtyFile", "StoredFile", "Uploads", "refuse_foreign"]

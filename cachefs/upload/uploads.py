@@ -80,8 +80,6 @@ TOGETHER, TOGETHER_S = 16, 0.1
 a call in a worker thread and a task cost as much as making one cache file; the files take memory until then
 (`MEMORY_KEPT`)."""
 
-OnConflict = Literal["overwrite", "fail"]
-
 
 class Reader(Protocol):
     """The methods of `Fetcher` that are used here."""
@@ -138,7 +136,7 @@ class Uploads:
         reader: Reader,
         writeback: bool = False,
         upload_delay_s: float = 1.0,
-        on_conflict: OnConflict = "overwrite",
+        on_conflict: Literal["overwrite", "fail"] = "overwrite",
         keep_free_bytes: int = 0,
         now_ns: Callable[[], int] = time.time_ns,
         memory: SharedMemory | None = None,
@@ -468,10 +466,8 @@ class Uploads:
         """Write or remove the record for the next daemon, after a change of the file's state."""
         if self._disk.shared is None or not dirty_file.ino:
             return
-        if (
-            dirty_file.id not in self._dirty_files
-        ):  # it was settled while a rename of it waited for the origin
-            return
+        if dirty_file.id not in self._dirty_files:
+            return  # it was settled while a rename of it waited for the origin
         # A file that is being discarded gets no record. If it has one, the record stays right: the name comes back if the
         # origin refuses the removal, or if this daemon dies before.
         if dirty_file.discarded and not self._is_noted(dirty_file):
@@ -510,8 +506,7 @@ class Uploads:
         if self._disk.shared is None:
             return set(), unused
         done = set[str]()  # files that are removed or uploaded, of which the journal may still have rows
-        # Uploaded files that the origin was to copy to their keys, and perhaps has not.
-        uncopied = set[str]()
+        uncopied = set[str]()  # uploaded files that the origin was to copy to their keys, and perhaps has not
         rows = self._disk.shared.records.found()
         resumable = dict[str, Origin]()
         for name, (_, row) in rows.items():
