@@ -10,8 +10,9 @@ import itertools
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import trio
 
@@ -44,36 +45,27 @@ RETRYABLE = (OriginFailed, Transient, NoSuchUpload)
 until a user removes its cause."""
 
 
+@dataclass(eq=False, repr=False)
 class Queue:
     """The queue of uploads. `committed` is called with each uploaded version before its waiters wake, and `settle` with each
     clean file that is not in use. `conditional`: an upload replaces no other client's object. `delay_s`: seconds from a
     commit, a last close, or the end of an attempt during which the file was changed, to its upload in the background."""
 
-    def __init__(
-        self,
-        nursery: trio.Nursery,
-        records: Records,
-        metrics: Metrics,
-        committed: Callable[[DirtyFile, ObjectInfo], None],
-        settle: Callable[[DirtyFile], None],
-        *,
-        delay_s: float,
-        conditional: bool,
-    ) -> None:
-        self.nursery = nursery
-        self.delay_s = delay_s
-        self._records = records
-        self._metrics = metrics
-        self._committed, self._settle = committed, settle
-        self._conditional = conditional
-        self._repeats = Repeats(clock=trio.current_time)
-        self._rng = random.Random()
-        # A heap of planned uploads: due time, serial number (it orders plans of equal times), dirty file.
-        self._due: list[tuple[float, int, DirtyFile]] = []
-        self._numbers = itertools.count()
-        self._busy = 0  # running tasks of `_in_background`
-        self._closed = False
-        self._changed = trio.Event()
+    nursery: trio.Nursery
+    _records: Records
+    _metrics: Metrics
+    _committed: Callable[[DirtyFile, ObjectInfo], None]
+    _settle: Callable[[DirtyFile], None]
+    delay_s: float
+    conditional: bool
+    _repeats: Repeats = field(default_factory=partial(Repeats, clock=trio.current_time))
+    _rng: random.Random = field(default_factory=random.Random)
+    # A heap of planned uploads: due time, serial number (it orders plans of equal times), dirty file.
+    _due: list[tuple[float, int, DirtyFile]] = field(default_factory=list)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _busy: int = 0  # running tasks of `_in_background`
+    _closed: bool = False
+    _changed: trio.Event = field(default_factory=trio.Event)
 
     def plan(self, dirty_file: DirtyFile, in_s: float) -> None:
         """Have the file uploaded in `in_s` seconds, unless it is uploaded before. Replaces an earlier plan."""
@@ -226,17 +218,15 @@ class Queue:
                     pieces = dirty_file.parts.pieces()
                     attempt.begun.set()
                 began = trio.current_time()
-                info, overtaken = await self._finish(dirty_file, pieces, attempt.frozen)
+                stored = await self._finish(dirty_file, attempt, pieces)
                 self._metrics.ledger.upload_seconds.add(trio.current_time() - began)
                 with trio.CancelScope(shield=True):
-                    stored = Stored(attempt.generation, info, overtaken)
                     await self.stored(dirty_file, stored, patient=not attempt.waiters)
         except Exception as exc:
             attempt.error = error = expected(exc)
             dirty_file.trying.unsure |= isinstance(error, RETRYABLE)
             with trio.CancelScope(shield=True):
-                await self._failed(dirty_file, error)
-            wait_s = self._plan_retry(dirty_file, error)
+                wait_s = await self._failed(dirty_file, error)
             self.warn(dirty_file, exc, f"{error}; trying again in {wait_s:.1f} s")
         finally:
             dirty_file.content.end()
@@ -247,35 +237,32 @@ class Queue:
         if not dirty_file.dirty and not dirty_file.handles:
             self._settle(dirty_file)
 
-    async def _finish(self, dirty_file: DirtyFile, pieces: list[Piece], size: int) -> tuple[ObjectInfo, bool]:
-        """Upload; returns (the version at the origin, whether that is another client's, which has replaced the upload)."""
-
-        async def send() -> ObjectInfo:
-            preconditions = await self._preconditions(dirty_file)
-            return await dirty_file.sender.finish(pieces, size, preconditions)
-
+    async def _finish(self, dirty_file: DirtyFile, attempt: Attempt, pieces: list[Piece]) -> Stored:
+        """Upload what an attempt has begun with."""
+        generation, size = attempt.generation, attempt.frozen
         try:
             try:
-                return await send(), False
+                return Stored(generation, await self._send(dirty_file, pieces, size))
             except Conflict:
                 # The object at the origin may be that of an earlier attempt whose reply was lost, perhaps in a crash.
                 if (own := await dirty_file.own_object()) is None:
                     raise
                 dirty_file.base = own.etag
-                return await send(), False
+                return Stored(generation, await self._send(dirty_file, pieces, size))
         except ObjectChanged:
             # The upload has succeeded, and then another client's object has replaced it: the last upload wins.
-            return await dirty_file.origin.head(dirty_file.key), True
+            return Stored(generation, await dirty_file.origin.head(dirty_file.key), overtaken=True)
 
-    async def _preconditions(self, dirty_file: DirtyFile) -> Preconditions:
-        """The preconditions of the next request, with a new token. The dirty file remembers the token before the request."""
-        token = dirty_file.new_token()
-        if not self._conditional:
-            return Preconditions(token=token)
-        if dirty_file.acknowledged:
-            # Before the request, so that a later run recognizes the object as its own.
-            await self._records.keep(dirty_file)
-        return Preconditions(dirty_file.base, dirty_file.base is None, token)
+    async def _send(self, dirty_file: DirtyFile, pieces: list[Piece], size: int) -> ObjectInfo:
+        """Upload with a new token, which the dirty file remembers before the request."""
+        preconditions = Preconditions(token=dirty_file.new_token())
+        if self.conditional:
+            if dirty_file.acknowledged:
+                # Before the request, so that a later run recognizes the object as its own.
+                await self._records.keep(dirty_file)
+            base = dirty_file.base
+            preconditions = replace(preconditions, if_match=base, if_absent=base is None)
+        return await dirty_file.sender.finish(pieces, size, preconditions)
 
     async def stored(self, dirty_file: DirtyFile, stored: Stored, *, patient: bool) -> None:
         """Handle a successful upload: note the version, and remove the row if nothing has changed meanwhile."""
@@ -295,21 +282,20 @@ class Queue:
         if not (dirty_file.dirty or dirty_file.discarded or dirty_file.content.row is Row.NONE):
             await self._records.forget(dirty_file, patient=patient)
 
-    async def _failed(self, dirty_file: DirtyFile, error: CachefsError) -> None:
-        """Handle a failed upload: acknowledge the file, so that it survives a crash."""
-        dirty_file.trying.failure, dirty_file.trying.told = error, False
+    async def _failed(self, dirty_file: DirtyFile, error: CachefsError) -> float:
+        """Handle a failed upload: acknowledge the file, so that it survives a crash, and plan the next attempt. Returns in
+        how many seconds that begins."""
+        trying = dirty_file.trying
+        trying.failure, trying.told = error, False
         self._metrics.upload_failures += 1
         try:
             await self._records.acknowledge(dirty_file)
         except CachefsError as exc:
             self.warn(dirty_file, exc, f"{dirty_file.origin.name(dirty_file.key)}: {exc}")
-
-    def _plan_retry(self, dirty_file: DirtyFile, error: CachefsError) -> float:
-        """Plan the next attempt; returns in how many seconds."""
-        dirty_file.trying.failures += 1
+        trying.failures += 1
         wait_s = LONGEST_RETRY_S
         if not in_vain(error):
-            wait_s = min(LONGEST_RETRY_S, RETRY_S * 2.0 ** min(dirty_file.trying.failures - 1, 32))
+            wait_s = min(LONGEST_RETRY_S, RETRY_S * 2.0 ** min(trying.failures - 1, 32))
         wait_s *= self._rng.uniform(0.5, 1.0)
         self.plan(dirty_file, wait_s)
         return wait_s
