@@ -418,6 +418,35 @@ async def test_a_copy_that_a_failed_rename_has_left_goes_with_the_file_it_was_to
         assert store.content("c" if lost else "b") == b"to be replaced"
 
 
+@pytest.mark.parametrize("there", ["the copy", "its own", "nothing", "no answer"])
+@in_trio
+async def test_a_clean_file_that_a_failed_rename_may_have_replaced_is_sent_once_more(
+    tmp_path: Path, there: str
+) -> None:
+    """Not if the origin has its object, or none because another client has removed that."""
+    async with desk(tmp_path) as d:
+        over = await d.create("b", b"to be replaced")
+        await d.uploads.commit(over)
+
+        async def fails() -> None:
+            await d.uploads.copy_comes(over, len(b"copied"))
+            if there == "the copy":
+                d.store.show("b", b"copied")
+            elif there == "nothing":
+                del d.store.objects["b"]
+            elif there == "no answer":
+                d.store.fail("head", lambda: OriginFailed("silence"), key="b")
+            raise OriginFailed("no reply")
+
+        with pytest.raises(OriginFailed, match="no reply"):
+            await d.uploads.discard(over, replaced=True, instead=fails)
+        assert over.dirty is (there in ("the copy", "no answer"))
+        await d.close(over)
+        assert await d.uploads.flush() == []
+        assert ("b" in d.store.objects) is (there != "nothing")
+        assert there == "nothing" or d.store.content("b") == b"to be replaced"
+
+
 @in_trio
 async def test_an_upload_that_meets_the_copy_of_a_failed_rename_replaces_it(tmp_path: Path) -> None:
     async with desk(tmp_path, writeback=True, upload_delay_s=100, on_conflict="fail") as d:
