@@ -76,9 +76,6 @@ never shrinks: hundreds of files of 100 KB, as many as are written in the second
 UNCHANGED: Final = "unchanged"
 """In place of a content: the journal keeps the content that it has of the file."""
 
-RowKey = tuple[str, bytes]
-"""(table, key) of a row."""
-
 
 def refuse_foreign(directory: Path) -> None:
     """Raise `CacheUnusable` if the journal has a format that this version cannot read. Changes nothing. Called before any
@@ -105,7 +102,7 @@ class _Batch:
     begins when `hurry` is set, or after `GATHER_S`. `ended` is set at its end, and `error` if it has failed."""
 
     def __init__(self) -> None:
-        self.rows: dict[RowKey, bytes | None] = {}
+        self.rows: dict[tuple[str, bytes], bytes | None] = {}
         self.first: list[Callable[[], None]] = []
         self.then: list[Callable[[], None]] = []
         self.names = False
@@ -145,7 +142,7 @@ class Journal:
         self._sizes: dict[str, int] = {}  # bytes of each content, by the dirty file's id
         # Rows that a failed transaction should have removed. The next transaction removes them together with its own, so
         # that the row of a replaced file never outlives the row of the file that replaced it.
-        self._left: set[RowKey] = set()
+        self._left: set[tuple[str, bytes]] = set()
         self._room = CONTENTS_BYTES  # bytes that further contents may have
         # Called with the id of a dirty file whose row was left by a failed transaction, once it is removed.
         self.on_removed_late: Callable[[str], None] = lambda key: None
@@ -577,7 +574,8 @@ class Records:
         later. `patient`: no caller waits for this. `unlinks`: the same call in a worker thread may also remove the name of
         the staging file. Raises `DiskHangs` after `within_s` seconds."""
         async with self._turn(dirty_file, within_s):
-            await _outlive_row(dirty_file)
+            if dirty_file.handles:
+                await _keep_bytes(dirty_file)
             before, dirty_file.content.row = dirty_file.content.row, Row.NONE
             if before is Row.NONE:
                 return
@@ -602,7 +600,8 @@ class Records:
         over.note_removed()
         async with over.record.turn:
             if over.acknowledged:
-                await _outlive_row(over)
+                if over.handles:
+                    await _keep_bytes(over)
                 over.content.row = Row.NOTED
                 over.file.unmark()
                 forget = partial(orphans.forget, over.file.path)
@@ -671,14 +670,9 @@ class Records:
         log.info("aborted the unfinished upload of %s", origin.name(row["key"]))
 
 
-async def _outlive_row(dirty_file: DirtyFile) -> None:
-    """Have the next daemon find the bytes of a file that processes have open, also once the journal has none of it."""
-    if dirty_file.handles:
-        await _keep_bytes(dirty_file)
-
-
 async def _keep_bytes(dirty_file: DirtyFile) -> None:
-    """Move bytes that the journal alone has to memory that outlives this process, or to the disk."""
+    """Before the row of a file in use is removed: move bytes that the journal alone has to memory that outlives this
+    process, or to the disk."""
     if not dirty_file.file.outlive_row():
         with suppress(CachefsError), dirty_file.file.used():  # then its users meet EIO if this daemon dies
             await dirty_file.file.try_spill()
@@ -686,21 +680,18 @@ async def _keep_bytes(dirty_file: DirtyFile) -> None:
 
 # -- recovery of what an earlier run has left --------------------------------------------
 
-Revive = Callable[[str, Mapping[str, Any], Origin], DirtyFile]
-"""Makes the dirty file of an earlier run from its id, its row and its origin."""
-
 
 async def recover(
     records: Records,
     staging: Path,
-    revive: Revive,
+    revive: Callable[[str, Mapping[str, Any], Origin], DirtyFile],
     resumed: Mapping[str, DirtyFile],
     replaced_by_resumed: Collection[str],
 ) -> list[DirtyFile]:
-    """Bring rows and staging files in line at a start, by the table of this module; returns the dirty files that come back.
-    `resumed` are the dirty files, by id, that go on from the memory of the previous daemon; they are not returned.
-    `replaced_by_resumed` are ids of files that these have replaced. Sends no request to an origin. Raises `NoRoom`,
-    `CacheUnusable`."""
+    """Bring rows and staging files in line at a start, by the table of this module; returns the dirty files that come back,
+    made by `revive(id, row, origin)`. `resumed` are the dirty files, by id, that go on from the memory of the previous
+    daemon; they are not returned. `replaced_by_resumed` are ids of files that these have replaced. Sends no request to an
+    origin. Raises `NoRoom`, `CacheUnusable`."""
     journal, revived = records.journal, list[DirtyFile]()
     records.orphans.update(journal.rows(ORPHANS))
     files = set(await trio.to_thread.run_sync(os.listdir, staging))
@@ -729,20 +720,18 @@ async def recover(
                     log.warning("%s; trying again", exc)
                     records.write_later(continued)
             continue
-        url = f"{row['source']}/{row['key']}"
+        url, path = f"{row['source']}/{row['key']}", staging / row["file"]
         origin = records.origin(row["source"], row["key"])
         if name in overtaken:
             if row["file"] not in files:
-                make_acknowledged(
-                    staging / row["file"], journal.content(name) or b"", partial(orphans.mark, row=row)
-                )
+                make_acknowledged(path, journal.content(name) or b"", partial(orphans.mark, row=row))
                 files.add(row["file"])
             log.error("two files were to be uploaded as %s: the older one is kept aside", url)
         elif name in coming_back:
             on_disk = row["file"] in files
             files.discard(row["file"])
             if origin is None:
-                size = (staging / row["file"]).stat().st_size if on_disk else in_journal[row["file"]]
+                size = path.stat().st_size if on_disk else in_journal[row["file"]]
                 records.elsewhere.append((row["source"], size))
                 continue
             try:
@@ -751,7 +740,7 @@ async def recover(
                 if not on_disk:  # the journal alone has its bytes, and must not be emptied
                     raise CacheUnusable(f"{url} waits for its upload, and cannot be read: {exc}") from exc
                 # Without its row, the next start moves the staging file aside, if it is still there.
-                log.error("%s was to be uploaded, and %s cannot be read: %s", url, staging / row["file"], exc)  # noqa: TRY400
+                log.error("%s was to be uploaded, and %s cannot be read: %s", url, path, exc)  # noqa: TRY400
             else:
                 log.info("%s waits for its upload since an earlier run (%d bytes)", url, dirty_file.size)
                 revived.append(dirty_file)
@@ -760,14 +749,13 @@ async def recover(
             log.info("%s was replaced by another file", url)
             obsolete.add(row["file"])  # whatever its mark says, because the row of the other file is newer
         elif row["acknowledged"]:
-            log.error("%s was to be uploaded, but %s was removed", url, staging / row["file"])
+            log.error("%s was to be uploaded, but %s was removed", url, path)
         else:
             log.info("%s was being written when an earlier run ended: given up", url)
         if row["upload"] is not None:
             await records.orphaned(row["source"], row["key"], row["upload"])
         # The staging file is marked before its row is removed: after a crash in between, the next start may remove it.
-        forget = partial(orphans.forget, staging / row["file"]) if name in replaced else None
-        await records.remove(name, first=forget)
+        await records.remove(name, first=partial(orphans.forget, path) if name in replaced else None)
     kept_aside = [leftover for leftover in files - obsolete if not orphans.is_removable(staging, leftover)]
     orphans.set_aside(staging, kept_aside, "the journal does not account for what was acknowledged")
     for leftover in files.difference(kept_aside):

@@ -419,15 +419,11 @@ class Uploads:
     def nameless(self) -> list[DirtyFile]:
         """The dirty files whose names are removed, which handles have open. After `recover`: files of handles of the
         previous daemon."""
-        return [dirty_file for dirty_file in self._dirty_files.values() if dirty_file.discarded]
+        return [d for d in self._dirty_files.values() if d.discarded]
 
     def pending(self) -> list[DirtyFile]:
         """The dirty files whose present content the origin does not have."""
-        return [
-            dirty_file
-            for dirty_file in self._dirty_files.values()
-            if not dirty_file.discarded and _is_pending(dirty_file)
-        ]
+        return [d for d in self._dirty_files.values() if not d.discarded and _is_pending(d)]
 
     @property
     def elsewhere(self) -> list[tuple[str, int]]:
