@@ -26,7 +26,7 @@ from cachefs.base.errors import (
 )
 from cachefs.base.logs import Repeats
 from cachefs.base.metrics import Metrics
-from cachefs.base.tasks import Ts, contained, run_contained
+from cachefs.base.tasks import Ts, contained
 from cachefs.origin import ObjectInfo, Preconditions
 from cachefs.upload.content import Attempt, Row, Stored
 from cachefs.upload.dirty_file import DirtyFile
@@ -111,11 +111,7 @@ class Queue:
         """Upload a file whose upload is due, in this task; return at the end of the attempt."""
         try:
             if (attempt := await self._new_attempt(dirty_file)) is not None:
-                await run_contained(f"the upload of {dirty_file.key}", self._attempt, dirty_file, attempt)
-            elif dirty_file.attempt is not None:
-                await dirty_file.attempt.done.wait()
-        except CachefsError:
-            pass  # it was logged, and the next attempt is planned
+                await self._attempt(dirty_file, attempt)
         finally:
             if self._busy == IN_BACKGROUND:
                 self._changed.set()  # `run` waits for a place
