@@ -19,7 +19,7 @@ import trio
 
 from cachefs.base.errors import CacheUnusable, NoRoom
 from cachefs.store import Store
-from cachefs.upload.sending import Parts, Sender
+from cachefs.upload.sending import Sender
 from cachefs.upload.staging import LOOK_S, nearest_existing, translated
 
 UNSENT = 512 << 20
@@ -40,9 +40,6 @@ class Writer(Protocol):
     """A dirty file that is being written."""
 
     sender: Sender
-
-    @property
-    def parts(self) -> Parts: ...
 
 
 @dataclass(eq=False, repr=False)
@@ -76,7 +73,8 @@ class StagingRoom:
 
     def _is_ahead(self, dirty_file: Writer) -> bool:
         """True if a file is written faster than it is sent: parts are in flight, and too many of its bytes are unsent."""
-        return bool(dirty_file.parts.under_way) and dirty_file.parts.waiting_bytes > UNSENT
+        parts = dirty_file.sender.parts
+        return bool(parts.under_way) and parts.waiting_bytes > UNSENT
 
     async def admit(self, dirty_file: Writer, count: int) -> None:
         """Wait until `count` bytes may be written. Raises `NoRoom`, `CacheUnusable`."""

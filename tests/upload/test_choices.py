@@ -330,7 +330,7 @@ async def test_a_writer_is_admitted_that_is_not_ahead_of_the_wire_and_has_room(
     async with desk(tmp_path) as d:
         dirty_file, staging_room = await d.create("k"), d.uploads.room
         parts: Any = SimpleNamespace(under_way=[1] * under_way, waiting_bytes=room.UNSENT + waiting)
-        stand_in: Any = SimpleNamespace(parts=parts)
+        stand_in: Any = SimpleNamespace(sender=SimpleNamespace(parts=parts))
         monkeypatch.setattr(staging_room, "free_bytes", lambda: free)
         assert staging_room.admits(stand_in, 4) is admits
 
