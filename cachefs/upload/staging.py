@@ -599,11 +599,11 @@ class StagingFile:
         self._held, self._mark, self._made = held, mark, False
 
     def unmark(self) -> None:
-        """Note that the file is not acknowledged any more."""
+        """Note that the file is not acknowledged, or not any more."""
         self._mark = None
 
     async def restore(self, data: bytes) -> None:
-        """Write `data` at the beginning of the file again, because the disk may have lost it."""
+        """Write `data` at the beginning of the file again, because the disk may have lost it. Later bytes stay."""
         await self._change_on_disk(lambda fd: _write(fd, 0, data))
 
     def check_name(self) -> None:

@@ -895,7 +895,8 @@ class Uploads:
         self.on_changed(dirty_file)
 
     def _touch(self, dirty_file: DirtyFile) -> None:
-        """Update the record for the next daemon after a change of the content: often, the mtime alone."""
+        """Update the record for the next daemon after a change of the content. If the record says already that the file is
+        dirty, only the mtime is written."""
         if self._disk.shared is None:
             return
         if dirty_file.record.says_clean:
@@ -1093,8 +1094,9 @@ class Uploads:
         at_the_end: bool = False,
     ) -> list[DirtyFile]:
         """Wait until the origin has all dirty files that are acknowledged or closed, and for which `under` returns True.
-        Files with changes that are neither closed nor synced are left out, unless `at_the_end`. Each upload is tried once,
-        or until a finite deadline unless that is in vain. Returns the files that the origin does not have."""
+        Files with changes that are neither closed nor synced are left out, unless `at_the_end`. Without a deadline each
+        upload is tried once; with one it is retried until then, unless that would be in vain. Returns the files that the
+        origin does not have."""
         pending = [d for d in self.pending() if d.acknowledged or not d.handles]
         chosen = [d for d in pending if (under is None or under(d)) and (at_the_end or not d.between)]
 
@@ -1251,7 +1253,8 @@ class Uploads:
 
 
 def _has_changes(row: Mapping[str, Any]) -> bool:
-    """True if, by the record of a dirty file, the origin may not have its content. What the kernel writes is not noted."""
+    """True if the origin may not have the content of a dirty file, by its record, which tells nothing of what was written in
+    passthrough or through a mapping."""
     return (row["dirty"] or row["way"] != Way.HERE.name) and not row["removed"]
 
 
