@@ -483,7 +483,7 @@ class Uploads:
             log.info("%s: too many files are being written to outlive this process", dirty_file.key)
 
     def note_removed(self, dirty_file: DirtyFile) -> None:
-        """Change that record, if there is one, because the file is being discarded: the next daemon keeps it for its users
+        """Say in the record for the next daemon, if there is one, that the file is being discarded: it is kept for its users
         only."""
         dirty_file.record.says_removed = True
         if self._is_noted(dirty_file):
