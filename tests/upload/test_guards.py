@@ -693,7 +693,7 @@ class Gives(Room):
 
 
 NOTHING_SENT: Any = SimpleNamespace(
-    parts=SimpleNamespace(under_way={}, waiting_bytes=1 << 40), sender=SimpleNamespace(failed=None)
+    sender=SimpleNamespace(parts=SimpleNamespace(under_way={}, waiting_bytes=1 << 40))
 )
 
 
