@@ -119,7 +119,8 @@ class Queue:
 
     async def begin(self, dirty_file: DirtyFile) -> None:
         """Wait until an upload of the file's present content has begun: later writes do not change what it sends."""
-        if (attempt := await self._started(dirty_file)) is not None:
+        attempt = await self._started(dirty_file)
+        if attempt is not None:
             await attempt.begun.wait()
 
     async def upload(self, dirty_file: DirtyFile) -> None:
