@@ -182,7 +182,7 @@ def test_an_upgrade_does_not_wait_for_such_a_disk_after_its_deadline(tmp_path: P
 
     async def main() -> None:
         upgraded = daemon(tmp_path, reread)
-        upgraded._held = cast("Any", SimpleNamespace(holds=True))
+        upgraded._handover = cast("Any", SimpleNamespace(holds=True))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(upgraded._upgrade)
             await trio.to_thread.run_sync(reading.wait, SLACK_S)
