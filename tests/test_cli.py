@@ -365,6 +365,20 @@ def test_a_closed_pipe_is_not_talked_about() -> None:
     assert (done.returncode, done.stderr) == (1, b"")
 
 
+def test_output_that_fails_is_no_failure_of_the_log(tmp_path: Path) -> None:
+    """As in `cachefs logs | head`: what is read here is all right."""
+    (tmp_path / "cachefs.log").write_text("first\n" * 100_000)
+    command = [sys.executable, "-m", "cachefs", "logs", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout and process.stderr
+        assert process.stdout.readline() == b"first\n"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert "the output cannot be written" in one_line(done.stderr)
+
+
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_caller_without_standard_output(closed: str) -> None:
     """As some service managers and cron jobs start commands. A mount was made, and then it was an internal error."""

@@ -87,6 +87,8 @@ def add_up(path: Path, max_depth: int | None, summarize: bool, as_json: bool) ->
     try:
         visit(path, 0)
     except OSError as exc:
+        if show.is_of_output(exc):
+            raise
         raise _failure(path, exc) from exc
     if as_json:
         show.data(found)

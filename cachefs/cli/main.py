@@ -7,7 +7,6 @@ for other errors. Verbs import modules that are slow to import, so that `status`
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import signal
@@ -106,7 +105,7 @@ class OneLine(click.Group):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
         except Exception as exc:
-            if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT) and not exc.filename:
+            if isinstance(exc, OSError) and show.is_of_output(exc) and not exc.filename:
                 _fail(f"the output cannot be written: {exc.strerror}", 1)
             if isinstance(exc, FileNotFoundError) and not _has_working_directory():
                 _fail("the working directory does not exist any more: cd to another one first", 1)

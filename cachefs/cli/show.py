@@ -6,6 +6,7 @@ has the options that all verbs share: ``-q``, ``-v`` and ``--color``.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -71,6 +72,11 @@ def as_json(help: str = "The same as JSON.") -> Callable[[F], F]:
 def is_quiet() -> bool:
     ctx = click.get_current_context(silent=True)
     return ctx is not None and bool(ctx.meta.get(QUIET))
+
+
+def is_of_output(exc: OSError) -> bool:
+    """True for a failure to print, which no reading has: `main` says it."""
+    return exc.errno in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
 
 
 def say(*lines: str, err: bool = False) -> None:

@@ -418,6 +418,8 @@ def logs(place: Path | None, follow: bool, last: int | None, as_json: bool) -> N
             if follow:
                 _follow(path, file, show_line)
     except OSError as exc:
+        if show.is_of_output(exc):
+            raise
         raise MountError(f"cannot read the log {path}: {exc.strerror}") from exc
 
 
