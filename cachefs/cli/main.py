@@ -388,7 +388,7 @@ def umount(mountpoint: Path, lazy: bool, flush: bool) -> None:
     """
     from cachefs.daemon.unmounting import unmount
 
-    note(unmount(mountpoint, lazy=lazy, flush=flush, show=writing.show_left))
+    note(unmount(mountpoint, lazy=lazy, flush=flush, show=writing.upload_progress()))
 
 
 @cli.group("config", short_help="Check config files.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,7 @@ def flush(path: Path | None, timeout: str | None, as_json: bool) -> None:
         wanted = [(Path(s["mountpoint"]), "") for s in writing]
     answers = []
     for mountpoint, relative in wanted:
-        left = asking.flush(mountpoint, relative, deadline_s, show_left)
+        left = asking.flush(mountpoint, relative, deadline_s, upload_progress())
         answers.append({"mountpoint": str(mountpoint), **left})
         if left["files"]:
             break
@@ -55,10 +55,19 @@ def flush(path: Path | None, timeout: str | None, as_json: bool) -> None:
         raise OriginFailed(f"{answers[-1]['mountpoint']}: {asking.describe(answers[-1])}")
 
 
-def show_left(left: Mapping[str, Any]) -> None:
-    """Show on a terminal what is left to upload."""
-    if sys.stderr.isatty() and not show.is_quiet():
-        show.raw(f"\r\033[K{about_files(left['files'])}, {about_bytes(left['bytes'])} to go ", err=True)
+def upload_progress() -> Callable[[Mapping[str, Any]], None]:
+    """A function that shows what is left to upload: once why it is left, and on a terminal also how much."""
+    told = False
+
+    def show_left(left: Mapping[str, Any]) -> None:
+        nonlocal told
+        if left["failures"] and not told:
+            told = True
+            note(f"waiting: {asking.describe(left)}")
+        if sys.stderr.isatty() and not show.is_quiet():
+            show.raw(f"\r\033[K{about_files(left['files'])}, {about_bytes(left['bytes'])} to go ", err=True)
+
+    return show_left
 
 
 @click.command(short_help="Recover written files whose journal was lost.")

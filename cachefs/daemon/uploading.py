@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 NAMED = 10
 """Most files that an answer or the log names."""
 
+BEING_WRITTEN = "a program has it open for writing: it is uploaded when that closes it"
+
 
 @dataclass(frozen=True, slots=True)
 class Unsent:
@@ -115,6 +117,8 @@ class Uploading:
             self._hurry.cancel()
         left = await self.uploads.flush(self.below(path), seconds)
         failing = [dirty_file for dirty_file in left if dirty_file.failure is not None]
+        why = [(dirty_file, str(dirty_file.failure)) for dirty_file in failing]
+        why += [(d, BEING_WRITTEN) for d in left if d.failure is None and d.kernel.in_passthrough]
         others = await (Unsent() if path.strip("/") else self.unsent).flush()
         return {
             "files": len(left) + others["files"],
@@ -122,7 +126,7 @@ class Uploading:
             "lost": sum(isinstance(dirty_file.failure, Lost) for dirty_file in failing),
             "promised": not self.uploads.journal.removed,
             "in_vain": sum(in_vain(d.failure) for d in failing if d.failure is not None) + others["in_vain"],
-            "failures": [{"path": self.path_of(d), "error": str(d.failure)} for d in failing[:NAMED]]
+            "failures": [{"path": self.path_of(d), "error": error} for d, error in why[:NAMED]]
             + others["failures"],
         }
 

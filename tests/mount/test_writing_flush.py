@@ -89,6 +89,21 @@ def test_what_flush_was_told_is_told_to_the_writer(mounted: Mounted, bucket: Buc
     assert mount.cli("flush", mount.path / "f").returncode == 0
 
 
+@pytest.mark.root
+@pytest.mark.backends("native")
+def test_a_file_that_its_writer_keeps_open_is_named(mounted: Mounted, bucket: Bucket) -> None:
+    """It is written past the daemon, so it is uploaded when it is closed: `flush` waits for that, and says so."""
+    mount = mounted(bucket, read_only=False, writeback=True)
+    with (mount.path / "log").open("wb", buffering=0) as file:
+        file.write(b"x")
+        os.fsync(file.fileno())
+        done = mount.cli("flush", "--timeout", "2s", mount.path)
+        assert done.returncode == 1
+        assert [line.partition(": ")[0] for line in done.stderr.splitlines()] == ["waiting", "cachefs"]
+        assert done.stderr.count("log: a program has it open for writing") == 2
+    assert mount.cli("flush", mount.path).returncode == 0 and stored(bucket, "log") == b"x"
+
+
 def test_what_has_no_effect_is_said_or_refused(mounted: Mounted, bucket: Bucket) -> None:
     mount = mounted(bucket, read_only=True, writeback=True)
     mount.allowed.append("--writeback has no effect")
