@@ -99,9 +99,10 @@ class Freshness:
         return self.whole(directory)
 
     def whole(self, directory: Directory) -> tuple[int, float] | None:
-        """(generation, time of its request) of the last complete listing; None if a refresh was requested since."""
+        """(generation, time of its request) of the last complete listing; None if it is doubtful, or a refresh was requested
+        since."""
         listed = directory.listed
-        if listed.complete and self.in_force(directory, listed.epoch):
+        if listed.complete and not listed.doubtful and self.in_force(directory, listed.epoch):
             return listed.complete, listed.at
         return None
 

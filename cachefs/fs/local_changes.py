@@ -442,11 +442,11 @@ class LocalChanges:
         self._lister.tell(directory, name)
 
     def look_again(self, *places: Place) -> None:
-        """Have names whose change failed asked for again: drop their directories' listings and the kernel's entries."""
+        """Have names whose change failed asked for again: doubt their directories' listings, drop the kernel's entries."""
         self._freshness.forget_answers()
         for directory, name in places:
             self._lister.cancel(directory)
-            directory.listed.complete, directory.marked = 0, False
+            directory.listed.doubtful, directory.marked = True, False
             self._lister.tell(directory, name)
 
     def _give_up(self, directory: Directory, name: bytes) -> None:

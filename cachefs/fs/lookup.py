@@ -154,7 +154,8 @@ class Looker:
             return True
         if not directory.ttls.ttl:
             return True  # with a TTL of 0 a listing serves no more lookups than an answer
-        if directory.listed.complete and self._freshness.whole(directory) is None:
+        listed = directory.listed
+        if listed.complete and not listed.doubtful and self._freshness.whole(directory) is None:
             return False
         return directory.asks.one_more(now, directory.ttls.ttl) <= SINGLE_ASKS
 

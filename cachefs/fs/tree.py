@@ -106,8 +106,9 @@ class Listed:
     """The state of a directory's listings. `generation` is the last one given to a listing. `complete` is that of the last
     listing that reached its end, 0 without one: it began in `epoch`, its last page was requested `at` that time, and it
     met so many `hidden` keys. `refreshed` is the epoch of the last refresh of the directory and everything below. `early`:
-    the listing began before a reader came, so a name that it does not show may have come since, and is asked for. `came` is
-    when the last page of any listing came."""
+    the listing began before a reader came, so a name that it does not show may have come since, and is asked for.
+    `doubtful`: a change of a name failed since, so the listing counts only while the origin does not answer. `came` is when
+    the last page of any listing came."""
 
     generation: int = 0
     complete: int = 0
@@ -116,6 +117,7 @@ class Listed:
     refreshed: int = 0
     hidden: int = 0
     early: bool = False
+    doubtful: bool = False
     came: float = 0.0
 
     def next(self) -> int:
@@ -125,10 +127,12 @@ class Listed:
 
     def ended(self, generation: int, epoch: int, at: float, hidden: int = 0) -> None:
         self.complete, self.epoch, self.at, self.hidden = generation, epoch, at, hidden
+        self.doubtful = False
 
     def packed(self) -> bytes:
-        """The stored state: all but `early` and `came`."""
-        return _STATE.pack(self.generation, self.complete, self.at, self.epoch, self.refreshed, self.hidden)
+        """The stored state: all but `early` and `came`. The next daemon does not use a listing that is doubtful."""
+        complete = 0 if self.doubtful else self.complete
+        return _STATE.pack(self.generation, complete, self.at, self.epoch, self.refreshed, self.hidden)
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -9,8 +9,9 @@ import trio
 
 from cachefs.base.errors import CachefsError, OriginFailed, Unreachable
 from cachefs.fs import Ttls
-from tests.fs.bucket import Bucket
+from tests.fs.bucket import Bucket, WritableBucket
 from tests.fs.mount import Mount, mounted
+from tests.fs.writers import MemoryWriter
 
 KEYS = ["d/a", "d/b", "d/sub/c", "top"]
 TTL_S = Ttls().ttl
@@ -85,6 +86,20 @@ async def test_what_is_unknown_fails_at_once() -> None:
         await fails(mount.stat("d/a"))  # d was listed, but not what is in it
         await fails(mount.names("d"))
         assert await mount.names() == [b"d", b"top"]
+
+
+async def test_a_change_that_fails_leaves_what_is_known() -> None:
+    bucket = WritableBucket(KEYS)
+    async with mounted(bucket, writer=MemoryWriter(), file_mode=0o644, dir_mode=0o755) as mount:
+        await known(mount)
+        out(bucket)
+        await fails(mount.mkdir("d/new"))
+        await fails(mount.rename("d/a", "d/z"))
+        await known(mount)
+        assert await mount.stat("d/z") is None and await mount.stat("d/missing") is None
+        bucket.set("d/z")  # the copy was made, and its reply is lost
+        back(bucket)
+        assert await mount.names("d") == [b"a", b"b", b"sub", b"z"]
 
 
 async def test_when_it_is_back_the_next_look_sees_what_changed() -> None:
