@@ -154,8 +154,8 @@ class Holder:
         short = short + 1 if died - began < SHORT_LIFE_S and cause else 0
         if short >= CRASH_LOOP:
             _log_line(
-                f"the daemon has died {CRASH_LOOP} times within {SHORT_LIFE_S:g} s: it is not started again, and its "
-                "mount stays dead"
+                f"the daemon has died {CRASH_LOOP} times in a row, each time within {SHORT_LIFE_S:g} s of its start: it is "
+                "not started again, and its mount stays dead"
             )
             return False
         restarts, _, handed_over = DEATHS.unpack(self._read(0, DEATHS.size))
