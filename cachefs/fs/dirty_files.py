@@ -283,8 +283,11 @@ class DirtyFiles:
             raise Unsupported(f"fallocate mode {mode:#x}: only room behind what is there can be made")
         if offset < 0 or length <= 0:
             raise Invalid(f"nothing to allocate: {length} bytes at {offset}")
-        _, dirty_file = await self._dirty_file_of(fh, offset + length)
+        node, dirty_file = await self._dirty_file_of(fh, offset + length)
+        size = dirty_file.size
         await dirty_file.allocate(offset, length)
+        if dirty_file.size > size:
+            written(node.attrs)
 
     async def truncate(self, directory: Directory, name: bytes, found: Found, size: int) -> None:
         """Truncate a file by its name. If no process has it open for writing, this waits for what a close would wait for.

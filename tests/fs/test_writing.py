@@ -90,6 +90,18 @@ async def test_rewriting_a_file() -> None:
         assert bucket.writes == (0, 0, 0)
 
 
+async def test_space_that_is_allocated_behind_the_end_is_a_change_of_the_file() -> None:
+    async with mounted(WritableBucket(["f"]), writer=MemoryWriter(), **RW) as mount:
+        fh = await mount.open("f", os.O_RDWR)
+        ino = await mount.ino("f")
+        for length, kept in ((10, True), (11, False)):
+            await mount.fs.setattr(ino, mtime_ns=10**9)
+            await mount.fs.fallocate(fh, 0, 0, length)
+            found = await mount.stat("f")
+            assert found is not None and (found.size, found.mtime_ns == 10**9) == (length, kept)
+        await mount.close_file(fh)
+
+
 async def test_a_temporary_file_that_replaces_another() -> None:
     bucket = WritableBucket(["d/f"])
     async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
