@@ -141,6 +141,7 @@ class Changing:
             raise IsADirectory(f"{directory.prefix}{name.decode()} is a directory")
         # Also for a file that was not uploaded: it may have been the reason that no marker was made when the last key went.
         await self._mark_last(origin, directory, name)
+        await self._keep_cached(found)
         node = self._node_of((directory, name), found)
         key = directory.prefix + name.decode()
         # A program has the file open for writing, and goes on with it also if this daemon dies behind the deletion.
@@ -171,6 +172,13 @@ class Changing:
         """Delete a node's object, unless its upload was refused because another client's object is there: that one stays."""
         if node.dirty_file is None or not node.dirty_file.conflicts:
             await origin.delete(key)
+
+    async def _keep_cached(self, found: Found) -> None:
+        """Called before a file loses its name. If it is open and unchanged, the cache alone has its bytes then: the next
+        daemon must find them."""
+        node = self._local_changes.nodes.get(found.ino)
+        if self._files.is_open(found.ino) and (node is None or not node.pending):
+            await self._writer.keep_cached(None if node is None else node.dirty_file)
 
     async def _mark_last(self, origin: Origin, directory: Directory, name: bytes) -> None:
         """Give a directory a marker before its last key goes: otherwise it would vanish from under processes that work in
@@ -249,6 +257,8 @@ class Changing:
     # -- renaming a file -----------------------------------------------------------------------------
 
     async def _move_file(self, place: Place, found: Found, to: Place, target: Found | None) -> None:
+        if target is not None:
+            await self._keep_cached(target)
         node = self._node_of(place, found)
         replaced = target and self._node_of(to, target)
         async with AsyncExitStack() as locks:

@@ -416,6 +416,14 @@ class Uploads:
         if not self._hangs():
             await self._store.recast(old, new)
 
+    async def keep_cached(self, dirty_file: DirtyFile | None) -> None:
+        """Have the next daemon find all that is cached now, also if this one is killed. If the cache is just adopting
+        `dirty_file`, that comes first."""
+        if self._hangs():
+            return
+        async with dirty_file.lock if dirty_file is not None else nullcontext():
+            await self._store.flush()
+
     def nameless(self) -> list[DirtyFile]:
         """The dirty files whose names are removed, which handles have open. After `recover`: files of handles of the
         previous daemon."""

@@ -299,6 +299,9 @@ class Cache:
     async def evict_to_hold(self, wanted: int) -> bool:
         return False
 
+    async def flush(self) -> None:
+        pass
+
 
 class Failures(logging.Handler):
     """The lines that were logged; `bad` are the errors."""

@@ -142,6 +142,9 @@ class Cache:
     async def evict_to_hold(self, wanted: int) -> bool:
         return False
 
+    async def flush(self) -> None:
+        pass
+
 
 class Shaken(World):
     """A world with such an origin and such a cache."""

@@ -644,3 +644,33 @@ async def test_what_a_second_walk_finds_can_be_changed(what: str, passthrough: b
         assert found is not None and found.mode & 0o777 == 0o644
         await trio.sleep(10)
         assert len(mount.fs._files) == 0 and not writer.dirty_files
+
+
+async def test_what_is_cached_of_an_open_file_is_noted_before_its_name_goes() -> None:
+    bucket, writer = WritableBucket(["a", "b", "c", "d", "e"]), MemoryWriter()
+    noted: list[tuple[int, int]] = []  # (calls, objects deleted) before each change
+
+    async with mounted(bucket, writer=writer, **RW) as mount:
+
+        async def changed(change: Awaitable[object], calls: int) -> None:
+            before, deleted, keep = writer.kept_cached, len(bucket.deletes), writer.keep_cached
+
+            async def keeps(dirty_file: Any) -> None:
+                noted.append((writer.kept_cached, len(bucket.deletes) - deleted))
+                await keep(dirty_file)
+
+            writer.keep_cached = keeps  # type: ignore[method-assign]
+            await change
+            writer.keep_cached = keep  # type: ignore[method-assign]
+            assert writer.kept_cached - before == calls
+
+        await changed(mount.unlink("a"), 0)
+        for name, flags in (("b", os.O_RDONLY), ("c", os.O_RDWR)):
+            await mount.open(name, flags)
+            await changed(mount.unlink(name), 1)
+        await mount.open("d")
+        await changed(mount.rename("e", "d"), 1)
+        fh = await mount.open("new", os.O_RDWR | os.O_CREAT)
+        await mount.pwrite(fh, 0, b"not uploaded")
+        await changed(mount.unlink("new"), 0)
+    assert [deleted for _, deleted in noted] == [0, 0, 0]

@@ -52,6 +52,9 @@ class NoCache:
     async def evict_to_hold(self, wanted: int) -> bool:
         return False
 
+    async def flush(self) -> None:
+        pass
+
 
 class Reader:
     """Reads the versions that a bucket has."""

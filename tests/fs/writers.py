@@ -107,6 +107,7 @@ class MemoryWriter:
         self.dirty_files: list[MemoryDirtyFile] = []
         self.noted: dict[str, dict[str, Any]] = {}
         self.stored_before: list[Any] = []
+        self.kept_cached = 0  # calls of `keep_cached`
         self._names = map(str, itertools.count(1))
 
     async def begin(
@@ -252,6 +253,9 @@ class MemoryWriter:
 
     async def copy_comes(self, dirty_file: MemoryDirtyFile, size: int) -> None:
         assert not dirty_file.discarded
+
+    async def keep_cached(self, dirty_file: MemoryDirtyFile | None) -> None:
+        self.kept_cached += 1
 
     async def moved(self, old: ObjectId, new: ObjectId) -> None:
         assert old.size == new.size

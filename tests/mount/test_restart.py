@@ -1026,12 +1026,29 @@ def test_an_unchanged_file_that_was_renamed_or_removed_goes_on(
         assert os.pread(fd, 200_000, 0) == data[name], name
     assert (mount.path / "new").read_bytes() == data["moved"]
     assert (mount.path / "e/moved").read_bytes() == data["d/moved"]
-    if ends is not kill:  # otherwise what was cached of it may be forgotten
-        assert os.pwrite(fds["written"], b"more", 5) == 4
-        assert os.pread(fds["written"], 12, 0) == data["written"][:5] + b"more" + data["written"][9:12]
+    assert os.pwrite(fds["written"], b"more", 5) == 4
+    assert os.pread(fds["written"], 12, 0) == data["written"][:5] + b"more" + data["written"][9:12]
     for fd in fds.values():
         os.close(fd)
     assert sorted(os.listdir(mount.path)) == ["e", "new"]
+
+
+@pytest.mark.parametrize("change", [os.unlink, lambda path: os.rename(path.with_name("other"), path)])
+def test_a_file_that_was_just_written_and_loses_its_name_goes_on(
+    mounted: Mounted, bucket: Bucket, change: Callable[[Path], object]
+) -> None:
+    """Whether the cache is adopting it, has adopted it, or has written that to its index."""
+    mount = held_mount(mounted, bucket, read_only=None)
+    for pause_s in (0.0, 0.01, 0.3):
+        path, content = mount.path / "file", os.urandom(2 * MIB)
+        (mount.path / "other").write_bytes(b"other")
+        path.write_bytes(content)
+        time.sleep(pause_s)
+        with path.open("r+b", buffering=0) as file:
+            change(path)
+            kill(mount)
+            assert os.pwrite(file.fileno(), b"more", 0) == 4
+            assert os.pread(file.fileno(), 3 * MIB, 0) == b"more" + content[4:]
 
 
 @pytest.mark.long
