@@ -16,6 +16,7 @@ import mmap
 import os
 import pickle
 import random
+import re
 import signal
 import struct
 import sys
@@ -23,6 +24,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from cachefs.base.shared_memory import SharedMemory
 from cachefs.fs import FORMAT, TABLES, FileSystem, Former, Options, Volume
 from cachefs.origin.protocol import ObjectInfo
 from cachefs.upload import Uploads, journal
+from tests.conftest import ROOT
 from tests.fs.bucket import Bytes, PausingBucket, content_of
 from tests.fs.mount import Clock, Mount
 
@@ -324,6 +327,12 @@ class Failures(logging.Handler):
 TRACED = ("cachefs/fs/", "cachefs/upload/", "cachefs/base/shared_memory", "cachefs/base/behind")
 
 
+@cache
+def traced_functions() -> set[str]:
+    paths = [path for path in (ROOT / "cachefs").rglob("*.py") if any(part in str(path) for part in TRACED)]
+    return {name for path in paths for name in re.findall(r"\bdef (\w+)\(", path.read_text())}
+
+
 class Killer:
     """Ends the process at the line that is `left` lines from when it is armed, or at a call of `function`: `calls` are left
     until that one."""
@@ -336,6 +345,7 @@ class Killer:
         sys.settrace(self.call)
 
     def arm_in(self, function: str, calls: int = 1) -> None:
+        assert function in traced_functions(), f"{function} was renamed or removed: nothing would be killed"
         self.function, self.calls = function, calls
         sys.settrace(self.call)
 
