@@ -392,7 +392,7 @@ class Daemon:
             lasting.start_soon(retried, uploading.uploads.run, "uploading")
         notices = Notices(lambda *notice: self._backend.backend.invalidate(*notice))
         self._fs.on_invalidate = notices.tell
-        self._fs.told = notices.told
+        self._fs.notified = notices.all_sent
         backend = self._mount()
         self._prefetcher = self._open_prefetcher(volumes, fetcher)
         try:

@@ -88,7 +88,7 @@ class FileSystem:
     ) -> None:
         self.on_invalidate: InvalidateHook = lambda ino, parent, name: None
         # Waits until all notifications so far are sent to the kernel.
-        self.told: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
+        self.notified: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
         self._options = options
         self._metrics = metrics
         wall = clock or time.time
@@ -102,7 +102,7 @@ class FileSystem:
         self.tree_queries = TreeQueries(self._tree, self._freshness, self._looker, self._directories)
         forget = self._files.forget_warm
         self._refreshing = Refreshing(
-            self._tree, self._freshness, self._lister, forget, self._tell, lambda: self.told()
+            self._tree, self._freshness, self._lister, forget, self._tell, lambda: self.notified()
         )
         self._writing: Writing | None = None
         # Closes a handle. Never raises, never waits. The release of the last writer begins the upload, if no flush did.
@@ -712,7 +712,7 @@ class FileSystem:
             else:
                 directory, mark = self._tree.locate(ino)
                 await self._refreshing.name(directory, mark, ino)
-            await self.told()
+            await self.notified()
             return b"looking again"
         if ino in self._files.nameless and name in xattrs.OF_FILES:
             return xattrs.of_file(self._files.under(ino)[0].object, self._files.reader, name)
@@ -735,7 +735,7 @@ class FileSystem:
         """Have `path` (relative to the mount) and everything below it asked for again at the next use. Makes no request.
         When this returns, the kernel has dropped its entries."""
         await self._refreshing.path(path)
-        await self.told()
+        await self.notified()
 
     def _changed(self, directory: Directory, ino: int, name: bytes) -> None:
         """Note that the origin has another file under a name, or none. Until now it led to the inode `ino` (0: to none)."""

@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 @dataclass(eq=False, repr=False)
 class Refreshing:
     """Makes refreshes. `_forget` drops what is remembered of open files. `_tell` has the kernel drop its entry of a name
-    (directory, ino, name), where ino 0 means none. `_told` waits until these notifications are sent."""
+    (directory, ino, name), where ino 0 means none. `_notified` waits until these notifications are sent."""
 
     _tree: Tree
     _freshness: Freshness
     _lister: Lister
     _forget: Callable[[], None]
     _tell: Callable[[Directory, int, bytes], None]
-    _told: Callable[[], Awaitable[None]]
+    _notified: Callable[[], Awaitable[None]]
     _absent: dict[tuple[int, bytes], float] = field(default_factory=dict)  # until when the kernel caches it
 
     def absent(self, directory: Directory, name: bytes, seconds: float) -> float:
@@ -96,7 +96,7 @@ class Refreshing:
         for place in [place for place in self._absent if place[0] == directory.ino]:
             del self._absent[place]
             self._tell(directory, 0, place[1])
-        await self._told()
+        await self._notified()
         after: bytes | None = b""
         while after is not None:
             rows = self._tree.scan(directory, after, 1000)
@@ -104,7 +104,7 @@ class Refreshing:
                 name = name_in(mark)
                 self._tell(directory, row.ino, name)
             after = rows[-1][0] if len(rows) == 1000 else None
-            await self._told()
+            await self._notified()
 
     def renew(self) -> None:
         """Go on with an empty database, because the one of names was cut short and each read of it fails. Attribute

@@ -1,7 +1,7 @@
 """Notices: the inodes and names that the kernel has to drop from its caches.
 
 A thread sends them, because the kernel may block the sender. They are an ordered set: when ten processes refresh one
-directory, each name is sent once. A refresh waits until the kernel has taken its notices (`told`), so that the next lookup
+directory, each name is sent once. A refresh waits until the kernel has taken its notices (`all_sent`), so that the next lookup
 is a fresh one.
 """
 
@@ -57,7 +57,7 @@ class Notices:
             self._finished += 1
         self._queued.set()
 
-    async def told(self) -> None:
+    async def all_sent(self) -> None:
         """Wait until the kernel has taken all notices so far, at most `HANGS_AFTER_S`: a request may hold a lock in the
         kernel while it waits for the origin."""
         newest = self._taken + len(self._waiting)  # notices are sent in order

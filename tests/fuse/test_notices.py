@@ -36,7 +36,7 @@ async def test_a_refresh_goes_on_when_all_notices_before_it_are_sent() -> None:
         nursery.start_soon(queue.run)
         for number in range(1000):
             queue.tell(number, 1, b"")
-        await queue.told()
+        await queue.all_sent()
         assert told == list(range(1000))
         nursery.cancel_scope.cancel()
     await queue.quiet()
@@ -52,7 +52,7 @@ async def test_many_wait_side_by_side() -> None:
         for page in range(5):
             for number in range(200):
                 queue.tell(number_of * 10_000 + page * 1000 + number, 1, b"")
-            await queue.told()
+            await queue.all_sent()
             assert number_of * 10_000 + page * 1000 + 199 in told
         ended.append(number_of)
 
@@ -75,10 +75,10 @@ async def test_what_is_waiting_already_is_said_once() -> None:
             queue.tell(0, 1, name)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(queue.run)
-        await queue.told()
+        await queue.all_sent()
         assert told == [(0, 1, b"a"), (0, 1, b"b")]
         queue.tell(0, 1, b"a")
-        await queue.told()
+        await queue.all_sent()
         assert told[2:] == [(0, 1, b"a")]
         nursery.cancel_scope.cancel()
 
@@ -95,7 +95,7 @@ async def _a_kernel_that_does_not_listen() -> None:
         nursery.start_soon(queue.run)
         queue.tell(1, 1, b"")
         before = trio.current_time()
-        await queue.told()
+        await queue.all_sent()
         assert trio.current_time() - before >= 0.2
         nursery.cancel_scope.cancel()
     with trio.move_on_after(0.1) as waiting:
@@ -113,6 +113,6 @@ async def test_the_queue_is_bounded_and_no_refresh_waits_for_dropped_notices() -
         queue.tell(number, 1, b"")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(queue.run)
-        await queue.told()
+        await queue.all_sent()
         nursery.cancel_scope.cancel()
     assert told == list(range(10, notices.MOST_WAITING + 10))
