@@ -1,8 +1,8 @@
 """Notices: the inodes and names that the kernel has to drop from its caches.
 
 A thread sends them, because the kernel may block the sender. They are an ordered set: when ten processes refresh one
-directory, each name is sent once. A refresh waits until the kernel has taken its notices (`all_sent`), so that the next lookup
-is a fresh one.
+directory, each name is sent once. A refresh waits until the kernel has taken its notices (`all_sent`), so that the next
+lookup is a fresh one.
 """
 
 from __future__ import annotations

@@ -112,10 +112,9 @@ class Passthrough:
         self._metrics.passthrough_blocks += backing.blocks
 
     def _note_use(self, backing: Backing) -> None:
-        """Note a use for eviction. Between two flushes, a second apart, one use counts: noting it is most of the cost of an
-        open."""
+        """Note a use for eviction, if it is a separate one: noting it is most of the cost of an open."""
         for copy in backing.copies:
-            if self._eviction.touch_if_flushed(copy):
+            if self._eviction.touch_if_separate(copy):
                 self._eviction.used(backing.object, copy, hit=True)
 
     def restore(self, obj: CachedObject, backing_id: int) -> Backing:
@@ -242,7 +241,7 @@ class Passthrough:
             self._catalog.object(backing.object.id)  # it is the one used last
             self._note_use(backing)
         for copy in backing.copies:
-            self._eviction.touch_if_flushed(copy)
+            self._eviction.touch_if_separate(copy)
 
     def take_out(self, backing: Backing, users: int, path: Path) -> int | None:
         """Drop the version from the cache and rename its file to `path`, on the same file system, writable. The `users` of

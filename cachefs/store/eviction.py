@@ -817,6 +817,12 @@ class Keys:
             self.used(key)
 
 
+SAME_USE = 4
+"""Uses of other copies after which a use is a separate one, also without a flush between. Derived from two cases: a reader
+beside three others spares the accounting, 2 µs a read; of five files that are read by turns, each read is a use. Without
+it, an epoch that takes two seconds hides uses: shuffled shards hit 0.33 to 0.38 in their fourth one, in place of 0.48."""
+
+
 class Waiting(NamedTuple):
     """A prefetched copy that waits for its first reader until the time `until`."""
 
@@ -881,9 +887,11 @@ class Eviction:
         if self.remote_owned.tiers:
             self.remote_owned.used(key)
 
-    def touch_if_flushed(self, copy: Copy) -> bool:
-        """`touch`, unless it was used since the last flush: uses in between are one use. True if it was touched."""
-        if copy.used > self._catalog.recent or not copy.bitmap:
+    def touch_if_separate(self, copy: Copy) -> bool:
+        """`touch`, unless this continues the last use: there was no flush since, nor `SAME_USE` uses of other copies. True
+        if it was touched."""
+        catalog = self._catalog
+        if (copy.used > catalog.recent and catalog.clock - copy.used < SAME_USE) or not copy.bitmap:
             return False
         self.touch(copy)
         return True

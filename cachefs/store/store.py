@@ -22,7 +22,7 @@ from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_length, blocks
 from cachefs.store.adopting import Adopting
 from cachefs.store.backing import Passthrough
 from cachefs.store.catalog import CachedObject, Catalog, Copy, Index
-from cachefs.store.eviction import Eviction, Policy
+from cachefs.store.eviction import SAME_USE, Eviction, Policy
 from cachefs.store.space import CacheWrites, Moves, Pins, Space
 from cachefs.store.tier import RAM, Tier
 
@@ -324,8 +324,9 @@ class Store:
             self._metrics.ram_hits += blocks
         else:
             self._metrics.ssd_hits += blocks
-        # As `touch_if_flushed`, but for most reads without a call.
-        if copy.used <= self.catalog.recent and copy.bitmap:
+        # As `touch_if_separate`, but for most reads without a call.
+        catalog = self.catalog
+        if (copy.used <= catalog.recent or catalog.clock - copy.used >= SAME_USE) and copy.bitmap:
             self.eviction.touch(copy)
             self.eviction.used(obj, copy, hit=True)
             if copy.tier != RAM and self._moves is not None:

@@ -759,7 +759,7 @@ async def test_passthrough_and_giving_back_count_as_use(cache_dir: Path, used_by
         elif used_by == "registering":
             # Only the registration's touch is seen: with users it could not be evicted at all.
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(lab.store.eviction, "touch_if_flushed", lambda copy: False)
+                patch.setattr(lab.store.eviction, "touch_if_separate", lambda copy: False)
                 lab.store.release_backing(passthrough)
         await lab.store.flush()
         await cache_object(lab, ids[2])

@@ -35,9 +35,13 @@ from tests.store.test_shared_epochs import put
 # -- uses ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("others", range(6))
 @pytest.mark.parametrize("flush", ["", "before", "after"])
 @in_trio
-async def test_a_use_goes_on_until_a_flush(cache_dir: Path, flush: str) -> None:
+async def test_a_use_goes_on_until_so_many_others_or_a_flush(
+    cache_dir: Path, flush: str, others: int
+) -> None:
+    """A reader beside three others continues its use. Of five files that are read by turns, each read is a use."""
     async with running(cache_dir) as lab:
         one, other = lab.origin.put("k", bytes(BLOCK)), lab.origin.put("o", bytes(BLOCK))
         assert put(lab, other) and put(lab, one)
@@ -46,15 +50,16 @@ async def test_a_use_goes_on_until_a_flush(cache_dir: Path, flush: str) -> None:
         if flush == "before":
             await lab.store.flush()
         order.touch(copy)
-        order.touch(beside)
+        for _ in range(others):
+            order.touch(beside)
         if flush == "after":
             await lab.store.flush()
-        clock = copy.clock
-        assert order.touch_if_flushed(copy) is (flush == "after")
-        assert (copy.clock > clock) is (flush == "after")
+        clock, separate = copy.clock, others > 3 or flush == "after"
+        assert order.touch_if_separate(copy) is separate
+        assert (copy.clock > clock) is separate
         bits, copy.bitmap = copy.bitmap, 0
         await lab.store.flush()
-        assert not order.touch_if_flushed(copy), "it has no blocks"
+        assert not order.touch_if_separate(copy), "it has no blocks"
         copy.bitmap = bits
         rows.changed(copy)
 
