@@ -398,8 +398,8 @@ async def test_a_wrong_password_and_a_certificate_of_nobody(guarded: tuple[Clust
     wrong = Gateway(cluster.endpoints, tls=trusting, user="root", password="wrong")
     with pytest.raises(EtcdRefused, match="authentication failed"):
         await wrong.call("/v3/kv/range", {"key": coded("x")})
-    nobody = Gateway(cluster.endpoints, tls=trusting)
+    without_user = Gateway(cluster.endpoints, tls=trusting)
     with pytest.raises(EtcdRefused, match="user name is empty"):
-        await nobody.call("/v3/kv/range", {"key": coded("x")})
+        await without_user.call("/v3/kv/range", {"key": coded("x")})
     with pytest.raises(EtcdUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
         await Gateway(cluster.endpoints).call("/v3/kv/range", {"key": coded("x")})

@@ -70,6 +70,21 @@ def asked(blocks: int) -> tuple[Any, BlockRequest, Reply]:
     return Line(data), request, Reply(200, {}, request.body_length(False), False, 0)
 
 
+async def receive(
+    line: Any, head: Reply, request: BlockRequest, delivery: Delivery, *, sink_waits: bool
+) -> None:
+    await Receiver().blocks(
+        line,
+        head,
+        None,
+        request=request,
+        delivery=delivery,
+        silence_s=5,
+        sink_waits=sink_waits,
+        pace=Pace(),
+    )
+
+
 FEW, MANY = LITTLE // BLOCK, LITTLE // BLOCK + 1
 
 
@@ -95,23 +110,12 @@ async def test_a_sink_that_raised_is_called_no_more_and_nothing_is_read_for_it(
     line, request, head = asked(blocks)
     sink = Sink(1)
     with pytest.raises(Full):
-        await Receiver().blocks(
-            line,
-            head,
-            None,
-            request=request,
-            delivery=Delivery(sink),
-            silence_s=5,
-            sink_waits=sink_waits,
-            pace=Pace(),
-        )
+        await receive(line, head, request, Delivery(sink), sink_waits=sink_waits)
     assert sink.blocks == 2 and line.read == 2 and line.passthrough == line.returned == (blocks == MANY)
     line, request, head = asked(blocks)
     sink = Sink()
     delivery = Delivery(sink)
-    await Receiver().blocks(
-        line, head, None, request=request, delivery=delivery, silence_s=5, sink_waits=sink_waits, pace=Pace()
-    )
+    await receive(line, head, request, delivery, sink_waits=sink_waits)
     assert sink.blocks == blocks and delivery.bytes == blocks * BLOCK
 
 
@@ -133,19 +137,7 @@ async def test_a_thread_that_begins_after_its_reader_has_gone_touches_nothing(
     with monkeypatch.context() as patch:
         threads.replace(patch, later)
         async with trio.open_nursery() as nursery:
-            take = Receiver().blocks
-            nursery.start_soon(
-                lambda: take(
-                    line,
-                    head,
-                    None,
-                    request=request,
-                    delivery=Delivery(sink),
-                    silence_s=5,
-                    sink_waits=False,
-                    pace=Pace(),
-                )
-            )
+            nursery.start_soon(lambda: receive(line, head, request, Delivery(sink), sink_waits=False))
             await reached.wait()
             nursery.cancel_scope.cancel()
     assert line.passthrough == line.returned == 1
@@ -166,14 +158,5 @@ async def test_a_body_for_which_no_thread_can_be_started_is_a_failure_of_the_pee
     with monkeypatch.context() as patch:
         threads.none_starts(patch)
         with pytest.raises(PeerFailed, match="no thread"):
-            await Receiver().blocks(
-                line,
-                head,
-                None,
-                request=request,
-                delivery=Delivery(sink),
-                silence_s=5,
-                sink_waits=True,
-                pace=Pace(),
-            )
+            await receive(line, head, request, Delivery(sink), sink_waits=True)
     assert not sink.blocks and line.passthrough == line.returned

@@ -160,7 +160,7 @@ async def test_who_turns_to_looking_wastes_a_few_shards_and_is_not_said_to_use_t
         assert len(whole) <= 12 + MOST_UNREAD + AHEAD
         assert w.prefetcher.awaited.size > (len(whole) - 12) * (LARGE_FILE - 64 * KIB - 1)
         await trio.sleep(2 * SWEEP_EVERY_S + UNREAD_S)
-        assert w.prefetcher.awaited.size == 0  # nobody will read them
+        assert w.prefetcher.awaited.size == 0  # no reader comes for them
 
 
 async def test_that_all_was_read_in_an_epoch_does_not_vouch_for_the_next() -> None:
