@@ -573,9 +573,8 @@ class Daemon:
         self._tuning = await trio.to_thread.run_sync(tune, self._config.mountpoint, granted)
         for line in self._tuning:
             log.info("%s", line)
-        if (
-            self._config.descriptor is None
-        ):  # a mount that another process has made may be for another user alone
+        # A mount that another process has made may be for another user alone.
+        if self._config.descriptor is None:
             await self._watch.answers()
         log.info("mounted %s on %s", self._title(), self._config.mountpoint)
         self._watch.ready = True

@@ -64,9 +64,8 @@ class Origin:
         self.limit, self.name = attempts.limit, attempts.name
         self.read, self.begin = attempts.read, attempts.begin
         self.concurrency = attempts.gate.concurrency.maximum  # the greatest number of requests in flight
-        self.md5: Md5Etags | None = getattr(
-            attempts.client, "md5", None
-        )  # compares whole objects with their etags
+        # Compares whole objects with their etags; None if the client does not.
+        self.md5: Md5Etags | None = getattr(attempts.client, "md5", None)
         self.can_list = True
         self.read_only = False  # True: callers refuse writes, although the client could
 

@@ -222,9 +222,8 @@ class Cluster:
                 health.slow(sent_at, now)  # also an answer so late: the peer may have lost the origin
             elif exc.kind in ANSWERS:
                 health.succeeded(now - sent_at)
-            elif not (
-                exc.kind == "reset" and exc.delivered
-            ):  # a peer whose origin pauses breaks off its reply
+            # A peer whose origin pauses breaks off its reply behind some blocks: that is no failure.
+            elif not (exc.kind == "reset" and exc.delivered):
                 health.failed(sent_at, now)
             if health.state == "dead" != before:
                 level = logging.WARNING if exc.kind in TELLING else logging.INFO

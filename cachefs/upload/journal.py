@@ -526,7 +526,7 @@ class Records:
                 file = dirty_file.file
                 if content is not None:
                     stays = dirty_file.content.generation == generation
-                    await file.promise(lambda path: orphans.mark(path, dirty_file.row()), stays=stays)
+                    await file.promise(partial(mark, dirty_file), stays=stays)
                 try:
                     row = {**dirty_file.row(), "acknowledged": True}
                     await self._put(dirty_file, row, within_s, content=content)
@@ -668,6 +668,11 @@ class Records:
             return
         self.orphans.pop(name, None)
         log.info("aborted the unfinished upload of %s", origin.name(row["key"]))
+
+
+def mark(dirty_file: DirtyFile, path: Path) -> None:
+    """Mark a staging file, which was just made, as acknowledged, with the row that the dirty file has now. Blocking."""
+    orphans.mark(path, dirty_file.row())
 
 
 async def _keep_bytes(dirty_file: DirtyFile) -> None:

@@ -86,9 +86,8 @@ class Passthrough:
         self._register, self._retire = register, retire
         if not can_lease(self._staging):
             log.info("%s has no leases: what is written comes through the daemon", self._staging)
-        elif not tells_of_mappings(
-            self._staging
-        ):  # what a mapping writes into a clean file would not be uploaded
+        # What a mapping writes into a clean file would not be uploaded there.
+        elif not tells_of_mappings(self._staging):
             log.info("%s is on a tmpfs, which does not tell what a mapping writes", self._staging)
         else:
             self.possible = True

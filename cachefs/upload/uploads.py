@@ -47,6 +47,7 @@ from cachefs.upload.journal import (
     JournalRemoved,
     Records,
     StoredFile,
+    mark,
     recover,
     replaced_files,
 )
@@ -608,9 +609,7 @@ class Uploads:
             self, name, origin, row["key"], file, size, base=base, mtime_ns=mtime_ns, attrs=attrs
         )
         if held is not None:
-            acknowledged = self.journal.has_content(name)
-            mark = (lambda path: orphans.mark(path, dirty_file.row())) if acknowledged else None
-            file.found_in_memory(held, mark)
+            file.found_in_memory(held, partial(mark, dirty_file) if self.journal.has_content(name) else None)
         dirty_file.record.tokens, dirty_file.record.upload = row["tokens"], row["upload"]
         dirty_file.record.replaced = row["over"]
         dirty_file.record.copied = row.get("copied")  # rows of earlier versions have none
