@@ -147,6 +147,7 @@ class HttpClient:
         if sign is None:
             return None
         exchange = self._exchange(request, sign)
+        exchange.short = True
         if not isinstance(request.body, bytes):
             exchange.pieces.extend(request.body.chunks())
         await self.transport.run(exchange)
@@ -259,7 +260,7 @@ class _Reading:
         if not self._md5 and size > AT_ONCE:
             first, least = FIRST_CHUNK, 4 * CHUNK if taker.waits else CHUNK
         self.exchange = Exchange("GET", client.place.url(), {}, receiver=self, first=first, least=least)
-        self.exchange.prepare = self.signed
+        self.exchange.prepare, self.exchange.short = self.signed, size <= AT_ONCE and not self.waits
         self._taker, self.coming = taker, taker.coming
         self._at = wanted.start
         self._cut = False
@@ -377,9 +378,10 @@ def http_date_ns(text: str) -> int:
     return seconds_ns(parsedate_to_datetime(text))
 
 
-# HTTP exchanges with object stores: libcurl's multi interface in one thread for each origin, which waits for nothing but
-# sockets. Any thread hands over an `Exchange` by appending it to a queue and waking the loop. libcurl repeats nothing: an
-# exchange is one attempt. No thread runs, and no descriptor is open, before the first exchange.
+# HTTP exchanges with object stores: libcurl's multi interface, in loops that wait for nothing but sockets. Each origin has
+# two loops: a task on the trio thread for short exchanges, a thread for the others. A caller hands over an `Exchange` by
+# appending it to a queue and waking the loop. libcurl repeats nothing: an exchange is one attempt. No loop runs, and no
+# descriptor is open, before the first exchange.
 
 log = logging.getLogger(__name__)
 
@@ -387,7 +389,7 @@ CONNECT_S = 5.0
 """How long connecting may take. Derived: the kernel repeats a SYN after 1 and 3 s (RFC 6298), so two may be lost."""
 
 AT_ONCE = 256 << 10
-"""A body of up to so many bytes is handed over in one piece and hashed by the loop thread; a larger one in several pieces,
+"""A body of up to so many bytes is handed over in one piece and hashed by the loop; a larger one in several pieces,
 to wake its first reader early. Derived: its MD5 takes 0.4 ms at 650 MB/s, and all of it comes within 1 ms at 2 Gbit/s."""
 
 CHUNK = 128 << 10
@@ -410,6 +412,9 @@ KEPT_CONNECTIONS = 256
 UNSENT = 2
 """Pieces of a request's body that may wait for the connection. Derived: one is sent while the next is read."""
 
+SOCKETS_A_TURN = 8
+"""Most sockets that a loop on the trio thread handles before other tasks run. Derived: 100 KB from each take 1 ms."""
+
 CLOSED = "the HTTP client was closed"
 
 CA_VARIABLES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
@@ -427,18 +432,18 @@ class Reply:
 
 
 class Receiver(Taker, Protocol):
-    """Takes the head and the body of a reply, one call at a time: from the loop thread, or if it `waits`, from worker
-    threads."""
+    """Takes the head and the body of a reply, one call at a time: from the loop, or if it `waits`, from worker threads."""
 
     def begin(self, status: int, headers: Mapping[str, str]) -> bool:
         """Take the head of the reply. True: the body goes to `take`. False: the body is kept as `Exchange.body`."""
 
 
 class Exchange:
-    """One request and its reply. It belongs to the loop thread until `ended`; `error` is set if there is no whole reply.
-    `prepare`, if set, makes URL and headers in the loop thread; until then only the host of `url` counts. `size` is the
+    """One request and its reply. It belongs to the loop until `ended`; `error` is set if there is no whole reply.
+    `prepare`, if set, makes URL and headers in the loop; until then only the host of `url` counts. `size` is the
     length of the request's body, which `pieces` holds or will hold. A piece of the reply's body is handed over once it has
-    `least` bytes, the first one once it has `first`. The origin may be silent for `patience` times as long as usual."""
+    `least` bytes, the first one once it has `first`. The origin may be silent for `patience` times as long as usual.
+    `short`: the trio thread can send it and take its reply, because neither body is long and the receiver does not wait."""
 
     def __init__(
         self,
@@ -453,13 +458,13 @@ class Exchange:
         least: int = CHUNK,
     ) -> None:
         self.method, self.url, self.headers = method, url, headers
-        self.patience, self.size = patience, size
+        self.patience, self.size, self.short = patience, size, False
         self.prepare: Callable[[], Signed] | None = None
         self.proxy = ""
         self.trusted = ""  # path of the certificate authorities to trust; "" without TLS
         self.error: Exception | None = None
         self.ended = False
-        self.on_end: Callable[[], None] | None = None  # wakes a waiting thread; called in the loop thread
+        self.on_end: Callable[[], None] | None = None  # wakes a waiting thread; called by the loop
         self.wake: Callable[[], None] | None = None  # called on the trio thread; None once no task waits
         self.handle: pycurl.Curl | None = None
         # The request's body.
@@ -617,7 +622,7 @@ class Transport:
         self.stall_s = stall_s
         self._follow = follow
         self._lock = threading.Lock()
-        self._loop: _Loop | None = None
+        self._loops: dict[type[_Loop], _Loop] = {}
         self._closed = False
         self._routes: dict[str, tuple[str, str]] = {}  # scheme://host → (proxy, authorities)
 
@@ -641,8 +646,7 @@ class Transport:
         """On the trio thread: begin an exchange; `ended` is called there when it is over. Returns a function that ends it
         early."""
         loop = self._loop_for(exchange)
-        if loop.token is None:
-            loop.token = trio.lowlevel.current_trio_token()
+        loop.token = loop.token or trio.lowlevel.current_trio_token()
         exchange.wake = ended
         loop.post(loop.begin, exchange)
         return partial(loop.post, loop.cancel, exchange)
@@ -675,15 +679,16 @@ class Transport:
         return exchange.reply
 
     def close(self) -> None:
-        """End all exchanges, with an error, and the loop thread."""
+        """End all exchanges, with an error, and the loops."""
         with self._lock:
-            self._closed, loop = True, self._loop
-        if loop is not None:
+            self._closed = True
+        for loop in self._loops.values():
             loop.stop()
 
     def _loop_for(self, exchange: Exchange) -> _Loop:
-        """The loop, which is started if none runs. Sets the proxy and the certificate authorities of `exchange` from the
-        environment. They are looked up once for each host, because that takes as long as signing a small request."""
+        """The loop for the exchange, which is started if none runs. Sets the proxy and the certificate authorities of
+        `exchange` from the environment. They are looked up once for each host, because that takes as long as signing a small
+        request."""
         host = "/".join(exchange.url.split("/", 3)[:3])
         route = self._routes.get(host)
         if route is None:
@@ -697,16 +702,19 @@ class Transport:
         with self._lock:
             if self._closed:
                 raise Transient(CLOSED)
-            if self._loop is None or self._loop.over:
+            kind = _TaskLoop if exchange.short else _ThreadLoop
+            loop = self._loops.get(kind)
+            if loop is None or loop.over:
                 try:
-                    self._loop = _Loop(self.stall_s, self._follow)
+                    loop = self._loops[kind] = kind(self.stall_s, self._follow)
                 except (OSError, RuntimeError) as exc:  # too many files are open, or threads run
                     raise Transient(f"the HTTP client cannot begin: {exc}") from exc
-            return self._loop
+            return loop
 
 
 class _Loop:
-    """The loop thread, and the state that it alone touches. `over`: it takes no more exchanges."""
+    """Exchanges through libcurl's multi interface, and the state that one thread alone touches. `over`: it takes no more
+    exchanges."""
 
     def __init__(self, stall_s: float, follow: bool) -> None:
         self.token: trio.lowlevel.TrioToken | None = None
@@ -714,8 +722,7 @@ class _Loop:
         self._follow = follow
         self._stall_s, self._tick_s = stall_s, min(1.0, stall_s / 8)
         self._queue: deque[tuple[Callable[[Exchange], None], Exchange]] = deque()
-        self._sleeps, self._stopped = True, False
-        self._closing = threading.Lock()
+        self._stopped = False
         self._live: dict[pycurl.Curl, Exchange] = {}
         self._idle: list[pycurl.Curl] = []
         self._ended: list[Exchange] = []
@@ -727,43 +734,20 @@ class _Loop:
         self._multi.setopt(pycurl.M_TIMERFUNCTION, self._set_timer)
         self._multi.setopt(pycurl.M_MAXCONNECTS, KEPT_CONNECTIONS)
         self._poll = select.epoll()
-        self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        try:
-            self._poll.register(self._wakeup_fd, select.EPOLLIN)
-            threading.Thread(target=self._run, name="cachefs http", daemon=True).start()
-        except BaseException:
-            os.close(self._wakeup_fd)
-            raise
-
-    # From any thread.
 
     def post(self, verb: Callable[[Exchange], None], exchange: Exchange) -> None:
         """Have the loop call `verb(exchange)`."""
-        self._queue.append((verb, exchange))
-        if self._sleeps:
-            self._wake_up()
-        if self.over:
-            self._end_queued()
+        raise NotImplementedError
 
     def stop(self) -> None:
-        self._stopped = True
-        self._wake_up()
+        """End all exchanges and the loop soon. From any thread."""
+        raise NotImplementedError
 
-    def _wake_up(self) -> None:
-        self._sleeps = False  # one wake-up suffices
-        with self._closing:
-            if not self.over:  # after that, the number may be another file's
-                os.eventfd_write(self._wakeup_fd, 1)
+    def _notify(self) -> None:
+        """Tell the callers of the exchanges that have ended."""
+        raise NotImplementedError
 
-    def _end_queued(self) -> None:
-        with suppress(IndexError):
-            while True:
-                exchange = self._queue.popleft()[1]
-                if not exchange.ended and exchange.handle is None:  # the loop ends those with a handle
-                    self._end(exchange, Transient(CLOSED))
-        self._notify()
-
-    # Verbs, on the loop's thread.
+    # Verbs, which the loop calls.
 
     def begin(self, exchange: Exchange) -> None:
         handle = self._idle.pop() if self._idle else pycurl.Curl()
@@ -846,36 +830,19 @@ class _Loop:
             setopt(pycurl.CUSTOMREQUEST, exchange.method)
         setopt(pycurl.HTTPHEADER, given)
 
-    # The thread.
+    # One turn.
 
-    def _run(self) -> None:
-        try:
-            while not self._stopped:
-                self._iterate()
-        except Exception:
-            log.exception("the HTTP client failed; the next request starts another")
-        with self._closing:
-            self.over = True
-        for exchange in list(self._live.values()):
-            self._end(exchange, Transient(CLOSED))
-        self._end_queued()
-        self._multi.close()
-        self._poll.close()
-        os.close(self._wakeup_fd)
-
-    def _iterate(self) -> None:
-        """One iteration of the loop: wait for sockets, the wake-up descriptor or a timeout, and handle what came."""
-        wait_s = min(self._timer_at - time.monotonic(), self._tick_s if self._live else math.inf)
-        self._sleeps = True  # set before the queue is checked, so that a later `post` wakes the loop
+    def _wait_s(self) -> float:
+        """Seconds until something is to be done without a socket being ready; infinite if only another exchange counts."""
         if self._queue:
-            wait_s = 0.0
-        ready = self._poll.poll(None if wait_s == math.inf else max(0.0, wait_s))
-        self._sleeps = False
+            return 0.0
+        due = min(self._timer_at, self._look_at) if self._live else self._timer_at
+        return max(0.0, due - time.monotonic())
+
+    def _turn(self, ready: list[tuple[int, int]]) -> None:
+        """Handle the sockets that are ready (descriptor, epoll's events), what was posted, and what is due."""
         for fd, mask in ready:
-            if fd == self._wakeup_fd:
-                os.eventfd_read(fd)
-            else:
-                self._multi.socket_action(fd, _ACTIONS.get(mask, pycurl.CSELECT_IN | pycurl.CSELECT_ERR))
+            self._multi.socket_action(fd, _ACTIONS.get(mask, pycurl.CSELECT_IN | pycurl.CSELECT_ERR))
         while self._queue:
             verb, exchange = self._queue.popleft()
             verb(exchange)
@@ -895,6 +862,22 @@ class _Loop:
             self._look_for_silence(now)
         if self._ended:
             self._notify()
+
+    def _close(self) -> None:
+        """End all exchanges. `over` is set."""
+        for exchange in list(self._live.values()):
+            self._end(exchange, Transient(CLOSED))
+        self._end_queued()
+        self._multi.close()
+        self._poll.close()
+
+    def _end_queued(self) -> None:
+        with suppress(IndexError):
+            while True:
+                exchange = self._queue.popleft()[1]
+                if not exchange.ended and exchange.handle is None:  # `_close` ends those with a handle
+                    self._end(exchange, Transient(CLOSED))
+        self._notify()
 
     def _finish(self, exchange: Exchange) -> None:
         """libcurl is done with the exchange: end it as soon as the receiver has all bytes."""
@@ -938,16 +921,6 @@ class _Loop:
             exchange.room.release()
         self._ended.append(exchange)
 
-    def _notify(self) -> None:
-        """Wake the threads and tasks whose exchanges have ended, all tasks by one call into trio."""
-        ended, self._ended = self._ended, []
-        for exchange in ended:
-            if exchange.on_end is not None:
-                exchange.on_end()
-        if self.token is not None and any(exchange.wake is not None for exchange in ended):
-            with suppress(trio.RunFinishedError):
-                self.token.run_sync_soon(_wake, ended)
-
     # libcurl's callbacks.
 
     def _watch(self, events: int, fd: int, *_: object) -> None:
@@ -966,6 +939,114 @@ class _Loop:
 
     def _set_timer(self, timeout_ms: int) -> None:
         self._timer_at = math.inf if timeout_ms < 0 else time.monotonic() + timeout_ms / 1000
+
+
+class _ThreadLoop(_Loop):
+    """A loop in a thread of its own, for any thread."""
+
+    def __init__(self, stall_s: float, follow: bool) -> None:
+        super().__init__(stall_s, follow)
+        self._sleeps = True
+        self._closing = threading.Lock()
+        self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            self._poll.register(self._wakeup_fd, select.EPOLLIN)
+            threading.Thread(target=self._run, name="cachefs http", daemon=True).start()
+        except BaseException:
+            os.close(self._wakeup_fd)
+            raise
+
+    def post(self, verb: Callable[[Exchange], None], exchange: Exchange) -> None:
+        self._queue.append((verb, exchange))
+        if self._sleeps:
+            self._wake_up()
+        if self.over:
+            self._end_queued()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        self._sleeps = False  # one wake-up suffices
+        with self._closing:
+            if not self.over:  # after that, the number may be another file's
+                os.eventfd_write(self._wakeup_fd, 1)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped:
+                self._iterate()
+        except Exception:
+            log.exception("the HTTP client failed; the next request starts another")
+        with self._closing:
+            self.over = True
+        self._close()
+        os.close(self._wakeup_fd)
+
+    def _iterate(self) -> None:
+        self._sleeps = True  # set before the queue is checked, so that a later `post` wakes the loop
+        wait_s = self._wait_s()
+        ready = self._poll.poll(None if wait_s == math.inf else wait_s)
+        self._sleeps = False
+        if any(fd == self._wakeup_fd for fd, _ in ready):
+            os.eventfd_read(self._wakeup_fd)
+        self._turn([(fd, mask) for fd, mask in ready if fd != self._wakeup_fd])
+
+    def _notify(self) -> None:
+        """Wake the threads and tasks whose exchanges have ended, all tasks by one call into trio."""
+        ended, self._ended = self._ended, []
+        for exchange in ended:
+            if exchange.on_end is not None:
+                exchange.on_end()
+        if self.token is not None and any(exchange.wake is not None for exchange in ended):
+            with suppress(trio.RunFinishedError):
+                self.token.run_sync_soon(_wake, ended)
+
+
+class _TaskLoop(_Loop):
+    """A loop in a task on the trio thread, for short exchanges. Nothing is handed to another thread, and the interpreter's
+    lock is not passed back and forth."""
+
+    def __init__(self, stall_s: float, follow: bool) -> None:
+        super().__init__(stall_s, follow)
+        self.token = trio.lowlevel.current_trio_token()
+        self._waiting: trio.CancelScope | None = None
+        trio.lowlevel.spawn_system_task(self._run)
+
+    def post(self, verb: Callable[[Exchange], None], exchange: Exchange) -> None:
+        """On the trio thread."""
+        self._queue.append((verb, exchange))
+        self._wake_up()
+        if self.over:
+            self._end_queued()
+
+    def stop(self) -> None:
+        self._stopped = True
+        assert self.token is not None
+        with suppress(trio.RunFinishedError):
+            self.token.run_sync_soon(self._wake_up)
+
+    def _wake_up(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    async def _run(self) -> None:
+        try:
+            while not self._stopped:
+                self._turn(self._poll.poll(0, SOCKETS_A_TURN))
+                with trio.move_on_after(self._wait_s()) as self._waiting:
+                    await trio.lowlevel.wait_readable(self._poll)
+                self._waiting = None
+        except Exception:
+            log.exception("the HTTP client failed; the next request starts another")
+        finally:
+            self.over = True
+            self._close()
+
+    def _notify(self) -> None:
+        ended, self._ended = self._ended, []
+        _wake(ended)
 
 
 _ACTIONS = {

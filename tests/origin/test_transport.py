@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from cachefs.base.errors import ObjectChanged, OriginFailed, Transient, Unreachable
 from cachefs.base.metrics import Metrics
 from cachefs.origin import ByteRange, InMemory, Origin, Ticket, open_origin
-from cachefs.origin.http import Exchange, Transport, query
+from cachefs.origin.http import AT_ONCE, SOCKETS_A_TURN, Exchange, Transport, query
 from cachefs.origin.s3 import signed_v4
 from tests.origin.reading import Collect, content, run
 from tests.origin.servers import QUICK
@@ -267,7 +267,7 @@ def test_a_connection_that_ends_as_its_body_goes_on_ends_no_other(
     other = threading.Thread(target=lambda: got.append(transport.send(Exchange("GET", server.url, {})).body))
     other.start()
     assert asked.wait(5)
-    loop: Any = transport._loop
+    (loop,) = transport._loops.values()
     old = watched()
     with pytest.raises(Transient):
         transport.send(Exchange("PUT", server.url + "/k", {}, size=2000), pieces())
@@ -818,22 +818,23 @@ def test_a_certificate_of_another_host(
 # The thread.
 
 
-def test_no_thread_before_the_first_exchange_and_none_after_the_end(serve: Callable[..., Server]) -> None:
-    def threads() -> int:
-        return sum(thread.name == "cachefs http" for thread in threading.enumerate())
+def http_threads() -> int:
+    return sum(thread.name == "cachefs http" for thread in threading.enumerate())
 
+
+def test_no_thread_before_the_first_exchange_and_none_after_the_end(serve: Callable[..., Server]) -> None:
     server = serve(lambda wire, head: wire.reply(b"hello"))
-    before, descriptors = threads(), len(os.listdir("/proc/self/fd"))
+    before, descriptors = http_threads(), len(os.listdir("/proc/self/fd"))
     transport = Transport(5.0)
-    assert threads() == before
+    assert http_threads() == before
     assert transport.send(Exchange("GET", server.url, {})).body == b"hello"
-    assert threads() == before + 1
+    assert http_threads() == before + 1
     transport.close()
     for _ in range(200):
-        if threads() == before:
+        if http_threads() == before:
             break
         time.sleep(0.01)
-    assert threads() == before
+    assert http_threads() == before
     with pytest.raises(Transient, match="closed"):
         transport.send(Exchange("GET", server.url, {}))
     server.close()
@@ -869,7 +870,7 @@ def test_a_loop_that_fails_begins_anew(
     server = serve(lambda wire, head: wire.reply(b"hello"))
     transport = Transport(5.0)
     assert transport.send(Exchange("GET", server.url, {})).body == b"hello"
-    loop: Any = transport._loop
+    (loop,) = transport._loops.values()
     monkeypatch.setattr(type(loop), "_look_for_silence", lambda *_: 1 / 0)
     loop._look_at = 0.0
     with pytest.raises(Transient):
@@ -879,6 +880,141 @@ def test_a_loop_that_fails_begins_anew(
     assert transport.send(Exchange("GET", server.url, {})).body == b"hello"
     assert "the HTTP client failed" in caplog.text
     transport.close()
+
+
+# The loop on the trio thread.
+
+
+async def ask(transport: Transport, url: str) -> bytes:
+    """The body of the reply to a short exchange."""
+    exchange = Exchange("GET", url, {})
+    exchange.short = True
+    await transport.run(exchange)
+    return exchange.body
+
+
+def test_a_short_exchange_needs_no_thread(serve: Callable[..., Server]) -> None:
+    server = serve(lambda wire, head: wire.reply(b"hello"))
+
+    async def play() -> None:
+        before, transport = http_threads(), Transport(5.0)
+        assert await ask(transport, server.url) == b"hello" and http_threads() == before
+        transport.close()
+
+    trio.run(play)
+
+
+def test_a_large_body_does_not_come_on_the_trio_thread(serve: Callable[..., Server]) -> None:
+    bodies = {b"/small ": b"x" * AT_ONCE, b"/large ": b"x" * (AT_ONCE + 1)}
+    server = serve(lambda wire, head: wire.reply(next(body for key, body in bodies.items() if key in head)))
+    threads: dict[str, set[str]] = {}
+
+    class Noting(Collect):
+        def __init__(self, key: str) -> None:
+            super().__init__()
+            self.key = key
+
+        def write(self, data: memoryview | bytes) -> None:
+            threads.setdefault(self.key, set()).add(threading.current_thread().name)
+            super().write(data)
+
+    async def use(there: Origin) -> None:
+        for key, size in (("small", AT_ONCE), ("large", AT_ONCE + 1)):
+            await there.read(key, '"e"', 0, size, Noting(key), whole=True)
+
+    run(web(server), use)
+    assert threads == {"small": {threading.current_thread().name}, "large": {"cachefs http"}}
+
+
+def test_other_tasks_run_between_short_exchanges(serve: Callable[..., Server]) -> None:
+    """All replies come at the same moment. Between two turns of another task one or two turns of the loop lie."""
+    count, together = 5 * SOCKETS_A_TURN, threading.Barrier(5 * SOCKETS_A_TURN)
+
+    def answer(wire: Wire, head: bytes) -> None:
+        together.wait(20)
+        wire.reply(b"hello")
+
+    server, transport = serve(answer), Transport(20.0)
+    ended: list[bytes] = []
+
+    async def one() -> None:
+        ended.append(await ask(transport, server.url))
+
+    async def play() -> None:
+        most = before = 0
+        async with trio.open_nursery() as nursery:
+            for _ in range(count):
+                nursery.start_soon(one)
+            while len(ended) < count:
+                await trio.lowlevel.checkpoint()
+                most, before = max(most, len(ended) - before), len(ended)
+        assert ended == [b"hello"] * count and most <= 2 * SOCKETS_A_TURN
+        transport.close()
+
+    trio.run(play)
+
+
+def test_closing_ends_short_exchanges(serve: Callable[..., Server]) -> None:
+    asked, together = threading.Event(), threading.Barrier(3, action=lambda: asked.set())
+    server, transport = serve(lambda wire, head: (together.wait(5), time.sleep(5))), Transport(5.0)
+
+    async def refused() -> None:
+        with pytest.raises(Transient, match="closed"):
+            await ask(transport, server.url)
+
+    async def play() -> None:
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(refused)
+            await trio.to_thread.run_sync(asked.wait)
+            transport.close()
+        await refused()
+
+    trio.run(play)
+
+
+def test_the_end_of_trio_ends_its_loop(serve: Callable[..., Server]) -> None:
+    server, transport = serve(lambda wire, head: wire.reply(b"hello")), Transport(5.0)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        assert trio.run(ask, transport, server.url) == b"hello"
+        (loop,) = transport._loops.values()
+        assert loop.over
+    server.close()
+    for _ in range(200):
+        if len(os.listdir("/proc/self/fd")) <= descriptors:
+            break
+        time.sleep(0.01)
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    transport.close()
+
+
+def test_a_loop_on_the_trio_thread_that_fails_begins_anew(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed = threading.Event()
+
+    def answer(wire: Wire, head: bytes) -> None:
+        if len(server.heads) == 2:
+            failed.wait(5)
+        wire.reply(b"hello")
+
+    server, transport = serve(answer), Transport(5.0)
+
+    async def play() -> None:
+        assert await ask(transport, server.url) == b"hello"
+        (loop,) = transport._loops.values()
+        monkeypatch.setattr(type(loop), "_look_for_silence", lambda *_: 1 / 0)
+        loop._look_at = 0.0
+        with pytest.raises(Transient, match="closed"):
+            await ask(transport, server.url)
+        failed.set()
+        monkeypatch.undo()
+        assert await ask(transport, server.url) == b"hello"
+        transport.close()
+
+    trio.run(play)
+    assert caplog.text.count("the HTTP client failed") == 1
 
 
 def test_many_at_once_are_woken_together(serve: Callable[..., Server]) -> None:

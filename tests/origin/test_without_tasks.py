@@ -24,7 +24,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.fetch import Fetcher
 from cachefs.origin import InMemory, Origin
-from cachefs.origin.http import _Loop
+from cachefs.origin.http import _Loop, _ThreadLoop
 from cachefs.prefetch.prefetcher import AT_ONCE
 from cachefs.store import open_store
 from tests import threads
@@ -38,7 +38,8 @@ SMALL = BODY[:20_000]
 
 CALLS = 165
 """Calls of this package's functions for each small file that is fetched, at most: what it costs the thread that answers all
-readers, in a measure that no machine changes. Measured: 158, and 177 with one file in a group."""
+readers, in a measure that no machine changes. Those of the HTTP client, about 30, are left out: their number depends on how
+many sockets are ready at once. Measured: 158, and 177 with one file in a group."""
 
 
 class Reading:
@@ -117,7 +118,8 @@ def test_a_small_file_costs_the_trio_thread_few_calls(store: Lab, cache_dir: Pat
 
     def count(frame: FrameType, event: str, arg: object) -> None:
         nonlocal calls
-        calls += event == "call" and frame.f_code.co_filename.startswith(package)
+        file = frame.f_code.co_filename
+        calls += event == "call" and file.startswith(package) and not file.endswith("origin/http.py")
 
     async def play() -> None:
         async with reading(store, cache_dir) as it:
@@ -239,8 +241,9 @@ def test_a_client_that_cannot_begin_is_tried_again(
         async with reading(store, cache_dir) as it:
             object_id = await it.object()
             http: Any = it.origin._client
-            http.transport._loop.stop()
-            await until(lambda: http.transport._loop.over, 5)
+            loop = http.transport._loops[_ThreadLoop]
+            loop.stop()
+            await until(lambda: loop.over, 5)
             monkeypatch.setattr(_Loop, "__init__", fails)
             assert await it.read(object_id) == BODY
             assert not left and it.metrics.origin_errors == 0
