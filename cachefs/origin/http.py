@@ -341,7 +341,7 @@ def xml(body: bytes) -> ElementTree.Element:
     """The root of an XML document, its tags without namespaces. Raises `ValueError` if it is not XML."""
     try:
         root = ElementTree.fromstring(body)
-    except ElementTree.ParseError as exc:
+    except (ElementTree.ParseError, LookupError) as exc:  # LookupError: an encoding that Python does not know
         raise ValueError(str(exc)) from exc
     for node in root.iter():
         node.tag = node.tag.rpartition("}")[2]
@@ -375,7 +375,10 @@ def seconds_ns(when: datetime) -> int:
 
 def http_date_ns(text: str) -> int:
     """`Sat, 21 Nov 2026 08:06:30 GMT` in nanoseconds. Raises `ValueError`."""
-    return seconds_ns(parsedate_to_datetime(text))
+    try:
+        return seconds_ns(parsedate_to_datetime(text))
+    except OverflowError as exc:  # a year of many digits
+        raise ValueError(str(exc)) from exc
 
 
 # HTTP exchanges with object stores: libcurl's multi interface, in loops that wait for nothing but sockets. Each origin has
@@ -405,6 +408,16 @@ BUFFER = 256 << 10
 
 LONGEST_REFUSAL = 64 << 10
 """Bytes of a refusal's body that are kept. Derived: stores explain themselves in a few hundred."""
+
+LONGEST_REPLY = 64 << 20
+"""Bytes of a reply without a receiver. Derived: a page of a listing has at most 16 MiB, with 1,000 names of 1,024 characters
+that are all percent-encoded; an index page of a web server so long has half a million names."""
+
+REPLY_S = 60.0
+"""How long such a reply, and the head of any reply, may take behind the request. Derived: the usual deadline of a request,
+after which no caller waits for it."""
+
+_STATUS_LINE = re.compile(r"HTTP/[0-9.]+[ \t]+([0-9]{3})")
 
 KEPT_CONNECTIONS = 256
 """Idle connections kept for an origin. Derived: four times the usual concurrency; libcurl closes them after two minutes."""
@@ -479,6 +492,7 @@ class Exchange:
         self.lines_seen = 0
         self.seen_active_at = 0.0
         self.active_at = math.inf  # when bytes of the request or the reply last moved
+        self.asked_at = math.inf  # when bytes of the request last moved
         self.paused = False
         self.complete = False  # libcurl is done with it
         self.delivering = False  # a worker thread is calling the receiver
@@ -510,12 +524,12 @@ class Exchange:
         if self.active_at < math.inf and not self.lines:
             self.error = ConnectionEnded(f"{self.host}: the origin ended the connection before it replied")
             return pycurl.PREREQFUNC_ABORT
-        self.active_at = time.monotonic()
+        self.active_at = self.asked_at = time.monotonic()
         return pycurl.PREREQFUNC_OK
 
     def on_read(self, count: int) -> object:
         """Give libcurl the next bytes of the request's body. Pauses the exchange if there are none yet."""
-        self.active_at = time.monotonic()
+        self.active_at = self.asked_at = time.monotonic()
         if not self.pieces:
             self.paused = True
             return pycurl.READFUNC_PAUSE
@@ -536,6 +550,9 @@ class Exchange:
         if self.error is not None or self.refused:
             return 0
         if not self._receives:
+            if self.receiver is None and self._held_bytes >= LONGEST_REPLY:
+                self.error = OriginFailed(f"{self.host}: the reply has more than {LONGEST_REPLY >> 20} MiB")
+                return 0
             if self.receiver is None or self._held_bytes < LONGEST_REFUSAL:
                 self._data.append(data)
                 self._held_bytes += len(data)
@@ -555,8 +572,9 @@ class Exchange:
         """Parse the head of the reply: the last one, after redirects and 100-continue."""
         self._receives = False
         for line in b"".join(self.lines).decode("utf-8", "replace").split("\n"):
-            if line[:5] == "HTTP/":
-                self.status = int(line[9:12])
+            # A header may begin so, too.
+            if line[:5] == "HTTP/" and (status_line := _STATUS_LINE.match(line)):
+                self.status = int(status_line[1])
                 self.reply_headers = {}
             else:
                 name, colon, value = line.partition(":")
@@ -574,6 +592,10 @@ class Exchange:
         for line in self.lines:
             ended = not line.startswith(b"HTTP/") and (ended or not line.strip())
         return ended
+
+    def lasts_too_long(self, now: float) -> bool:
+        """True if the reply should have come, also if its bytes trickle in: its head, or without a receiver all of it."""
+        return not (self._receives or self.paused) and now - self.asked_at > REPLY_S * self.patience
 
     def report(self) -> None:
         """Tell the receiver that bytes have arrived which it has not been given."""
@@ -750,10 +772,9 @@ class _Loop:
     # Verbs, which the loop calls.
 
     def begin(self, exchange: Exchange) -> None:
-        handle = self._idle.pop() if self._idle else pycurl.Curl()
-        exchange.handle = handle
         exchange.deliver_in_thread = self._deliver_in_thread
         try:
+            handle = exchange.handle = self._idle.pop() if self._idle else pycurl.Curl()
             self._configure(handle, exchange)
             self._multi.add_handle(handle)
         except Exception as exc:
@@ -777,7 +798,7 @@ class _Loop:
             self._end(exchange, exchange.error)
         elif exchange.paused:
             exchange.paused = False
-            exchange.active_at = time.monotonic()
+            exchange.active_at = exchange.asked_at = time.monotonic()
             with suppress(pycurl.error):  # it has just failed, and `info_read` will report that
                 exchange.handle.pause(pycurl.PAUSE_CONT)
 
@@ -896,7 +917,11 @@ class _Loop:
 
     def _look_for_silence(self, now: float) -> None:
         for exchange in list(self._live.values()):
-            if len(exchange.lines) > exchange.lines_seen:
+            if exchange.lasts_too_long(now):
+                allowed_s = REPLY_S * exchange.patience
+                exchange.error = Transient(f"{exchange.host}: the reply did not end within {allowed_s:g} s")
+                self._finish(exchange)
+            elif len(exchange.lines) > exchange.lines_seen:
                 exchange.lines_seen, exchange.active_at = len(exchange.lines), now
             elif exchange.active_at != exchange.seen_active_at:
                 exchange.seen_active_at = exchange.active_at
@@ -1204,7 +1229,7 @@ def _clock(origin_time: str) -> str:
             if origin_time[10:11] == "T"  # an HTTP date may begin with Tue or Thu
             else parsedate_to_datetime(origin_time)
         )
-    except ValueError:
+    except (ValueError, OverflowError):
         return "the clock of this machine is off: set it"
     off_s = time.time() - (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
     return f"the clock of this machine is {abs(off_s):.0f} s {'ahead' if off_s > 0 else 'behind'}: set it"

@@ -25,8 +25,6 @@ from urllib.parse import quote, unquote_plus
 from xml.etree.ElementTree import Element, ParseError, fromstring, tostring
 from xml.sax.saxutils import escape
 
-import trio
-
 from cachefs.base.errors import (
     CachefsError,
     ConfigError,
@@ -35,7 +33,9 @@ from cachefs.base.errors import (
     NotFound,
     OriginFailed,
     PermissionDenied,
+    Transient,
 )
+from cachefs.base.tasks import in_thread
 from cachefs.origin.http import (
     ANY_TYPE,
     HttpClient,
@@ -367,7 +367,10 @@ class S3Client(HttpClient, Writer):
             return None
         if len(reply.body) < UNREAD_BYTES or next_token(reply.body) is not None:
             return self._page(request, reply)
-        return await trio.to_thread.run_sync(self._page, request, reply)
+        try:
+            return await in_thread(partial(self._page, request, reply))
+        except OSError as exc:
+            raise Transient(f"{self.place.label}: {exc.strerror}") from exc
 
     def _moved(self, reply: Reply) -> bool:
         """True if the reply has told another region of the bucket, so the request must be repeated."""
@@ -548,7 +551,7 @@ def parse_page(body: bytes) -> ListPage:
     """The page in a ListBucketResult document. Raises `ValueError` if it is none."""
     try:
         page = fromstring(body)
-    except ParseError as exc:
+    except (ParseError, LookupError) as exc:  # LookupError: an encoding that Python does not know
         raise ValueError(str(exc)) from exc
     # The namespace, in braces. Removing it from each node would take a third of the time.
     space = page.tag[: page.tag.find("}") + 1]

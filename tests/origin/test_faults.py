@@ -445,6 +445,21 @@ def test_no_thread_to_look_for_credentials_in(
     assert not caplog.records
 
 
+def test_no_thread_to_read_a_page_of_a_listing_in(
+    store: Lab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("cachefs.origin.s3.UNREAD_BYTES", 1)
+
+    async def use(there: Origin) -> None:
+        await there.head("faulty")
+        threads.first_fails(monkeypatch)
+        assert "faulty" in [found.key for found in (await there.list_page("")).objects]
+        assert there._attempts.metrics.origin_retries == 1
+
+    run(store.origin(), use)
+    assert not caplog.records
+
+
 class Crowded:
     """A lock that knows how many have come to it."""
 

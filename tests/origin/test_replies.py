@@ -18,7 +18,7 @@ from cachefs.base.errors import (
     Transient,
 )
 from cachefs.origin.fsspec_client import in_our_words
-from cachefs.origin.http import Reply, refusal
+from cachefs.origin.http import Reply, refusal, xml
 from cachefs.origin.protocol import ListPage, ObjectInfo, UnreadPage, of_endpoint
 from cachefs.origin.s3 import AMAZON, AwsCredentials, Bucket, S3Client, next_token, parse_page
 
@@ -45,6 +45,13 @@ def test_an_entry_without_a_size_is_no_listing() -> None:
         parse_page(
             f"<ListBucketResult>{ENTRY.format('a', '')}{without}<IsTruncated>false</IsTruncated></ListBucketResult>".encode()
         )
+
+
+def test_an_encoding_that_is_not_known_is_no_listing() -> None:
+    with pytest.raises(ValueError, match="unknown encoding"):
+        parse_page(b'<?xml version="1.0" encoding="latin-99"?><ListBucketResult/>')
+    with pytest.raises(ValueError, match="unknown encoding"):
+        xml(b'<?xml version="1.0" encoding="latin-99"?><EnumerationResults/>')
 
 
 NAMESPACE = ' xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'

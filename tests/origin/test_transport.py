@@ -474,6 +474,32 @@ def test_garbage(serve: Callable[..., Server], sent: bytes) -> None:
     assert "\n" not in str(failure.value)
 
 
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@pytest.mark.parametrize("line", ["HTTP/1.1 abc def: 5", "HTTP/abc: 5"])
+def test_a_header_that_looks_like_a_status_is_a_header(
+    serve: Callable[..., Server], method: str, line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = serve(lambda wire, head: wire.reply(b"hello", more=f"{line}\r\n{HEAD}"))
+    transport = Transport(5.0)
+    reply = transport.send(Exchange(method, server.url, {}))
+    assert (reply.status, reply.headers["etag"]) == (200, '"e"')
+    assert transport._loop is not None and not transport._loop.over
+    assert not caplog.records
+    transport.close()
+
+
+def test_a_time_of_many_digits_describes_no_object(
+    serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
+) -> None:
+    late = "Last-Modified: Sat, 21 Nov 99999999999 08:06:30 GMT\r\n"
+    server = serve(lambda wire, head: wire.reply(b"hello", more=late))
+    with pytest.raises(OriginFailed, match="does not describe an object"):
+        run(web(server), lambda there: there.head("k"))
+    with pytest.raises(ObjectChanged):
+        fetched(web(server), 5)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("ends", [True, False], ids=["ends", "silent"])
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_a_reply_that_breaks_within_its_head_is_asked_for_again(
@@ -535,6 +561,88 @@ def test_a_silent_server_and_one_that_trickles(serve: Callable[..., Server]) -> 
     server = serve(trickle)
     assert fetched(web(server, stall_s=0.6), 10) == b"0123456789"
     assert len(server.heads) == 1
+
+
+class Refuses:
+    """A receiver that does not want the body."""
+
+    waits = False
+
+    def begin(self, status: int, headers: Any) -> bool:
+        return False
+
+    def take(self, data: memoryview | bytes) -> bool:
+        raise AssertionError
+
+    def coming(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("part", ["head", "body", "refusal"])
+def test_a_reply_that_trickles_ends_although_no_caller_waits(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """Its caller's deadline abandons the thread that waits for it, and a probe comes every second."""
+    monkeypatch.setattr("cachefs.origin.http.REPLY_S", 0.4)
+    ended = threading.Event()
+
+    def answer(wire: Wire, head: bytes) -> None:
+        wire.send("HTTP/1.1 200 OK\n" if part == "head" else "HTTP/1.1 403 No\nContent-Length: 100000\n\n")
+        try:
+            while not ended.wait(0.01):
+                wire.send("X: y\n" if part == "head" else "x")
+        finally:
+            ended.set()
+
+    server = serve(answer)
+    transport = Transport(5.0)
+    receiver = Refuses() if part == "refusal" else None
+    with pytest.raises(Transient, match=r"did not end within 0\.4 s"):
+        transport.send(Exchange("GET", server.url, {}, receiver=receiver))
+    assert ended.wait(5)
+    transport.close()
+
+
+def test_bytes_that_go_on_are_not_late(serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object that a reader takes may come as slowly as it does, and so may a body that is sent."""
+    monkeypatch.setattr("cachefs.origin.http.REPLY_S", 0.3)
+
+    def answer(wire: Wire, head: bytes) -> None:
+        if head.startswith(b"PUT"):
+            wire.body(8)
+            return wire.reply(b"")
+        wire.send(f"HTTP/1.1 200 OK\r\n{HEAD}Content-Length: 8\r\n\r\n")
+        for digit in b"01234567":
+            time.sleep(0.1)
+            wire.sock.sendall(bytes([digit]))
+
+    def pieces() -> Iterator[bytes]:
+        for _ in range(8):
+            time.sleep(0.1)
+            yield b"x"
+
+    server = serve(answer)
+    assert fetched(web(server, stall_s=0.8), 8) == b"01234567"
+    transport = Transport(0.8)
+    assert transport.send(Exchange("PUT", server.url, {}, size=8), pieces()).status == 200
+    transport.close()
+
+
+def test_a_reply_without_end_takes_no_memory_without_end(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cachefs.origin.http.LONGEST_REPLY", 4 << 20)
+
+    def answer(wire: Wire, head: bytes) -> None:
+        wire.send("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        while True:
+            wire.sock.sendall(b"100000\r\n" + bytes(1 << 20) + b"\r\n")
+
+    server = serve(answer)
+    transport = Transport(5.0)
+    with pytest.raises(OriginFailed, match="more than 4 MiB"):
+        transport.send(Exchange("GET", server.url, {}))
+    transport.close()
 
 
 def test_a_server_that_takes_no_more_of_a_body(serve: Callable[..., Server]) -> None:
@@ -1015,6 +1123,30 @@ def test_a_loop_on_the_trio_thread_that_fails_begins_anew(
 
     trio.run(play)
     assert caplog.text.count("the HTTP client failed") == 1
+
+
+def test_an_exchange_that_cannot_begin_ends_alone(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = serve(lambda wire, head: wire.reply(b"hello"))
+    transport = Transport(5.0)
+
+    def no_memory() -> pycurl.Curl:
+        raise MemoryError
+
+    async def main() -> None:
+        with trio.fail_after(5):
+            with monkeypatch.context() as patch:
+                patch.setattr(pycurl, "Curl", no_memory)
+                with pytest.raises(OriginFailed):
+                    await transport.run(Exchange("GET", server.url, {}))
+            exchange = Exchange("GET", server.url, {})
+            await transport.run(exchange)
+            assert exchange.body == b"hello"
+
+    trio.run(main)
+    assert not caplog.records
+    transport.close()
 
 
 def test_many_at_once_are_woken_together(serve: Callable[..., Server]) -> None:
