@@ -337,5 +337,5 @@ def _number(message: Message, name: str) -> int:
     """A number of a message: 64-bit numbers are strings, and a missing one is zero."""
     try:
         return int(message.get(name, 0))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # OverflowError: 1e999 is infinite
         return 0

@@ -216,6 +216,7 @@ JSON = st.recursive(
 @settings(deadline=None)
 @example({"kvs": [{"key": "L2NhY2hlZnMvZy9oOjE="}]})
 @example({"result": {"TTL": "9"}, "ID": "7"})
+@example({"count": float("inf")})
 @given(
     message=st.dictionaries(
         st.sampled_from(["result", "header", "kvs", "count", "ID", "error"]), JSON, max_size=4
