@@ -344,13 +344,14 @@ class Comparing:
         )
         obj = self._store.object(object_id)
         with obj.held():
-            while True:
+            # These may still write blocks from that peer. Those that readers begin later do not ask it.
+            in_flight = list(dict.fromkeys(self._transfers_of(obj).values()))
+            self._store.unpin(obj)
+            self._store.evict(obj)
+            for fetch in in_flight:
+                await fetch.ended()
                 self._store.unpin(obj)
                 self._store.evict(obj)
-                in_flight = next(iter(self._transfers_of(obj).values()), None)
-                if in_flight is None:
-                    break
-                await in_flight.ended()  # it may still write blocks from that peer
         if self.on_lie is not None:
             await self.on_lie(origin, object_id)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.fetch.upstream import SHARE, Comparing, Sampler
 from tests.fetch.scripted import SOURCE, content, in_trio
@@ -186,3 +188,28 @@ def test_a_block_of_a_long_delivery_is_any_of_it() -> None:
         found.add(taken)
     assert {offset // BLOCK for offset, _ in found} == set(range(4, 17))
     assert dict(found)[16 * BLOCK] == 5 and dict(found)[4 * BLOCK] == BLOCK
+
+
+@in_trio
+async def test_fetches_that_begin_after_a_lie_do_not_prolong_the_drop() -> None:
+    """While programs read the object there is always one, and each turn would evict what came from the origin."""
+    evicted: list[ObjectId] = []
+    ended: list[int] = []
+
+    class Fetch:
+        async def ended(self) -> None:
+            assert len(ended) < 10, "it does not come to its end"
+            ended.append(len(evicted))
+
+    version = ObjectId(SOURCE, "a", '"1"', 10)
+    store: Any = SimpleNamespace(
+        block_size=BLOCK,
+        object=lambda _: SimpleNamespace(held=nullcontext),
+        unpin=lambda _: None,
+        evict=lambda _: evicted.append(version),
+    )
+    cluster: Any = SimpleNamespace(lied=lambda _: None)
+    comparing = Comparing(store, lambda _: {0: Fetch(), 1: Fetch()}, cluster, cast(Any, None), Metrics())
+    candidate: Any = SimpleNamespace(member="peer")
+    await comparing._drop_wrong(candidate, cast(Any, SimpleNamespace(name=str)), version, 0)
+    assert ended == [1, 2] and len(evicted) == 3
