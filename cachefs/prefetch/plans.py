@@ -544,14 +544,17 @@ class Hints:
             raise ConfigError(f"plan {plan}: {exc}") from exc
         self._unfinished[plan] = self._clock()
         if len(files) == total:
-            del self._files[plan]
             known = self._plans.by_name.get(plan)
             if known is not None and known.files.digest == files.digest:
+                del self._files[plan]
                 known.used_at = self._clock()
             else:
                 self._orders.pop(plan, None)
                 if self._plans.sharing(files) is files:
                     await trio.to_thread.run_sync(files.make_table)
+                if self._files.get(plan) is not files:
+                    return total  # the plan was dropped meanwhile, or a job has begun to send another list
+                del self._files[plan]
                 dropped = self._plans.put(Plan(plan, self._plans.sharing(files), self._clock()))
                 self._on_change()
                 if dropped is not None:

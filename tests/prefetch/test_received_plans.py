@@ -6,11 +6,13 @@ from __future__ import annotations
 import base64
 import sys
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import trio
 
 from cachefs.base.errors import ConfigError, NoRoom
 from cachefs.prefetch import plans
@@ -102,6 +104,33 @@ async def test_who_has_to_go_leaves_no_part_of_an_order(monkeypatch: pytest.Monk
     for name in "stu":
         await told.hints.files(name, ["a"], 0, 2)
     assert list(told.hints._files) == ["t", "u"]
+
+
+@pytest.mark.parametrize("meanwhile", ["another list", "dropped"])
+async def test_a_list_that_is_out_of_date_when_its_table_is_made_is_not_taken(
+    meanwhile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table of a million paths takes a second, in which the job may start again."""
+    making, may = trio.Event(), trio.Event()
+
+    async def run_sync(call: Callable[..., Any], *arguments: Any) -> Any:
+        if not making.is_set():
+            making.set()
+            await may.wait()
+        return call(*arguments)
+
+    monkeypatch.setattr(trio.to_thread, "run_sync", run_sync)
+    told = Told()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(told.hints.files, "p", ["old"], 0, 1)
+        await making.wait()
+        if meanwhile == "dropped":
+            await told.hints.drop("p")
+        else:
+            await told.hints.files("p", ["new"], 0, 1)
+        may.set()
+    assert [plan.files[0] for plan in told.plans.by_name.values()] == [b"new"] * (meanwhile != "dropped")
+    assert not told.hints._files
 
 
 # -- the plan store -----------------------------------------------------------------------------------------
