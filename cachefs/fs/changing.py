@@ -33,6 +33,7 @@ from cachefs.base.errors import (
     NotFound,
     NotPermitted,
     ObjectChanged,
+    OriginFailed,
 )
 from cachefs.fs.dirty_files import check_key, check_name, writable
 from cachefs.fs.files import Node
@@ -755,9 +756,11 @@ async def keys_below(origin: Origin, prefix: str) -> list[ObjectInfo]:
                 page = await trio.to_thread.run_sync(page.read)
             found.extend(page.objects)
             more.extend(page.prefixes)
-            token = page.next_token
-            if token is None:
+            if page.next_token is None:
                 return
+            if page.next_token == token:
+                raise OriginFailed(f"listing {below!r}: the origin repeats the same page for ever")
+            token = page.next_token
 
     while prefixes:
         more: list[str] = []

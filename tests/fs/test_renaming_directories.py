@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import trio
 import trio.lowlevel
 
 from cachefs.base.errors import CachefsError, NotFound, OriginFailed
+from cachefs.fs.changing import keys_below
+from cachefs.origin.protocol import ListPage
 from tests.fs.bucket import WritableBucket
 from tests.fs.mount import Mount, mounted
 from tests.fs.writers import MemoryWriter
@@ -265,3 +267,18 @@ async def test_what_is_below_keeps_its_inodes_at_no_cost() -> None:
             }
             assert bucket.counts == (0, 0) or again
             await trio.sleep(61)  # and the listings say the same
+
+
+async def test_a_listing_that_repeats_a_page_ends_the_rename() -> None:
+    class Repeats:
+        """Each page is empty and names the same next one."""
+
+        concurrency, asked = 1, 0
+
+        async def list_page(self, prefix: str, *, token: str | None = None) -> ListPage:
+            self.asked += 1
+            assert self.asked < 10
+            return ListPage([], [], "again")
+
+    with pytest.raises(OriginFailed, match="repeats the same page"):
+        await keys_below(cast(Any, Repeats()), "d/")
