@@ -374,6 +374,9 @@ def test_unreadable_files(tmp_path: Path) -> None:
     assert "directory" in refusal(environ={"CACHEFS_CONFIG": str(tmp_path)})
     (tmp_path / "latin.toml").write_bytes(b'region = "\xff"')
     assert "not UTF-8" in refusal(config=str(tmp_path / "latin.toml"))
+    for text in ("ram = " + "9" * 5000, "ram = " + "[" * 5000):
+        (tmp_path / "deep.toml").write_text(text)
+        assert "not TOML" in refusal(config=str(tmp_path / "deep.toml"))
 
 
 def test_a_file_from_a_windows_editor_begins_with_a_bom(tmp_path: Path) -> None:

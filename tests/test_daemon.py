@@ -16,12 +16,13 @@ import trio.testing
 from trio.testing import MockClock
 
 from cachefs.base import logs
+from cachefs.base.errors import MountError
 from cachefs.base.metrics import Metrics
 from cachefs.base.tasks import RETRY_S
 from cachefs.base.units import Size
 from cachefs.config.config import Config, Source
 from cachefs.daemon import cachedir
-from cachefs.daemon.daemon import Daemon, retried, ttls_of
+from cachefs.daemon.daemon import Daemon, End, retried, ttls_of
 from cachefs.daemon.stopping import Stopping
 from tests import threads
 
@@ -191,6 +192,60 @@ def test_an_upgrade_does_not_wait_for_such_a_disk_after_its_deadline(tmp_path: P
         may.set()
 
     trio.run(main)
+
+
+def test_a_configuration_that_fails_unexpectedly_ends_no_daemon(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def reread() -> Config:
+        raise RecursionError
+
+    async def main() -> None:
+        stopped = trio.Event()
+        send, signals = trio.open_memory_channel[int](2)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(mounted(tmp_path, reread)._stop_on_signal, signals, stopped.set)
+            send.send_nowait(signal.SIGHUP)
+            while not caplog.records:
+                await trio.testing.wait_all_tasks_blocked(0.01)
+            send.send_nowait(signal.SIGTERM)
+            with trio.fail_after(SLACK_S):
+                await stopped.wait()
+            nursery.cancel_scope.cancel()
+
+    trio.run(main)
+    assert "SIGHUP failed unexpectedly" in caplog.text
+
+
+def test_an_upgrade_does_not_go_on_when_the_daemon_is_ending(tmp_path: Path) -> None:
+    """The mount may be gone already: the files that were written would not be uploaded."""
+    upgraded = daemon(tmp_path, lambda: config(tmp_path))
+
+    async def renewed(within_s: float) -> str:
+        upgraded._end = End.STOPPED  # a signal, or an umount
+        return "1.0"
+
+    upgraded._handover = cast("Any", SimpleNamespace(holds=True, renewed=renewed))
+    with pytest.raises(MountError, match="ending already"):
+        trio.run(upgraded._upgrade)
+    assert upgraded._end is End.STOPPED
+
+
+def test_a_mount_is_ready_although_no_thread_can_be_started_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cachefs.daemon.daemon.tune", lambda *_: ["tuned"])
+    ready = daemon(tmp_path, lambda: config(tmp_path))
+    ready._config = config(tmp_path, descriptor=3)
+    ready._backend = cast("Any", SimpleNamespace(backend=SimpleNamespace(max_background=0)))
+
+    async def main() -> list[bool]:
+        refused = threads.first_fails(monkeypatch)
+        await ready._ready()
+        return refused
+
+    assert trio.run(main) == [True]
+    assert ready._tuning == ["tuned"] and ready._mounted.is_set()
 
 
 def test_the_last_of_several_reloads_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,7 +183,10 @@ def _file(path: Path) -> tuple[dict[str, Given], list[SourceTable]]:
         raise ConfigError(f"--config {path}: {exc.strerror}: name a TOML file that can be read") from exc
     except UnicodeDecodeError as exc:
         raise ConfigError(f"--config {path}: not UTF-8 at byte {exc.start}: save it as UTF-8") from exc
-    except tomllib.TOMLDecodeError as exc:
+    except (
+        ValueError,
+        RecursionError,
+    ) as exc:  # not only TOMLDecodeError: also for a number of thousands of digits
         raise ConfigError(f"--config {path}: not TOML: {exc}") from exc
     given: dict[str, Given] = {}
     sources: list[SourceTable] = []

@@ -34,7 +34,7 @@ from cachefs.base.linux import mount_at, resident_bytes
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.base.shared_memory import SharedMemory
-from cachefs.base.tasks import RETRY_S, in_thread
+from cachefs.base.tasks import RETRY_S, contained, in_thread, in_thread_at_last
 from cachefs.config.config import ROWS, Config, Source
 from cachefs.daemon import cachedir, control, mounting
 from cachefs.daemon.asking import UPGRADED_S
@@ -570,7 +570,7 @@ class Daemon:
     async def _ready(self) -> None:
         """The kernel has answered INIT: tune it, and report that the mount is ready once it answers."""
         granted = self._backend.backend.max_background
-        self._tuning = await trio.to_thread.run_sync(tune, self._config.mountpoint, granted)
+        self._tuning = await in_thread_at_last(partial(tune, self._config.mountpoint, granted))
         for line in self._tuning:
             log.info("%s", line)
         # A mount that another process has made may be for another user alone.
@@ -589,7 +589,7 @@ class Daemon:
         async with trio.open_nursery() as reloads:
             async for number in signals:
                 if number == signal.SIGHUP and self._reread is not None:
-                    reloads.start_soon(self._reload, self._reread)
+                    contained(reloads, "SIGHUP", self._reload, self._reread)
                     continue
                 if self._uploading is not None and self._stopped_by != "umount":
                     self._uploading.hurry()  # this is the second signal
@@ -674,6 +674,8 @@ class Daemon:
                     "the configuration has another cache directory or block size than this mount: umount, and mount again"
                 )
         version = await self._handover.renewed(UPGRADED_S / 2)
+        if self._end is not End.FAILED:  # an umount, a signal or another upgrade has come meanwhile
+            raise MountError("this daemon is ending already")
         if self._opened.state_dir in self._opened.temporary and self._backend.backend.operations.writers:
             raise MountError(
                 "the cache directory cannot be used, and the next daemon would not find files that are open for writing: "
