@@ -40,9 +40,10 @@ from cachefs.base.errors import (
 from cachefs.base.ledger import Account, current_call
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ERRORS, OnOutage
-from cachefs.base.tasks import Stoppable, in_thread
+from cachefs.base.tasks import Stoppable, in_thread, in_thread_at_last
 from cachefs.origin.protocol import (
     AskedToWait,
+    BlockingCall,
     ByteRange,
     Client,
     ConnectionEnded,
@@ -50,6 +51,7 @@ from cachefs.origin.protocol import (
     Sink,
     Source,
     Writer,
+    blocking_call,
 )
 
 log = logging.getLogger(__name__)
@@ -752,7 +754,9 @@ class Attempts:
                             return None  # a read: its last byte came before the silence
                     continue
                 except PermissionDenied as exc:
-                    if tries.renewed or not await self.in_thread(partial(self.client.renew, since)):
+                    if tries.renewed or not await in_thread_at_last(
+                        partial(self.client.renew, since), limiter=self.threads
+                    ):
                         raise self._failed(exc) from exc.__cause__
                     tries.renewed, wait_s = True, 0.0
                 except Transient as exc:
@@ -850,12 +854,17 @@ class Attempts:
 
     async def in_thread(self, call: Callable[[], T]) -> T:
         """Run a blocking call of the client in a worker thread, which is abandoned if the caller is cancelled."""
+        made = BlockingCall()
+        token = blocking_call.set(made)
         try:
             return await in_thread(call, abandon_on_cancel=True, limiter=self.threads)
         except OSError as exc:
             if exc.errno != errno.EAGAIN:
                 raise
             raise Transient(exc.strerror) from exc
+        finally:
+            made.abandoned = True
+            blocking_call.reset(token)
 
     def _failed(self, exc: E) -> E:
         self.metrics.origin_errors += 1

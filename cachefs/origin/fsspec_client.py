@@ -38,6 +38,7 @@ from cachefs.origin.protocol import (
     Writer,
     Written,
     made_up,
+    raise_if_abandoned,
 )
 from cachefs.origin.s3 import Bucket, S3Client, s3_client
 
@@ -132,7 +133,8 @@ class FsspecClient(Writer):
             if filesystem is None or current != self._opened_with:
                 filesystem = self._filesystem = self._open_filesystem()
                 self._opened_with, self._opened_at = current, time.monotonic()
-            return filesystem
+        raise_if_abandoned()
+        return filesystem
 
     def path(self, key: str) -> str:
         return f"{self._root}/{key}"

@@ -58,6 +58,7 @@ from cachefs.origin.protocol import (
     Writer,
     Written,
     made_up,
+    raise_if_abandoned,
 )
 
 ANY_TYPE = "application/octet-stream"
@@ -676,6 +677,7 @@ class Transport:
     def send(self, exchange: Exchange, body: bytes | Iterator[bytes] = b"") -> Reply:
         """Send a request and return the reply, whatever its status. Raises `Transient` if there is none. Blocks, so call it
         in a worker thread. Exceptions of `body` are raised unchanged."""
+        raise_if_abandoned()  # signing it may have waited for credentials
         ended = threading.Event()
         exchange.on_end = ended.set
         loop = self._loop_for(exchange)

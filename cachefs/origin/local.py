@@ -53,6 +53,7 @@ from cachefs.origin.protocol import (
     Preconditions,
     Writer,
     Written,
+    raise_if_abandoned,
 )
 
 LIMITS = Limits(UNLIMITED, 1, UNLIMITED, 1_000_000, UNLIMITED, directories=True, longest_key=UNLIMITED)
@@ -201,6 +202,7 @@ class LocalClient(Writer):
     def delete(self, key: str) -> None:
         with suppress(NotFound), self._translated(key):
             path = self._path(key)
+            raise_if_abandoned()
             if not key.endswith("/"):
                 os.unlink(path)
             elif all(name.startswith(HIDDEN) for name in os.listdir(path)):
@@ -373,6 +375,7 @@ class LocalClient(Writer):
                     os.setxattr(fd, TOKEN, preconditions.token.encode())
             os.fsync(fd)
             written = os.fstat(fd)
+            raise_if_abandoned()
             if preconditions.if_match is not None and self._etag(key) != preconditions.if_match:
                 raise Conflict(f"{key}: the file changed; nothing was written")
             if preconditions.if_absent:

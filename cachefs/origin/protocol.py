@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -376,6 +377,28 @@ class Client(Protocol):
         differ from those in use at `since` (time.monotonic()), so that a refused request is worth repeating at once."""
 
     def close(self) -> None: ...
+
+
+# A caller that gives up, at its deadline, leaves its thread behind. That may hang before it has sent anything: in a service
+# that gives credentials, or on a disk. A change that it made later would undo what the caller has done since.
+
+
+@dataclass(slots=True, eq=False)
+class BlockingCall:
+    """A call of a client in a worker thread. `abandoned`: no caller waits for it any more."""
+
+    abandoned: bool = False
+
+
+blocking_call: ContextVar[BlockingCall | None] = ContextVar("blocking_call", default=None)
+"""The call that the present thread makes."""
+
+
+def raise_if_abandoned() -> None:
+    """For clients, just before they change something. Raises `Transient`, which no caller gets."""
+    call = blocking_call.get()
+    if call is not None and call.abandoned:
+        raise Transient("the caller has given up")
 
 
 # Which conditions of writes an origin honours. A store that ignores a condition answers as if the condition had held, so its

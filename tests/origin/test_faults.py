@@ -14,7 +14,7 @@ from botocore.exceptions import ClientError
 
 from bench.lab.dataset import content as bytes_of
 from cachefs.base.errors import NotFound, ObjectChanged, OriginFailed, PermissionDenied, Unsupported
-from cachefs.origin import Origin
+from cachefs.origin import InMemory, Origin
 from tests import threads
 from tests.origin.reading import CLIENTS, Collect, content, pages, run, until
 from tests.origin.servers import Lab, aws_env
@@ -429,6 +429,44 @@ def test_credentials_that_take_long_hold_no_threads_of_others(
 
     run(store.origin(), use)
     assert gets(store) == 50
+
+
+@pytest.mark.parametrize("change", ["delete", "put", "copy", "upload"])
+def test_a_change_whose_caller_has_given_up_is_not_sent_when_the_credentials_come(
+    store: Lab, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """Its caller was told that it failed, and may have written to the key since."""
+    asked, come = threading.Event(), threading.Event()
+
+    async def use(there: Origin) -> None:
+        place = there._client.place  # type: ignore[attr-defined]
+        await there.head("faulty")
+        sign = place.sign
+
+        def slow(*request: Any) -> Any:
+            asked.set()
+            come.wait(10)
+            return sign(*request)
+
+        monkeypatch.setattr(place, "signer", lambda: None)
+        monkeypatch.setattr(place, "sign", slow)
+        store.store.reset()
+        async with trio.open_nursery() as nursery:
+            if change == "delete":
+                nursery.start_soon(there.delete, "faulty")
+            elif change == "put":
+                nursery.start_soon(there.put, "faulty", InMemory(b""), 0)
+            elif change == "copy":
+                nursery.start_soon(lambda: there.copy("faulty", "other", size=SIZE))
+            else:
+                nursery.start_soon(there.begin_upload, "faulty")
+            await until(asked.is_set)
+            nursery.cancel_scope.cancel()
+        come.set()
+        await until(lambda: there._attempts.threads.borrowed_tokens == 0)
+
+    run(store.origin(), use)
+    assert store.store.requests() == []
 
 
 def test_no_thread_to_look_for_credentials_in(

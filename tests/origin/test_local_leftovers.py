@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cachefs.base.errors import NotFound
+from cachefs.base.errors import NotFound, Transient
 from cachefs.origin import local
+from cachefs.origin.fsspec_client import FsspecClient
 from cachefs.origin.local import LocalClient
-from cachefs.origin.protocol import Preconditions
+from cachefs.origin.protocol import BlockingCall, Preconditions, blocking_call
 from tests.origin.test_local_versions import Given
 
 LEFT = ".cachefs-0123456789abcdef"
@@ -85,3 +88,28 @@ def test_what_is_remembered_is_bounded(client: LocalClient, tmp_path: Path) -> N
         (tmp_path / "d" / f".cachefs-{number:016x}").touch()
     client.list_page("d/", None, 10)
     assert len(client._left) == local.MOST_LEFT
+
+
+@pytest.mark.parametrize("change", ["put", "copy", "delete"])
+@pytest.mark.parametrize("kind", ["directory", "fsspec"])
+def test_a_call_that_was_abandoned_changes_nothing(tmp_path: Path, kind: str, change: str) -> None:
+    """Such as one that was waiting for a disk: its caller may have written since."""
+    import fsspec
+
+    (tmp_path / "old").write_bytes(b"1")
+    opened = fsspec.filesystem("file")
+    client: Any = LocalClient(str(tmp_path))
+    if kind == "fsspec":
+        client = FsspecClient(lambda: opened, root=str(tmp_path), label="file://")
+    changes: dict[str, Callable[[], object]] = {
+        "put": lambda: client.put("old", Given(b"2"), Preconditions()),
+        "copy": lambda: client.copy("old", "new", None),
+        "delete": lambda: client.delete("old"),
+    }
+    token = blocking_call.set(BlockingCall(abandoned=True))
+    try:
+        with pytest.raises(Transient):
+            changes[change]()
+    finally:
+        blocking_call.reset(token)
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("old", b"1")]

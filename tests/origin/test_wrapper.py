@@ -129,6 +129,22 @@ def test_renewed_credentials_are_tried_at_once() -> None:
     assert client.renewals == 1
 
 
+def test_no_thread_to_renew_the_credentials_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, begin = Scripted(PermissionDenied("expired")), trio.lowlevel.start_thread_soon
+    client.renewed = True
+    refused: list[bool] = []
+
+    def start(*arguments: Any) -> None:
+        if client.asked and not refused:
+            refused.append(True)
+            raise RuntimeError("can't start new thread")
+        begin(*arguments)
+
+    monkeypatch.setattr(trio.lowlevel, "start_thread_soon", start)
+    assert read_all(client)[0] == BODY
+    assert refused and client.renewals == 1
+
+
 def test_throttling_lowers_the_limit_and_uses_up_no_attempts() -> None:
     data, there = read_all(Scripted(*[Throttled("slow down")] * 10), concurrency=64)
     assert data == BODY
