@@ -463,8 +463,10 @@ class PlanStore:
         return plans
 
     def close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
+        """Close the database. The next call opens it again: prefetch that failed is run again."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.close()
 
     def _last_use(self, key: bytes) -> list[Put]:
         """The removal of this plan's list of files, if no other plan has it."""

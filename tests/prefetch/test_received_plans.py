@@ -234,3 +234,16 @@ async def test_a_plan_that_is_used_longer_than_a_day_is_read_again(tmp_path: Pat
     await later.hints.load()
     assert list(later.plans.by_name) == ["p"]
     await later.hints.aclose()
+
+
+def test_a_prefetch_that_is_run_again_after_a_failure_keeps_its_plans(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, plan = PlanStore(tmp_path / "plans"), plan_of(2, [0, 1])
+    store.save(plan, plan.orders)
+    store.close()
+    assert [found.name for found in store.load()] == [plan.name]
+    store.drop(plan.name)
+    store.close()
+    assert store.load() == [] and not caplog.records
+    store.close()
