@@ -27,6 +27,7 @@ import trio
 
 from cachefs.base.errors import CachefsError, Transient
 from cachefs.base.tasks import in_thread
+from cachefs.peers.client import Resolver
 from cachefs.peers.membership import Sighting
 from cachefs.peers.settings import Endpoint, parse_address
 from cachefs.peers.wire import Address, Handshake
@@ -138,7 +139,8 @@ class Registry:
         """Renew the lease, and write the key if it is missing. True if it was written."""
         if self._address is None:
             toward = self._gateway.endpoints[0].address
-            self._address = await in_thread(partial(advertised, listen, toward), abandon_on_cancel=True)
+            look, threads = partial(advertised, listen, toward), self._gateway.resolve.threads
+            self._address = await in_thread(look, abandon_on_cancel=True, limiter=threads)
         if self._lease and not await self._renew():
             log.info("the lease in etcd is lost: registering %s again", self._address)
             self._lease = ""
@@ -206,10 +208,12 @@ class Gateway:
     tls: ssl.SSLContext | None = None
     user: str = ""
     password: str = ""
-    connect: Callable[[str, int], Awaitable[trio.abc.Stream]] = trio.open_tcp_stream
+    connect: Callable[[str, int], Awaitable[trio.abc.Stream]] | None = None
     _token: str = ""
 
     def __post_init__(self) -> None:
+        # With threads of its own: one that hangs takes none of those in which the journal and the names are written.
+        self.resolve = Resolver(socket.getaddrinfo)
         self.endpoints = random.sample(self.endpoints, len(self.endpoints))  # so that nodes spread over them
         if self.tls is None and any(endpoint.tls for endpoint in self.endpoints):
             self.tls = ssl.create_default_context()  # once: it reads all authorities, which takes 60 ms
@@ -248,7 +252,7 @@ class Gateway:
         raise EtcdUnavailable("etcd does not answer: " + "; ".join(reasons))
 
     async def _ask(self, endpoint: Endpoint, path: str, body: Message) -> Message:
-        stream = await self.connect(*endpoint.address)
+        stream = await (self.connect or self._connect)(*endpoint.address)
         try:
             if endpoint.tls:
                 assert self.tls is not None
@@ -259,6 +263,18 @@ class Gateway:
         finally:
             with trio.CancelScope(shield=True):
                 await trio.aclose_forcefully(stream)
+
+    async def _connect(self, host: str, port: int) -> trio.abc.Stream:
+        """Connect to the first address of the name that accepts. Each has its part of half an attempt."""
+        failure: Exception = OSError("it has no address")
+        ips = await self.resolve(host, port)
+        for ip in ips:
+            try:
+                with trio.fail_after(ATTEMPT_S / 2 / len(ips)):
+                    return await trio.open_tcp_stream(ip, port)
+            except (OSError, trio.TooSlowError) as exc:
+                failure = exc
+        raise failure
 
     async def _exchange(self, stream: trio.abc.Stream, endpoint: Endpoint, path: str, body: bytes) -> Message:
         connection = h11.Connection(h11.CLIENT)

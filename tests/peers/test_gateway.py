@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import ssl
+import threading
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -279,3 +281,51 @@ async def test_the_system_s_authorities_are_read_once() -> None:
             with pytest.raises(EtcdUnavailable):
                 await gateway.call("/v3/kv/range", {})
     assert len(contexts) == 1
+
+
+def test_a_resolver_that_hangs_takes_no_thread_of_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of trio's forty threads, in which the names are written, too."""
+    over, asked = threading.Event(), list[str]()
+
+    def hangs(host: str, *_: Any, **__: Any) -> list[Any]:
+        asked.append(host)
+        over.wait(30)
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", hangs)
+    monkeypatch.setattr(etcd, "ATTEMPT_S", 0.05)
+
+    async def main() -> int:
+        gateway = Gateway([Endpoint(Address("etcd.test", 2379), False)])
+        for _ in range(3):
+            with pytest.raises(EtcdUnavailable):
+                await gateway.call("/v3/x", {})
+        taken: int = trio.to_thread.current_default_thread_limiter().borrowed_tokens
+        over.set()
+        return taken
+
+    assert trio.run(main) == 0
+    assert asked == ["etcd.test"] * 3
+
+
+@in_virtual_time
+async def test_a_name_with_several_addresses_is_reached_at_the_one_that_accepts() -> None:
+    tried: list[str] = []
+
+    async def connect(ip: str, port: int) -> Any:
+        tried.append(ip)
+        if ip == "10.0.0.1":
+            await trio.sleep_forever()
+        if ip == "10.0.0.2":
+            raise ConnectionRefusedError
+        return "a stream"
+
+    async def resolve(host: str, port: int) -> list[str]:
+        return ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
+
+    gateway = Gateway([Endpoint(Address("etcd.test", 2379), False)])
+    gateway.resolve = resolve  # type: ignore[assignment]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trio, "open_tcp_stream", connect)
+        assert await gateway._connect("etcd.test", 2379) == "a stream"
+    assert tried == ["10.0.0.1", "10.0.0.2", "10.0.0.3"] and trio.current_time() < ATTEMPT_S / 2
