@@ -939,6 +939,8 @@ class Fetcher:
         peers = partial(self._upstream.read, fetch.object.id, fetch.origin) if fetch.asking_peers else None
         try:
             await fetch.run(peers, self._heap_slots if fetch.cache_write.kept else None)
+        except Exception as exc:  # it could not be ended as it should: prefetch counts on `on_end`
+            fetch.error = fetch.error or exc
         except BaseException:
             self._stop_counting(fetch)
             raise

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -327,3 +328,27 @@ async def test_another_tier_takes_what_a_full_one_does_not(
         with pytest.raises(errors.NoRoom, match="tier: No space left on device"):
             await lab.fetcher.prefetch(lab.origin, object_id)  # type: ignore[arg-type]
         assert len([get for get in lab.origin.gets if get.key == "l"]) <= 2
+
+
+@in_trio
+async def test_a_small_file_whose_cache_write_cannot_be_ended_gives_its_slot_back(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(cache_dir) as lab:
+        end_write, refused = lab.store.end_write, list[bool]()
+
+        def fails_once(*arguments: Any) -> None:
+            end_write(*arguments)
+            if not refused:
+                refused.append(True)
+                raise MemoryError
+
+        monkeypatch.setattr(lab.store, "end_write", fails_once)
+        ended: list[errors.CachefsError | None] = []
+        for key in ("a", "b"):
+            object_id = lab.origin.put(key, content(key, 10 * KIB))
+            files = [(object_id, lambda _, error: ended.append(error))]
+            assert lab.fetcher.prefetch_small(lab.origin, files) == []  # type: ignore[arg-type]
+            await until(lambda: lab.fetcher.in_flight_fetches == 0)
+        assert [type(error) for error in ended] == [errors.OriginFailed, type(None)]
+        assert "transfer of a failed unexpectedly" in caplog.text
