@@ -287,7 +287,11 @@ def test_a_resolver_that_hangs_takes_no_thread_of_the_journal(monkeypatch: pytes
     """Of trio's forty threads, in which the names are written, too."""
     over, asked = threading.Event(), list[str]()
 
-    def hangs(host: str, *_: Any, **__: Any) -> list[Any]:
+    def hangs(
+        host: str, port: int, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0
+    ) -> list[Any]:
+        if flags & socket.AI_NUMERICHOST:  # trio looks so at first whether it is a name, without a thread
+            raise socket.gaierror(socket.EAI_NONAME, "a name")
         asked.append(host)
         over.wait(30)
         return []
