@@ -722,7 +722,8 @@ class Uploads:
             dirty_file.copied(own, info)
             # After `copied`: if the cache is adopting the file just now, `_adopted_as` sees the new version afterwards.
             await self.moved(own.version(source), info.version(to.origin.source))
-            if not dirty_file.acknowledged:
+            # Not if an acknowledgement is being written: its caller is told that a crash keeps the file.
+            if not self._records.has_promised(dirty_file):
                 await self._records.forget(dirty_file)
         if dirty_file.stored is info:
             self.on_committed(dirty_file, info)

@@ -14,8 +14,9 @@ import trio.testing
 from cachefs.base.errors import NoRoom
 from cachefs.base.names import ObjectId
 from cachefs.upload import staging
+from cachefs.upload.journal import DIRTY_FILES
 from cachefs.upload.staging import LOOK_S
-from tests.upload.scripted import Desk, Room, add, desk, in_trio
+from tests.upload.scripted import Desk, Room, ScriptedStore, add, desk, in_trio
 from tests.upload.test_passthrough import Kernel, taken
 
 
@@ -222,6 +223,35 @@ async def test_a_file_that_is_stored_while_it_is_made_safe_here(tmp_path: Path) 
         await d.close(dirty_file)
         await trio.sleep(5)
         assert d.store.content("k") == b"data and more" and d.settled == ["k"]
+
+
+@in_trio
+async def test_a_file_that_is_acknowledged_at_the_end_of_a_rename(tmp_path: Path) -> None:
+    """The rename ends while the row of the acknowledgement is written. The row stays: a crash must not lose the file."""
+    store = ScriptedStore()
+    store.show("a", b"v1")
+    async with desk(tmp_path, store, writeback=True, upload_delay_s=100) as d, trio.open_nursery() as nursery:
+        dirty_file = await d.create("a", b"v2", base=store.version("a"), upto=0)
+        copy = store.hold("copy")
+        nursery.start_soon(d.rename, dirty_file, "b")
+        await copy.reached.wait()
+        write, reached, released = d.uploads.journal.write, trio.Event(), trio.Event()
+
+        async def held(*what: Any, **how: Any) -> None:
+            reached.set()
+            await released.wait()
+            await write(*what, **how)
+
+        d.uploads.journal.write = held  # type: ignore[method-assign]
+        nursery.start_soon(d.uploads.commit, dirty_file)
+        await reached.wait()
+        assert copy.release is not None
+        copy.release.set()
+        await d.quiet()
+        released.set()
+        await d.quiet()
+        assert dirty_file.acknowledged
+        assert d.uploads.journal.rows(DIRTY_FILES)[dirty_file.id]["key"] == "b"
 
 
 @in_trio
