@@ -738,20 +738,24 @@ class Uploads:
 
     @asynccontextmanager
     async def _or_back(self, dirty_file: DirtyFile, before: Where) -> AsyncIterator[None]:
-        """If the block fails, move a dirty file back to its old key. If the journal fails then, its row may have the new key
-        until it is written again, and the record for the next daemon says so."""
+        """If the block fails, move a dirty file back to its old key."""
         try:
             yield
         except BaseException:
             with trio.CancelScope(shield=True):
-                await dirty_file.sender.abandon()  # parts that were sent meanwhile have the new key
-                dirty_file.moved(before)
-                try:
-                    await self._records.moved(dirty_file, HANGS_AFTER_S)
-                except CachefsError:
-                    self._records.write_later(dirty_file)
-                    self.noted(dirty_file)
+                await self._move_back(dirty_file, before)
             raise
+
+    async def _move_back(self, dirty_file: DirtyFile, before: Where) -> None:
+        """Move a dirty file back to its old key, because its rename has failed. If the journal fails, too, its row may have
+        the new key until it is written again, and the record for the next daemon says so."""
+        await dirty_file.sender.abandon()  # parts that were sent meanwhile have the new key
+        dirty_file.moved(before)
+        try:
+            await self._records.moved(dirty_file, HANGS_AFTER_S)
+        except CachefsError:
+            self._records.write_later(dirty_file)
+            self.noted(dirty_file)
 
     async def _send_renamed(self, dirty_file: DirtyFile, before: Where) -> None:
         """Upload the file under its new key. If that fails, move it back to where it was `before`."""
@@ -778,7 +782,7 @@ class Uploads:
             if dirty_file.has(wanted) or dirty_file.discarded:
                 return
             if (info := await self._sent(dirty_file)) is None:
-                await self._move(dirty_file, before, None)
+                await self._move_back(dirty_file, before)
                 dirty_file.trying.unsure = True
                 return
             await dirty_file.sender.abandon()

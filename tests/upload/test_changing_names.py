@@ -393,6 +393,32 @@ async def test_a_rename_fails_as_its_copy_does_though_the_disk_then_fails_too(
         assert store.content("a") == b"v2 and half a change" and "b" not in store.objects
 
 
+@in_trio
+async def test_a_rename_whose_upload_fails_is_undone_though_the_disk_then_fails_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name shows the file, so the file has the key of that name."""
+    store = ScriptedStore()
+    store.show("a", b"v1")
+    async with desk(tmp_path, store, writeback=True, upload_delay_s=100) as d:
+        dirty_file = await d.create("a", b"v2", base=store.version("a"), upto=0)
+        await d.uploads.commit(dirty_file)
+        with monkeypatch.context() as patched:
+
+            def failing() -> OriginFailed:
+                patched.setattr(Database, "write", no_room)
+                return OriginFailed("not sent")
+
+            store.fail("put", failing)
+            with pytest.raises(OriginFailed, match="not sent"):
+                await d.rename(dirty_file, "b")
+        assert dirty_file.key == "a"
+        await trio.sleep(100)
+        assert store.content("a") == b"v2" and "b" not in store.objects
+        await d.close(dirty_file)
+        assert d.uploads.journal.rows(DIRTY_FILES) == {}
+
+
 @pytest.mark.parametrize("lost", [False, True])
 @in_trio
 async def test_a_copy_that_a_failed_rename_has_left_goes_with_the_file_it_was_to_replace(
