@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -212,6 +213,8 @@ class Operations:
         self._writable = writable
         self._repeats = Repeats()
         self._directory_locks: dict[int, Lock] = {}  # by directory
+        self._changing = Counter[int]()  # how many changes of its file run, by handle
+        self._released: set[int] = set()  # those of these handles that the kernel has released
 
     def took_over(self) -> None:
         """Go on with the mount of a daemon that has died. If it has answered ESTALE to a program, the second walk is still
@@ -351,12 +354,30 @@ class Operations:
         return data
 
     def drop(self, fh: int) -> None:
-        """Release a handle that the kernel does not have, or has released."""
+        """Release a handle that the kernel does not have, or has released. If a change of its file runs, the end of the
+        change does this."""
+        if fh in self._changing:
+            self._released.add(fh)
+            return
         if self._writable:
             self.writers.released(fh)
         self._fs.release(fh)
 
     # -- changes -----------------------------------------------------------------------------------
+
+    async def _change(self, fh: int, work: Callable[[], Awaitable[T]]) -> T:
+        """Do `work`, which changes the file of a handle. If a signal ends the calling process, the kernel releases the
+        handle before the work ends; the file would then not be uploaded after the change."""
+        self._changing[fh] += 1
+        try:
+            return await work()
+        finally:
+            self._changing[fh] -= 1
+            if not self._changing[fh]:
+                del self._changing[fh]
+                if fh in self._released:
+                    self._released.remove(fh)
+                    self.drop(fh)
 
     def _require_writable(self) -> None:
         """Raise `Errno` (EROFS) on a read-only mount."""
@@ -446,7 +467,9 @@ class Operations:
         """For `changes` see `FileSystem.setattr`; a mode has permission bits alone."""
         self._require_writable()
         self.metrics.fuse_change += 1
-        work = partial(self._fs.setattr, inode, **changes)
+        work: Callable[[], Awaitable[AttributesReply]] = partial(self._fs.setattr, inode, **changes)
+        if (fh := changes.get("fh")) is not None:
+            work = partial(self._change, fh, work)
         return Pending(SETATTR, thread, partial(self._end_walk_after, thread, work))
 
     def write(
@@ -458,7 +481,8 @@ class Operations:
         self.metrics.fuse_write += 1
         size = self._fs.write_now(fh, offset, data)
         if size is None:
-            return Pending(WRITE, thread, partial(self._write, fh, offset, data, clear), held_bytes)
+            write = partial(self._change, fh, partial(self._write, fh, offset, data, clear))
+            return Pending(WRITE, thread, write, held_bytes)
         return self._wrote(fh, size, clear)
 
     async def _write(self, fh: int, offset: int, data: Buffer, clear: bool) -> int:
@@ -473,7 +497,8 @@ class Operations:
     def fallocate(self, thread: int, fh: int, mode: int, offset: int, length: int) -> Pending[None]:
         self._require_writable()
         self.metrics.fuse_change += 1
-        return Pending(FALLOCATE, thread, partial(self._fs.fallocate, fh, mode, offset, length))
+        allocate = partial(self._fs.fallocate, fh, mode, offset, length)
+        return Pending(FALLOCATE, thread, partial(self._change, fh, allocate))
 
     def flush(self, thread: int, fh: int) -> Pending[None]:
         """Handle the close of a descriptor. The last one of a handle has the file uploaded."""

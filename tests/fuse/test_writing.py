@@ -491,6 +491,28 @@ async def test_a_signal_ends_the_wait_and_not_the_change(name: str) -> None:
         assert len(asking.replies[sent]) == 1
 
 
+@pytest.mark.parametrize("name", ["write", "truncate", "fallocate"])
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_handle_that_is_released_during_its_change_is_closed_after_it(name: str, fails: bool) -> None:
+    """The process was killed. A change after the last close of a file would not be uploaded."""
+    opcode, body, expected = CASES[name]
+    fs = Noted()
+    fs.fails = {expected[0]: errors.NoRoom("full")} if fails else {}
+    async with writing(fs) as asking:
+        fs.gate = trio.Event()
+        changes = [asking.send(opcode, DIRECTORY, body) for _ in range(2)]
+        await asking.idle()
+        for sent in changes:
+            interrupt(asking, sent)
+        assert not (await asking.ask(Op.RELEASE, DIRECTORY, release_in(9))).error
+        await asking.idle()
+        assert fs.released == [] and fs.finished == []
+        fs.gate.set()
+        await asking.idle()
+        assert fs.finished == ([] if fails else [expected[0]] * 2)
+        assert fs.released == [9]
+
+
 @pytest.mark.parametrize("name", ["flush", "fsync"])
 async def test_a_signal_ends_the_wait_for_an_upload(name: str) -> None:
     opcode, body, _ = CASES[name]
