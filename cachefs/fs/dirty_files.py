@@ -124,11 +124,13 @@ class DirtyFiles:
         node = self._local_changes.nodes.get(ino) or self._local_changes.current(directory, name, obj)
         if node is None:
             node = Node(directory, name, ino, stored=True)
-            node.attrs = self._overrides.get(ino)
             await self._take(node, obj)
-            if node.dirty_file is None and self._files.backing_of(self._files.under(ino)) is not None:
-                await self._local_changes.leave_to_readers(directory, name, ino)
-                raise ObjectChanged(f"{obj.key} is read in passthrough: look it up again to write it")
+            if node.dirty_file is None:
+                # After the wait, during which a program may set some.
+                node.attrs = self._overrides.get(ino)
+                if self._files.backing_of(self._files.under(ino)) is not None:
+                    await self._local_changes.leave_to_readers(directory, name, ino)
+                    raise ObjectChanged(f"{obj.key} is read in passthrough: look it up again to write it")
         if node.dirty_file is not None:
             opened = self.open_reader(node, pid)
         else:
@@ -189,11 +191,14 @@ class DirtyFiles:
                     return  # while this waited, the number was opened again, in another version
                 row = self._tree.row(node.directory, node.name)
                 base = ObjectInfo(obj.key, obj.size, 0 if row is None else row.mtime_ns, obj.etag)
+                if not node.removed:
+                    # After the wait, during which a program may set some.
+                    node.attrs = self._overrides.get(node.ino)
                 dirty_file = self._writer.take(node.origin, base, backing, len(handles), node.attrs)
                 if dirty_file is not None:
                     self._local_changes.share(node, dirty_file, handles)
                     if node.removed:
-                        await self._writer.discard(dirty_file, replaced=True)
+                        await self._discard(dirty_file)
                     return
                 await trio.sleep(TAKEN_S / 100)
 
@@ -364,7 +369,13 @@ class DirtyFiles:
         except BaseException:
             await self._local_changes.abandon(node)
             raise
-        await self._writer.discard(dirty_file, replaced=True)
+        await self._discard(dirty_file)
+
+    async def _discard(self, dirty_file: DirtyFile) -> None:
+        """Have nothing uploaded of the new dirty file of a nameless file. Also if the caller is cancelled, because another
+        file may have the name."""
+        with trio.CancelScope(shield=True):
+            await self._writer.discard(dirty_file, replaced=True)
 
     def _check_alone(self, node: Node) -> None:
         """Raise `ObjectChanged` if another dirty file has the name: there is one at a time."""

@@ -22,6 +22,7 @@ from cachefs.origin.protocol import ObjectInfo
 from cachefs.upload.staging import StagingFile
 from tests.fs.bucket import Bytes, WritableBucket
 from tests.fs.mount import mounted
+from tests.fs.test_writing_beside import Passthrough, open_as_kernel
 from tests.fs.test_writing_model import NoCache, World
 from tests.fs.writers import MemoryWriter
 
@@ -853,3 +854,83 @@ async def test_a_file_that_the_cache_takes_while_a_removal_fails_keeps_its_name(
         assert await mount.names() == [b"dir", b"f", b"old"]
         assert await mount.read("f") == b"x" * size
         assert not w.uploads._dirty_files
+
+
+async def test_a_write_that_is_cancelled_when_it_has_a_dirty_file_for_a_removed_file(tmp_path: Path) -> None:
+    """Nothing of it is uploaded: the name is gone."""
+    async with world(tmp_path) as w:
+        mount, begin, scope = w.mount, w.uploads.begin, trio.CancelScope()
+        fh = await mount.open("old", os.O_RDWR)
+        await mount.unlink("old")
+
+        async def begun(*what: Any, **how: Any) -> Any:
+            scope.cancel()
+            with trio.CancelScope(shield=True):
+                return await begin(*what, **how)
+
+        w.uploads.begin = begun  # type: ignore[method-assign]
+        w.reader.open = lambda origin, version: bytes(version.size)  # type: ignore[method-assign]
+        with scope:
+            await mount.fs.write(fh, 0, b"late")
+        mount.fs.release(fh)
+        await trio.sleep(10)
+        assert "old" not in w.bucket.objects and not w.uploads._dirty_files
+
+
+async def test_an_open_that_is_cancelled_when_it_has_the_cache_file_of_a_removed_file() -> None:
+    """Nothing of it is uploaded: the name is gone."""
+    bucket, writer = WritableBucket(["f"]), MemoryWriter()
+    writer.takes = writer.passthrough = True
+    async with mounted(bucket, writer=writer, **RW) as mount:
+        mount.fs.read_through(Passthrough(bucket))
+        mount.fs.enable_passthrough(lambda backing: True)
+        await mount.read("f")
+        ino, reader, _ = await open_as_kernel(mount, "f", os.O_RDONLY)
+        await mount.unlink("f")
+        bucket.set("f")
+        take, discard, scope = writer.take, writer.discard, trio.CancelScope()
+
+        def taken(*what: Any) -> Any:
+            scope.cancel()
+            return take(*what)
+
+        async def discarded(*what: Any, **how: Any) -> None:
+            await trio.lowlevel.checkpoint()
+            await discard(*what, **how)
+
+        writer.take, writer.discard = taken, discarded  # type: ignore[method-assign]
+        with scope:
+            await mount.fs.open(ino, os.O_RDWR, 1)
+        assert [dirty_file.discarded for dirty_file in writer.dirty_files] == [True]
+        await mount.close_file(reader)
+
+
+@pytest.mark.parametrize("how", ["taken", "left"])
+async def test_a_mode_that_is_set_while_an_open_waits_for_a_file_in_passthrough(how: str) -> None:
+    """It holds, whether the open gets the cache file of the reader, or the reader closes it."""
+    bucket, writer = WritableBucket(["f"]), MemoryWriter()
+    writer.passthrough = True
+    async with mounted(bucket, writer=writer, **RW) as mount, trio.open_nursery() as nursery:
+        mount.fs.read_through(Passthrough(bucket))
+        mount.fs.enable_passthrough(lambda backing: True)
+        await mount.read("f")
+        ino, reader, _ = await open_as_kernel(mount, "f", os.O_RDONLY)
+        opened: list[int] = []
+
+        async def write() -> None:
+            opened.append((await mount.fs.open(ino, os.O_RDWR, 1))[0])
+
+        writer.takes = False
+        nursery.start_soon(write)
+        await trio.sleep(0.1)
+        await mount.fs.setattr(ino, mode=0o600)
+        writer.takes = how == "taken"
+        if how == "left":
+            await mount.close_file(reader)
+        await trio.sleep(1)
+        await mount.fs.write(opened[0], 0, b"new")
+        await mount.close_file(opened[0])
+        if how == "taken":
+            await mount.close_file(reader)
+        shown = await mount.stat("f")
+        assert shown is not None and (shown.ino, shown.mode & 0o777) == (ino, 0o600)

@@ -167,7 +167,7 @@ async def test_a_writer_waits_a_second_for_reads_of_the_daemon() -> None:
     dirty_files = object.__new__(DirtyFiles)
     dirty_files._files, dirty_files._writer = cast(Any, files), cast(Any, writer)
     dirty_files._tree = cast(Any, SimpleNamespace(row=lambda *_: None))
-    node: Any = SimpleNamespace(ino=1, directory=None, name=b"f", origin=None, attrs={})
+    node: Any = SimpleNamespace(ino=1, directory=None, name=b"f", origin=None, attrs={}, removed=True)
     began = trio.current_time()
     await dirty_files._take(node, version)
     assert trio.current_time() - began == pytest.approx(1.0) and 90 < len(tries) <= 101
