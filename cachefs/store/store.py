@@ -292,6 +292,9 @@ class Store:
     async def _verify(self, obj: CachedObject, copy: Copy) -> bool:
         """Verify the unverified blocks of a copy. False if one fails, which is dropped, or cannot be read."""
         for start, length in list(self.catalog.ranges(copy, copy.bitmap & ~copy.verified)):
+            # It may have been evicted since the last block was read, and another copy may be in its place.
+            if not obj.has(copy):
+                return False
             step = Step(copy, start // self.block_size, start, length, check=True)
             results = await self._take(obj, [step])
             if results is None or self._judge(obj, step, results[0]) is None:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from cachefs.base.names import ObjectId
-from cachefs.store import Backing, backing, catalog
+from cachefs.store import Backing, CacheWrite, backing, catalog
 from cachefs.store.backing import Passthrough
 from cachefs.store.catalog import CachedObject
 from cachefs.store.tier import RAM, SSD
 from tests.fetch.scripted import content, in_trio
-from tests.store.lab import BLOCK, EXTENT, MIB, Lab, running
+from tests.store.lab import BLOCK, EXTENT, MIB, Lab, begin_write, running
 from tests.store.test_passthrough import Backend, cache_object, split, spread
 
 SIZE = EXTENT + 3 * BLOCK
@@ -358,6 +358,39 @@ async def test_what_has_gone_while_it_was_read_is_no_use(cache_dir: Path) -> Non
         clock, hits = copy.clock, lab.metrics.ssd_hits
         lab.store._hit(obj, copy, 1)
         assert copy.clock == clock and copy.key not in rows._dirty and lab.metrics.ssd_hits == hits + 1
+
+
+@in_trio
+async def test_a_version_that_is_evicted_and_fetched_again_while_it_is_verified(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is verified is not there any more, and what is being written in its place stays."""
+    async with running(cache_dir) as lab:
+        data = content(1, 3 * BLOCK)
+        object_id = lab.origin.put("k", data)
+        await cache_object(lab, object_id)
+        obj = lab.store.object(object_id)
+        [copy] = lab.store.catalog.copies(obj, SSD)
+        copy.verified = 0
+        take, writes = lab.store._take, list[CacheWrite]()
+
+        async def taken(*what: Any) -> Any:
+            found = await take(*what)
+            if not writes:  # behind the first block
+                lab.store.evict(obj)
+                write = begin_write(lab.store, obj, 0, 3)
+                assert write is not None
+                write.write(data[:BLOCK])
+                writes.append(write)
+            return found
+
+        monkeypatch.setattr(lab.store, "_take", taken)
+        with obj.held():
+            assert not await lab.store._verify(obj, copy)
+            writes[0].write(data[BLOCK:])
+            lab.store.end_write(obj, writes[0])
+        assert lab.store.cached_bytes(object_id) == len(data)
+        lab.check_accounts()
 
 
 @in_trio
