@@ -399,8 +399,10 @@ class LocalChanges:
         """Move a directory, with its contents, to another name. The caller is `applying`."""
         mark, new = mark_of_directory(place[1]), mark_of_directory(to[1])
         row = self._tree.row(place[0], mark)
-        if row is None or row.ino != directory.ino:  # another client has removed it meanwhile
+        if row is None or row.ino != directory.ino:
+            # Another client has removed it meanwhile, and its rows are erased.
             row = NO_ROW._replace(ino=directory.ino)
+            directory.listed.complete = 0
         row = row._replace(generation=to[0].listed.generation)
         lost = move(self._tree, (place[0], mark), (to[0], new), row)
         for moved in self._tree.replace(directory, to[0], new):

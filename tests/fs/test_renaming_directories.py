@@ -249,6 +249,35 @@ async def test_a_file_that_is_settled_while_its_directory_is_renamed() -> None:
         assert [key for key in bucket.objects if key.endswith("/f")] == ["e/f"]
 
 
+async def test_a_directory_that_another_client_removes_while_it_is_renamed() -> None:
+    """The new name has the copies: the listing of the directory was forgotten with its old name."""
+    bucket = WritableBucket(["d/a", "d/b", "other"])
+    async with (
+        mounted(bucket, writer=MemoryWriter(), **RW | {"metadata_ttl": 60.0}) as mount,
+        trio.open_nursery() as nursery,
+    ):
+        assert await mount.names() == [b"d", b"other"]
+        mount.clock.now += 50
+        assert await mount.names("d") == [b"a", b"b"]
+        go_on, copied = trio.Event(), bucket.copy
+
+        async def copy(*what: Any, **how: Any) -> Any:
+            made = await copied(*what, **how)
+            await go_on.wait()
+            return made
+
+        bucket.copy = copy  # type: ignore[method-assign]
+        nursery.start_soon(mount.rename, "d", "e")
+        await trio.sleep(1)
+        del bucket.objects["d/a"], bucket.objects["d/b"]
+        mount.clock.now += 15
+        assert await mount.names() == [b"other"]
+        await trio.sleep(1)  # until its rows are erased
+        go_on.set()
+        await trio.sleep(1)
+        assert await mount.names("e") == [b"a", b"b"] and await mount.read("e/a")
+
+
 async def test_what_is_below_keeps_its_inodes_at_no_cost() -> None:
     bucket = WritableBucket(["d/a", "d/in/b", "d/in/deep/c", "other/x"])
     async with mounted(bucket, writer=MemoryWriter(), **RW | {"metadata_ttl": 60.0}) as mount:
