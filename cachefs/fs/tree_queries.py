@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
-from cachefs.base.errors import IsADirectory, NotFound
+from cachefs.base.errors import IsADirectory, NotFound, ObjectChanged
 from cachefs.base.names import ObjectId
 from cachefs.fs.directories import CHUNK, DirectoryHandle
 from cachefs.fs.keys import nameable
@@ -198,7 +198,10 @@ class TreeQueries:
             for entry in entries:
                 path = [*above, entry.name]
                 if entry.attributes.is_dir:
-                    below = self._tree.directory(entry.attributes.ino)
+                    try:
+                        below = self._tree.directory(entry.attributes.ino)
+                    except ObjectChanged:
+                        continue  # it was removed or replaced while this waited
                     async with aclosing(self._below(below, path)) as files:
                         async for file in files:
                             yield file

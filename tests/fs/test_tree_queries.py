@@ -68,6 +68,19 @@ async def test_walk_says_what_is_missing_and_what_failed() -> None:
             await walked(mount)
 
 
+async def test_walk_goes_on_behind_a_directory_that_is_removed_meanwhile() -> None:
+    bucket = Bucket(["a/x", "b/x", "c/x"])
+    async with mounted(bucket) as mount:
+        found = []
+        async with aclosing(mount.fs.tree_queries.walk("")) as files:
+            async for path, _, _ in files:
+                found.append(path)
+                bucket.objects.pop("b/x", None)
+                await mount.fs.refresh()
+                assert await mount.names() == [b"a", b"c"]
+        assert found == ["a/x", "c/x"]
+
+
 async def test_walk_passes_through_volumes() -> None:
     one: Any = Bucket(["x/1"], prefix="x")
     two: Any = Bucket(["2"])
