@@ -477,7 +477,9 @@ class StagingFile:
             end = self._read_memory(self._start, offset + size - self._start)
             size = self._start - offset
         with self.used(), self._translated():
-            return await self._disk.run(lambda: os.pread(self._fd, size, offset)) + end
+            data = await self._disk.run(lambda: os.pread(self._fd, size, offset))
+        # If the file was cut during the wait, the end that was read before does not follow these bytes.
+        return data + end if len(data) == size else data
 
     def _read_memory(self, offset: int, size: int) -> bytes:
         """Bytes from memory; `offset` is in the file."""

@@ -299,3 +299,26 @@ async def test_what_was_appended_stays_when_the_begin_is_written_again(tmp_path:
     assert await file.read(0, 15) == b"1" * 10 + b"2" * 5
     file.give_back()
     file.remove()
+
+
+@in_trio
+async def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader gets fewer bytes, and none from another place."""
+    disk = StagingDisk(tmp_path)
+    file = StagingFile(disk, "f", new=True)
+    monkeypatch.setattr(staging, "SMALL", 16)
+    with file.used():
+        await file.write(0, b"0123456789")
+        await file.spill()
+        await file.write(10, b"abc", appends=True)
+        run = disk.run
+
+        async def cut(call: Any) -> Any:
+            monkeypatch.setattr(disk, "run", run)
+            await file.truncate(4)
+            return await run(call)
+
+        monkeypatch.setattr(disk, "run", cut)
+        assert await file.read(0, 13) == b"0123"
+    file.remove()
+    await disk.quiet()
