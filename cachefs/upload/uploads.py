@@ -850,13 +850,26 @@ class Uploads:
                 try:
                     # Not if the dirty file is clean, because the cache may be adopting its staging file.
                     unlinks = dirty_file.content.is_ours and dirty_file.dirty
-                    await self._records.forget(dirty_file, HANGS_AFTER_S, unlinks=unlinks)
+                    await self._forget_row(dirty_file, unlinks=unlinks)
                 finally:
                     # Otherwise a file that is replaced again and again would keep all earlier ones in memory.
                     dirty_file.record.over = None
                     self._drop(dirty_file)
         finally:
             dirty_file.trying.turn.release()
+
+    async def _forget_row(self, dirty_file: DirtyFile, *, unlinks: bool = False) -> None:
+        """`Records.forget` for a file that is removed or clean. Raises `DiskHangs`. Then an acknowledgement of the file may
+        have the row, and wait for the disk: the row is removed after it."""
+        try:
+            await self._records.forget(dirty_file, HANGS_AFTER_S, unlinks=unlinks)
+        except DiskHangs:
+            self._queue.start(f"the row of {dirty_file.key}", self._forget_row_late, dirty_file)
+            raise
+
+    async def _forget_row_late(self, dirty_file: DirtyFile) -> None:
+        if dirty_file.discarded or not dirty_file.dirty:
+            await self._records.forget(dirty_file)
 
     async def _undo(self, dirty_file: DirtyFile, *, deletes: bool) -> None:
         """Have a clean file sent once more, if the removal of its name has failed, and the origin may have carried it out
@@ -883,7 +896,7 @@ class Uploads:
         """Handle a removal that has failed: the name shows the dirty file as before."""
         if not dirty_file.dirty and dirty_file.content.row is not Row.NONE:  # its upload has ended meanwhile
             with trio.CancelScope(shield=True), suppress(DiskHangs):
-                await self._records.forget(dirty_file, HANGS_AFTER_S)
+                await self._forget_row(dirty_file)
         dirty_file.content.removed = dirty_file.record.says_removed = False
         if self._is_noted(dirty_file):
             self.noted(dirty_file)
@@ -1172,6 +1185,7 @@ class Uploads:
         with trio.CancelScope(shield=True):
             with trio.move_on_after(GIVING_UP_S):
                 await self._disk.quiet()
+                await self.journal.quiet()
             await trio.to_thread.run_sync(self.journal.close)
 
     async def aclose(self, deadline_s: float) -> list[DirtyFile]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 import trio
 import trio.testing
 
-from cachefs.base.errors import NoRoom
+from cachefs.base.errors import NoRoom, OriginFailed
 from cachefs.base.names import ObjectId
-from cachefs.upload import staging
-from cachefs.upload.journal import DIRTY_FILES
+from cachefs.upload import DirtyFile, journal, staging
+from cachefs.upload.journal import DIRTY_FILES, DiskHangs
 from cachefs.upload.staging import LOOK_S
 from tests.upload.scripted import Desk, Room, ScriptedStore, add, desk, in_trio
 from tests.upload.test_passthrough import Kernel, taken
@@ -225,6 +226,20 @@ async def test_a_file_that_is_stored_while_it_is_made_safe_here(tmp_path: Path) 
         assert d.store.content("k") == b"data and more" and d.settled == ["k"]
 
 
+def hold_row(d: Desk) -> tuple[trio.Event, trio.Event]:
+    """Have the next row of the journal wait: events that it waits, and until when."""
+    write, reached, released = d.uploads.journal.write, trio.Event(), trio.Event()
+
+    async def held(*what: Any, **how: Any) -> None:
+        d.uploads.journal.write = write  # type: ignore[method-assign]
+        reached.set()
+        await released.wait()
+        await write(*what, **how)
+
+    d.uploads.journal.write = held  # type: ignore[method-assign]
+    return reached, released
+
+
 @in_trio
 async def test_a_file_that_is_acknowledged_at_the_end_of_a_rename(tmp_path: Path) -> None:
     """The rename ends while the row of the acknowledgement is written. The row stays: a crash must not lose the file."""
@@ -235,14 +250,7 @@ async def test_a_file_that_is_acknowledged_at_the_end_of_a_rename(tmp_path: Path
         copy = store.hold("copy")
         nursery.start_soon(d.rename, dirty_file, "b")
         await copy.reached.wait()
-        write, reached, released = d.uploads.journal.write, trio.Event(), trio.Event()
-
-        async def held(*what: Any, **how: Any) -> None:
-            reached.set()
-            await released.wait()
-            await write(*what, **how)
-
-        d.uploads.journal.write = held  # type: ignore[method-assign]
+        reached, released = hold_row(d)
         nursery.start_soon(d.uploads.commit, dirty_file)
         await reached.wait()
         assert copy.release is not None
@@ -252,6 +260,65 @@ async def test_a_file_that_is_acknowledged_at_the_end_of_a_rename(tmp_path: Path
         await d.quiet()
         assert dirty_file.acknowledged
         assert d.uploads.journal.rows(DIRTY_FILES)[dirty_file.id]["key"] == "b"
+
+
+@pytest.mark.parametrize("uploaded", [False, True], ids=["removed", "uploaded"])
+@in_trio
+async def test_a_removal_that_meets_an_acknowledgement_which_waits_for_the_disk(
+    tmp_path: Path, uploaded: bool
+) -> None:
+    """The row of the acknowledgement goes when the disk answers. Otherwise the next start would bring the file back, removed
+    as it is, or over what was uploaded since."""
+    async with desk(tmp_path, writeback=True, upload_delay_s=100) as d, trio.open_nursery() as nursery:
+        dirty_file = await d.create("k", b"data")
+        reached, released = hold_row(d)
+        nursery.start_soon(d.uploads.commit, dirty_file)
+        await reached.wait()
+        if uploaded:
+            put = d.store.hold("put")
+            nursery.start_soon(d.uploads._queue.upload, dirty_file)
+            await put.reached.wait()
+            assert put.release is not None
+            d.store.fail("delete", lambda: OriginFailed("not now"))
+            async with trio.open_nursery() as removing:
+                removing.start_soon(refused, d, dirty_file)
+                await trio.testing.wait_all_tasks_blocked()
+                put.release.set()
+        else:
+            with pytest.raises(DiskHangs):
+                await d.uploads.discard(dirty_file)
+        released.set()
+        await d.quiet()
+        assert d.uploads.journal.rows(DIRTY_FILES) == {}
+        d.uploads.release(dirty_file)
+
+
+async def refused(d: Desk, dirty_file: DirtyFile) -> None:
+    with pytest.raises(OriginFailed, match="not now"):
+        await d.uploads.discard(dirty_file, instead=partial(d.store.delete, "k"))
+
+
+@in_trio
+async def test_rows_that_wait_for_the_disk_when_the_daemon_hands_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are written if it answers soon, as before a stop."""
+    async with desk(tmp_path) as d, trio.open_nursery() as nursery:
+        answers, in_thread = trio.Event(), journal.in_thread
+
+        async def hangs(call: Any) -> Any:
+            await answers.wait()
+            return await in_thread(call)
+
+        monkeypatch.setattr(journal, "in_thread", hangs)
+        for name in ("committing", "next"):
+            with pytest.raises(DiskHangs):
+                await d.uploads.note(name, {})
+        nursery.start_soon(d.uploads.hand_over)
+        await trio.testing.wait_all_tasks_blocked()
+        answers.set()
+    async with desk(tmp_path) as d:
+        assert d.uploads.notes().keys() == {"committing", "next"}
 
 
 @in_trio
