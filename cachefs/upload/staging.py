@@ -785,11 +785,14 @@ def mark_new(path: Path) -> None:
 
 
 def _make_read_only(fd: int) -> None:
-    """Reopen a descriptor for reading only, under its number, and set the file's mtime to `LONG_AGO_NS`. Blocking."""
+    """Reopen a descriptor for reading only, under its number, and set the file's mtime to `LONG_AGO_NS`. After an error it
+    is open as before. Blocking."""
     reader = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
-    os.dup2(reader, fd, inheritable=False)
-    os.close(reader)
-    os.utime(fd, ns=(LONG_AGO_NS, LONG_AGO_NS))
+    try:
+        os.utime(fd, ns=(LONG_AGO_NS, LONG_AGO_NS))
+        os.dup2(reader, fd, inheritable=False)
+    finally:
+        os.close(reader)
 
 
 def _written_file(

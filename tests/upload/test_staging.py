@@ -322,3 +322,27 @@ async def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, monkeypatch: 
         assert await file.read(0, 13) == b"0123"
     file.remove()
     await disk.quiet()
+
+
+@in_trio
+async def test_a_file_that_cannot_be_prepared_for_passthrough_is_written_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer then writes it through the daemon."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    file = StagingFile(StagingDisk(tmp_path), "f", new=True)
+    with file.used():
+        await file.write(0, b"1")
+        await file.spill()
+        with monkeypatch.context() as full:
+            full.setattr(os, "utime", fails)
+            with pytest.raises(NoRoom):
+                await file.open_backing()
+        assert not file.in_passthrough
+        await file.write(1, b"2")
+        assert await file.read(0, 9) == b"12"
+    file.remove()
+    await file._disk.quiet()
