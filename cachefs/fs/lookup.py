@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from cachefs.base.errors import CachefsError, NameTooLong, NotFound, Unreachable
+from cachefs.base.errors import CachefsError, NameTooLong, NotFound, ObjectChanged, Unreachable
 from cachefs.base.ledger import about
 from cachefs.base.metrics import Metrics
 from cachefs.base.tasks import Outcome
@@ -229,7 +229,8 @@ class Looker:
         before: tuple[Row | None, Row | None],
         changes: int,
     ) -> bool:
-        """Record an answer. False if the name was written during the request, so the origin has to be asked again."""
+        """Record an answer. False if the name was written during the request, so the origin has to be asked again. Raises
+        `ObjectChanged` if the directory was removed."""
         async with self._tree.writing:
             if self._tree.find(directory, name) != before:
                 return False
@@ -239,6 +240,9 @@ class Looker:
             generation = cover[0] if cover else 0
             if _is_written(answer, *before, generation):
                 return True
+            if self._tree.known(directory.ino) is not directory:
+                # Rows below a removed directory would stay for ever.
+                raise ObjectChanged(f"{directory.prefix} was removed")
             written = write_answer(self._tree, directory, name, answer, generation)
         await self._lister.lost(directory, written.lost)
         return True

@@ -18,6 +18,7 @@ import trio.testing
 from cachefs.base.errors import AlreadyExists, CachefsError, NotFound, ObjectChanged, OriginFailed
 from cachefs.base.names import ObjectId
 from cachefs.fs.changing import NOREPLACE
+from cachefs.fs.inodes import ROOT, inode_key
 from cachefs.origin.protocol import ObjectInfo
 from cachefs.upload.staging import StagingFile
 from tests.fs.bucket import Bytes, WritableBucket
@@ -934,3 +935,28 @@ async def test_a_mode_that_is_set_while_an_open_waits_for_a_file_in_passthrough(
             await mount.close_file(reader)
         shown = await mount.stat("f")
         assert shown is not None and (shown.ino, shown.mode & 0o777) == (ino, 0o600)
+
+
+async def test_a_directory_that_another_client_removes_while_a_name_in_it_is_asked_for() -> None:
+    """It comes back before the answer does, and is another directory: no row is written below the removed one."""
+    bucket = WritableBucket(["d/f", "other"])
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount, trio.open_nursery() as nursery:
+        ino = await mount.ino("d")
+        assert await mount.names("d") == [b"f"]
+        mount.clock.now += 61
+        head = Held(bucket, "head")
+
+        async def look() -> None:
+            with pytest.raises(ObjectChanged):
+                await mount.fs.lookup(ino, b"f")
+
+        nursery.start_soon(look)
+        await head.reached.wait()
+        del bucket.objects["d/f"]
+        assert await mount.names() == [b"other"]
+        await trio.sleep(1)  # until the rows of the directory are erased
+        bucket.set("d/f")
+        head.released.set()
+        await trio.sleep(1)
+        assert [key[-5:] for key, _ in mount.database.scan("names")] == [b"other"]
+        assert [key for key, _ in mount.database.scan("directories")] == [inode_key(ROOT)]
