@@ -295,14 +295,18 @@ class Sender:
         upload, self.upload, self._found = self.upload, None, {}
         self.parts.forget()
         if upload is not None:
-            try:
-                await upload.abort()
-            # Also if cancelled, because no other object refers to the upload any more.
-            except BaseException as exc:
-                await self._what.orphaned(upload)
-                if not isinstance(exc, CachefsError):
-                    raise
-                log.info("%s; trying again later", exc)
+            await self._abort(upload)
+
+    async def _abort(self, upload: Upload) -> None:
+        """Abort a multipart upload, or have it recorded that it is to be aborted later."""
+        try:
+            await upload.abort()
+        # Also if cancelled, because no other object refers to the upload any more.
+        except BaseException as exc:
+            await self._what.orphaned(upload)
+            if not isinstance(exc, CachefsError):
+                raise
+            log.info("%s; trying again later", exc)
 
     async def _finish(self, pieces: list[Piece], size: int, preconditions: Preconditions) -> ObjectInfo:
         """Upload in one request, or send the missing parts and complete the multipart upload."""
@@ -379,7 +383,7 @@ class Sender:
                     try:
                         await self._what.begun(upload)
                     except CachefsError:
-                        await upload.abort()
+                        await self._abort(upload)
                         raise
                 self.upload = upload
             return self.upload

@@ -673,6 +673,24 @@ async def test_an_upload_that_cannot_be_aborted_now_is_aborted_later(tmp_path: P
 
 
 @in_trio
+async def test_an_upload_that_cannot_be_noted_nor_aborted_is_aborted_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk(tmp_path) as d:
+        aborted = d.store.fail("abort", lambda: OriginFailed("500"))
+        with monkeypatch.context() as patched:
+            patched.setattr(Database, "write", no_room)
+            dirty_file = await d.create("k", content(1, 2 * PART))
+            await aborted.reached.wait()
+            await d.quiet()
+        assert len(d.store.uploads) == 1
+        await trio.sleep(100)
+        assert d.store.uploads == {}
+        await d.close(dirty_file)
+        assert d.store.content("k") == content(1, 2 * PART)
+
+
+@in_trio
 async def test_a_file_removed_while_the_cache_takes_it(tmp_path: Path) -> None:
     class Slow(Room):
         async def adopt(self, object_id: ObjectId, path: Path) -> bool:
