@@ -226,6 +226,10 @@ def _check_overlap(config: Config) -> None:
                     f"{mountpoint} and its source {url} contain one another, so the mount would read itself: "
                     "mount somewhere else"
                 )
+    if (outer := linux.Finder().find(str(config.cache_dir))) is not None:
+        raise MountError(
+            f"the cache directory {config.cache_dir} is inside the cachefs mount {outer[0]}: choose another --cache-dir"
+        )
     above = existing_above(config.cache_dir)
     if not above.is_dir():
         raise MountError(

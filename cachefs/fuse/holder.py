@@ -372,6 +372,7 @@ def _send(to: _socket.socket, message: bytes, fds: Sequence[int]) -> None:
 
 
 def _log_line(line: str) -> None:
+    """Write a line of the form that `cachefs.base.logs.TextFormatter` gives to those of a daemon."""
     try:
         if _log and not os.path.samestat(os.stat(_log), os.fstat(2)):
             fd = os.open(_log, os.O_WRONLY | os.O_APPEND)
@@ -379,8 +380,10 @@ def _log_line(line: str) -> None:
             os.close(fd)
     except OSError:
         pass  # the log is gone
+    now = time.time()
+    written = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(now))}.{int(now % 1 * 1000):03}Z"
     try:
-        os.write(2, f"cachefs: {line}\n".encode())
+        os.write(2, f"{written} WARNING fuse.holder: {line}\n".encode())
     except OSError:
         pass  # stderr is closed
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from cachefs.base import logs
 from cachefs.base.errors import MountError
 from cachefs.fuse import holder, notifier
 from cachefs.fuse.handover import Handover
@@ -48,7 +49,7 @@ def died_after(monkeypatch: pytest.MonkeyPatch, lives: list[float]) -> list[bool
     keeps: Holder = object.__new__(Holder)
     keeps._state, now = os.memfd_create("state"), [1000.0]
     os.ftruncate(keeps._state, holder.MOUNTPOINT_AT)
-    monkeypatch.setattr(holder, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(holder, "time", SimpleNamespace(**vars(time) | {"monotonic": lambda: now[0]}))
     started = []
     for life in lives:
         short, _ = holder.LIVES.unpack(keeps._read(holder.LIVES_AT, holder.LIVES.size))
@@ -64,6 +65,19 @@ def test_ten_daemons_in_a_row_that_lived_for_less_than_ten_seconds_are_a_crash_l
 ) -> None:
     assert died_after(monkeypatch, [9.9] * 10) == [True] * 9 + [False]
     assert all(died_after(monkeypatch, [9.9] * 9 + [10.0] + [9.9] * 9))
+
+
+def test_its_log_lines_have_the_time_as_those_of_a_daemon(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(holder, "time", SimpleNamespace(**vars(time) | {"time": lambda: 1700000000.0625}))
+    holder._log_line("the daemon has died (SIGKILL)")
+    assert logs.entry_of(capfd.readouterr().err.rstrip("\n")) == {
+        "time": "2023-11-14T22:13:20.062Z",
+        "level": "warning",
+        "logger": "fuse.holder",
+        "message": "the daemon has died (SIGKILL)",
+    }
 
 
 class Scripted(Holder):

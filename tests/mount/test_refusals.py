@@ -81,6 +81,16 @@ class TestMountpoint:
         assert "inside the mountpoint: choose another --cache-dir" in refused(mount, words=words)
         assert os.listdir(mount.path) == []
 
+    def test_a_cache_inside_of_another_mount(self, mounted: Mounted, bucket: Bucket, tmp_path: Path) -> None:
+        """Also through a link. Its files would be uploaded, and its disk would be the other mount's daemon."""
+        outer = mounted(bucket)
+        (tmp_path / "link").symlink_to(outer.path)
+        inner = mounted(bucket, start=False)
+        for path in (outer.path, tmp_path / "link"):
+            line = refused(inner, words=inner.arguments(cache_dir=path / "cache"))
+            assert f"is inside the cachefs mount {outer.path}: choose another --cache-dir" in line
+        assert os.listdir(outer.path) == []
+
     @pytest.mark.parametrize("flags", [[], ["-f"]], ids=" ".join)
     def test_a_log_inside_of_it(
         self, mounted: Mounted, bucket: Bucket, tmp_path: Path, flags: list[str]
