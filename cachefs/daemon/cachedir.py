@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,9 @@ from cachefs.fs import FORMAT, TABLES
 from cachefs.store import SHM, OpenStore, Store, open_store, remove_orphans
 from cachefs.upload import refuse_foreign
 
+CACHE_FOLDER = re.compile("[0-9a-f]{2}")
+"""The names in `objects` (`Tier.file_path`)."""
+
 
 def _disk_of(config: Config) -> tuple[int, int]:
     """(free bytes, all bytes) of the disk that the cache directory is or will be on; (0, 0) if that cannot be read."""
@@ -33,7 +37,9 @@ def _disk_of(config: Config) -> tuple[int, int]:
 
 def open_cache(config: Config, metrics: Metrics, *, killed: bool = False) -> OpenStore:
     """Open the store in the cache directory. Raises `CacheInUse`; `CacheUnusable`, with nothing changed, if the directory is
-    another user's, or has a journal of uploads in the format of another version of cachefs."""
+    another user's, has other files where a new cache would remove them, or has a journal of uploads in the format of
+    another version of cachefs."""
+    _refuse_other_objects(config.cache_dir)
     with suppress(OSError):  # a directory that cannot be made or written costs the SSD tier, not the mount
         ownership.claim(config.cache_dir)
     if not config.read_only:
@@ -67,6 +73,18 @@ def open_cache(config: Config, metrics: Metrics, *, killed: bool = False) -> Ope
             f"--ram {config.ram} is more than the {about_bytes(limit)} of memory that this process may use: lower it"
         )
     return opened
+
+
+def _refuse_other_objects(cache_dir: Path) -> None:
+    """Raise `CacheUnusable` if `objects` has entries that no cache makes, such as those of a dataset or a git repository."""
+    if (cache_dir / "tag").exists():
+        return
+    with suppress(OSError):  # no such directory, or none that this process could empty
+        for name in os.listdir(cache_dir / "objects"):
+            if CACHE_FOLDER.fullmatch(name) is None:
+                raise CacheUnusable(
+                    f"{cache_dir / 'objects'} has files that are not of a cache, such as {name!r}: choose another --cache-dir"
+                )
 
 
 def _bytes_at_last_stop(cache_dir: Path) -> int:

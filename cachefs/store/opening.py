@@ -30,6 +30,9 @@ from cachefs.store.tier import NAMES, RAM, SSD, Tier
 
 log = logging.getLogger(__name__)
 
+TRASH = "trash-" + "[0-9a-f]" * 32
+"""What `_discard` names a directory. A user's own directory `trash-…` may lie beside a cache."""
+
 
 @dataclass
 class OpenStore:
@@ -81,7 +84,7 @@ def open_store(
             for path in places:
                 _discard(path / "objects")
         for path in places:
-            for rubbish in path.glob("trash-*"):
+            for rubbish in path.glob(TRASH):
                 _delete_in_background(rubbish)
         tiers: list[Tier] = []
         for number, cap in ((RAM, ram_bytes), (SSD, cache_bytes)):

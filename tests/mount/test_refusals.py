@@ -184,6 +184,21 @@ class TestCacheDirectory:
         mount = mounted(bucket, start=False, cache_dir=tmp_path / "file/cache")
         assert f"{tmp_path}/file is a file: choose another --cache-dir" in refused(mount)
 
+    def test_with_a_users_own_objects(self, mounted: Mounted, bucket: Bucket, tmp_path: Path) -> None:
+        """A new cache empties its `objects`, so that of a dataset or a git repository must not be taken for one."""
+        for name in ("objects/train", "trash-mine"):
+            (tmp_path / "project" / name).mkdir(parents=True)
+        mine = tmp_path / "project/objects/train/1"
+        mine.write_text("mine")
+        mount = mounted(bucket, start=False, cache_dir=tmp_path / "project")
+        line = refused(mount)
+        assert "project/objects has files that are not of a cache, such as 'train': choose another" in line
+        assert mine.read_text() == "mine"
+        (tmp_path / "project/objects").rename(tmp_path / "project/data")
+        mount.start()
+        mount.stop()
+        assert (tmp_path / "project/trash-mine").exists()
+
     @pytest.mark.parametrize("hard", [16, 100])
     def test_too_few_open_files_leave_nothing_in_memory(
         self, mounted: Mounted, bucket: Bucket, hard: int

@@ -262,7 +262,7 @@ async def test_rubbish_that_an_interrupted_cleaning_left_is_cleaned_by_the_next_
 ) -> None:
     async with running(cache_dir):
         pass
-    rubbish = cache_dir / "trash-0123456789abcdef"
+    rubbish = cache_dir / f"trash-{'0123456789abcdef' * 2}"
     rubbish.mkdir()
     (rubbish / "file").write_bytes(b"x" * MIB)
     async with running(cache_dir) as lab:
