@@ -123,7 +123,7 @@ def recover(place: Path, to: Path | None, remove: bool, as_json: bool) -> None:
 
 def _row(orphan: Orphan, name: str) -> str:
     when = datetime.fromtimestamp(orphan.mtime_ns / 1e9).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-    state = "the next mount decides" if orphan.waiting else f"in {orphan.path.parent.name}"
+    state = "waits for the next mount" if orphan.waiting else f"in {orphan.path.parent.name}"
     if orphan.content is not None:
         state = "in the journal: the next mount uploads it"
     return f"{about_bytes(orphan.size):>10}  {when}  {printable(name)}  ({state})"

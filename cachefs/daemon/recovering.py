@@ -76,7 +76,7 @@ class Target:
             raise ConfigError("it does not say what it was: copy it to a directory that is no mount")
         whole = f"{orphan.source}/{orphan.key}"
         for source in self._sources:
-            above = source["url"].rstrip("/") + "/"
+            above = f"{source['origin']['source']}/{source['origin']['prefix']}"
             if whole.startswith(above):
                 return self._inside(Path(source["name"]) / whole.removeprefix(above))
         raise ConfigError(f"{self.to} is no mount of {orphan.source}")

@@ -248,6 +248,21 @@ class TestCacheDirectory:
         assert "sends it" not in done.stdout + done.stderr + mount.log()
         mount.allowed.append(".")
 
+    def test_files_of_a_lost_journal_are_copied_to_a_mount_of_their_source(
+        self, mounted: Mounted, bucket: Bucket
+    ) -> None:
+        """Also where the source is a directory of a bucket at an endpoint of its own."""
+        data = os.urandom(300_000)
+        mount = mounted(f"s3://{bucket.name}/below", read_only=False, writeback=True, upload_delay="1h")
+        (mount.path / "unsent").write_bytes(data)
+        mount.kill()
+        shutil.rmtree(mount.cache / "journal")
+        mount.start()
+        mount.allowed += ["there is no journal in", "no journal accounts for"]
+        assert not (mount.path / "unsent").exists()
+        mount.cli("recover", mount.path, "--to", mount.path)
+        assert (mount.path / "unsent").read_bytes() == data
+
 
 @pytest.mark.root
 class TestMemoryOfTheKilled:

@@ -317,7 +317,7 @@ def test_files_are_listed(cache: Path) -> None:
     assert done.exit_code == 0
     lines = done.output.splitlines()
     assert len(lines) == 4
-    assert "s3://b/g" in lines[0] and "the next mount decides" in lines[0]
+    assert "s3://b/g" in lines[0] and "waits for the next mount" in lines[0]
     assert sum("s3://b/d/f" in line for line in lines) == 2
 
 
@@ -423,7 +423,7 @@ def test_a_journal_that_cannot_be_read_leaves_the_staging_files_in_the_list(kill
     lines = done.output.splitlines()
     assert done.exit_code == 0 and len(lines) == 3
     assert "cannot be read: small files that it alone has are not listed" in done.output
-    assert sum("the next mount decides" in line for line in lines) == 2
+    assert sum("waits for the next mount" in line for line in lines) == 2
 
 
 def test_what_is_no_cache_is_refused(tmp_path: Path) -> None:
