@@ -51,6 +51,9 @@ anonymous = true
 name = "ours"
 url = "az://training/shards"
 ```
+
+A single `[[source]]` without a `name` is shown at the mountpoint itself. `mountpoint = "/mnt/data"` in the file takes the
+place of the argument.
 """
 
 METRICS = """\

@@ -97,7 +97,7 @@ def test_version() -> None:
         (["warm", "-f", "/etc/hosts"], 2, "No such option '-f'"),
         (["config", "check"], 2, "no FILE"),
         (["config", "check", "/nowhere.toml"], 2, "/nowhere.toml: No such file"),
-        (["logs", "/"], 1, "is not a cachefs mount"),
+        (["logs", "/"], 1, "lists those there are; cachefs logs CACHE_DIR prints"),
         (["umount", "/"], 1, "not a cachefs"),
         (["umount", "/no/such/place"], 1, "is not mounted"),
         (["status", "/no/such/place"], 1, "is not a cachefs mount"),

@@ -182,7 +182,7 @@ def unpin(paths: tuple[Path, ...], list_file: str | None, as_json: bool) -> None
     With the mountpoint as PATH, all pins end, those of versions that were replaced or removed at the origin, too.
     """
     done = _jobs("unpin", paths_by_mount(paths, list_file), as_json)
-    note(f"unpinned {done['done_files']:,} files")
+    note(f"no pin is left on {done['done_files']:,} files")
 
 
 def _jobs(action: str, wanted: Mapping[Path, Iterable[Any]], as_json: bool, **how: Any) -> dict[str, Any]:

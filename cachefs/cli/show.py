@@ -102,8 +102,10 @@ def raw(text: str, *, err: bool = False) -> None:
 
 def pairs(values: Iterable[tuple[str, str]]) -> None:
     """Print a label and a value on each line. Lines are not wrapped, so that grep finds values."""
-    for name, value in values:
-        click.echo(click.style(f"{name:<10}", bold=True) + "  " + printable(value))
+    lines = list(values)
+    width = max([10, *(len(name) for name, _ in lines)])
+    for name, value in lines:
+        click.echo(click.style(f"{name:<{width}}", bold=True) + "  " + printable(value))
 
 
 def marked(mark: str, color: str, text: str) -> None:

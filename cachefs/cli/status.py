@@ -427,7 +427,10 @@ def _log_of(place: Path | None) -> Path:
     if place is not None and mount_at(canonical(place)) is None and os.path.isfile(place / LOG_NAME):
         return place / LOG_NAME
     mount = resolve_mount(place)
-    path = asking.ask(mount, "status").get("log_file")
+    try:
+        path = asking.ask(mount, "status").get("log_file")
+    except MountError as exc:
+        raise MountError(f"{exc}; cachefs logs CACHE_DIR prints what a daemon has logged there") from exc
     if not path:
         raise MountError(f"{mount} logs to the stderr of its daemon: ask its service manager (journalctl -u)")
     return Path(path)

@@ -180,14 +180,12 @@ def _file(path: Path) -> tuple[dict[str, Given], list[SourceTable]]:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a BOM
     except OSError as exc:
-        raise ConfigError(f"--config {path}: {exc.strerror}: name a TOML file that can be read") from exc
+        raise ConfigError(f"{path}: {exc.strerror}: name a TOML file that can be read") from exc
     except UnicodeDecodeError as exc:
-        raise ConfigError(f"--config {path}: not UTF-8 at byte {exc.start}: save it as UTF-8") from exc
-    except (
-        ValueError,
-        RecursionError,
-    ) as exc:  # not only TOMLDecodeError: also for a number of thousands of digits
-        raise ConfigError(f"--config {path}: not TOML: {exc}") from exc
+        raise ConfigError(f"{path}: not UTF-8 at byte {exc.start}: save it as UTF-8") from exc
+    # ValueError: TOMLDecodeError, and a number of thousands of digits.
+    except (ValueError, RecursionError) as exc:
+        raise ConfigError(f"{path}: not TOML: {exc}") from exc
     given: dict[str, Given] = {}
     sources: list[SourceTable] = []
     for key, value in table.items():

@@ -83,7 +83,8 @@ def _refuse_other_objects(cache_dir: Path) -> None:
         for name in os.listdir(cache_dir / "objects"):
             if CACHE_FOLDER.fullmatch(name) is None:
                 raise CacheUnusable(
-                    f"{cache_dir / 'objects'} has files that are not of a cache, such as {name!r}: choose another --cache-dir"
+                    f"{cache_dir / 'objects'} has files that are not of a cache, such as {name!r}: choose another "
+                    "--cache-dir"
                 )
 
 

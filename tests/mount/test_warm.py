@@ -224,11 +224,11 @@ def test_pins_of_versions_that_are_gone_can_be_ended(mounted: Mounted, bucket: B
     bucket.put("d/replaced", 2 * MIB, version=2)
     bucket.delete("d/removed")
     mount.refresh()
-    assert "unpinned 2 files" in said(mount, "unpin", mount.path / "d")
+    assert "no pin is left on 2 files" in said(mount, "unpin", mount.path / "d")
     assert mount.ask("status")["pinned_bytes"] == 4 * MIB
     mount.stop()
     mount.start()
-    assert "unpinned 2 files" in said(mount, "unpin", mount.path)
+    assert "no pin is left on 2 files" in said(mount, "unpin", mount.path)
     assert mount.ask("status")["pinned_bytes"] == 0
 
 

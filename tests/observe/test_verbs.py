@@ -23,6 +23,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.cli import files as why
 from cachefs.cli import live as look
+from cachefs.cli import show
 from cachefs.cli.live import Prices, process_waits
 from cachefs.cli.main import cli
 from cachefs.daemon import mounting
@@ -621,3 +622,8 @@ def test_errors_are_one_line(args: list[str], code: int, words: str) -> None:
     done = run(*args)
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (code, "", 1)
     assert words in done.stderr and done.stderr.startswith("cachefs: ")
+
+
+def test_values_line_up_beside_labels_of_any_length(capsys: pytest.CaptureFixture[str]) -> None:
+    show.pairs([("path", "value"), ("on node-7.example:7400", "value")])
+    assert {line.index("value") for line in capsys.readouterr().out.splitlines()} == {24}
