@@ -473,7 +473,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_hanging_disk.py::test_cached_files_that_cannot_be_read_come_from_the_origin",
         "tests/mount/test_hanging_disk.py::test_a_full_cache_needs_no_disk_to_evict",
     ),
-    "While a cache disk hangs, only who writes or syncs a file waits for it; a change of a name or mode may get"
+    "While a cache disk hangs, only processes that write or sync a file wait for it; a change of a name or mode may get"
     " EIO after 5 s. All others are answered, and what was acknowledged is there afterwards.": (
         "tests/mount/test_frozen_writes.py::test_only_who_needs_the_disk_waits_for_it",
         "tests/mount/test_frozen_writes.py::test_a_kill_while_the_disk_is_frozen_loses_nothing_acknowledged",

@@ -77,7 +77,8 @@ def open_cache(config: Config, metrics: Metrics, *, killed: bool = False) -> Ope
 
 def _refuse_other_objects(cache_dir: Path) -> None:
     """Raise `CacheUnusable` if `objects` has entries that no cache makes, such as those of a dataset or a git repository."""
-    if (cache_dir / "tag").exists():
+    # Path.exists raises for a name that is too long.
+    if os.path.exists(cache_dir / "tag"):
         return
     with suppress(OSError):  # no such directory, or none that this process could empty
         for name in os.listdir(cache_dir / "objects"):
