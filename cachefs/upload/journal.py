@@ -181,8 +181,15 @@ class Journal:
         self._left |= {(DIRTY_FILES, key.encode()), (CONTENTS, key.encode())}
 
     def rows(self, table: str) -> dict[str, dict[str, Any]]:
-        """All committed rows of a table, by key."""
-        return {key.decode(): json.loads(value) for key, value in self._database.scan(table)}
+        """All committed rows of a table, by key. Raises `CacheUnusable` if one is damaged: LMDB has no checksums."""
+        try:
+            return {key.decode(): json.loads(value) for key, value in self._database.scan(table)}
+        except ValueError as exc:
+            raise CacheUnusable(
+                f"the database in {self.path} cannot be read (a row is damaged: {exc}), and nothing else knows what is in "
+                f"it: move the directory away to begin without; cachefs recover {self.path.parent} lists the files that "
+                "it is about"
+            ) from exc
 
     # -- contents of small files -------------------------------------------------------------------
 

@@ -681,6 +681,28 @@ def test_a_damaged_journal_is_refused_and_left_as_it_is(tmp_path: Path, how: str
     assert data.read_bytes() == before
 
 
+@pytest.mark.parametrize("how", ["no JSON", "no text"])
+def test_a_damaged_row_is_no_row_that_is_left_out(tmp_path: Path, how: str) -> None:
+    """LMDB has no checksums, so it reads a row of which a sector was lost."""
+    path = tmp_path / "journal"
+
+    async def fill() -> None:
+        journal = Journal(path)
+        for n in range(3):
+            await journal.write("drafts", str(n), {"name": f"file {n}"})
+        journal._database.close(clean=False)
+
+    trio.run(fill)
+    data = path / "data.mdb"
+    whole = data.read_bytes()
+    assert b'{"name": "file 1"}' in whole
+    data.write_bytes(whole.replace(b'"file 1"', bytes(8) if how == "no JSON" else b"\xff" * 8))
+    for _ in range(2):
+        with pytest.raises(CacheUnusable, match=f"{path}.*a row is damaged.*cachefs recover {tmp_path} "):
+            Journal(path)
+    assert b'"file 2"' in data.read_bytes()
+
+
 def test_a_journal_after_a_kill_is_read(tmp_path: Path) -> None:
     async def fill() -> None:
         journal = Journal(tmp_path / "journal")
