@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 
 from cachefs.base.errors import (
     CachefsError,
+    CacheUnusable,
     Conflict,
     NoSuchUpload,
     NotFound,
@@ -176,13 +177,23 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """The bytes of an open file from `offset` on. The caller keeps `fd` open until the write has returned or raised."""
+    """The bytes of an open file from `offset` on. The caller keeps `fd` open until the write has returned or raised.
+    Reading raises `CacheUnusable` if the file's disk fails."""
 
     fd: int
     offset: int = 0
 
     def read(self, at: int, count: int) -> bytes:
-        return os.pread(self.fd, count, self.offset + at)
+        at += self.offset
+        try:
+            data = os.pread(self.fd, count, at)
+            if len(data) < count:
+                # A read ends before a block that the disk cannot read, and the next one has the error.
+                data += os.pread(self.fd, count - len(data), at + len(data))
+        except OSError as exc:
+            path = os.readlink(f"/proc/self/fd/{self.fd}")
+            raise CacheUnusable(f"{path}, which is to be uploaded, cannot be read: {exc.strerror}") from exc
+        return data
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,15 @@ from pathlib import Path
 import pytest
 import trio
 
-from cachefs.base.errors import Conflict, NoSuchUpload, NotFound, ObjectChanged, OriginFailed, Unsupported
+from cachefs.base.errors import (
+    CacheUnusable,
+    Conflict,
+    NoSuchUpload,
+    NotFound,
+    ObjectChanged,
+    OriginFailed,
+    Unsupported,
+)
 from cachefs.origin import FileRange, InMemory, Origin, Part
 from tests.origin.pending import pending
 from tests.origin.reading import content, one_a_vendor, run
@@ -89,6 +98,28 @@ def test_a_source_that_fails_writes_nothing(any_place: Origin, tmp_path: Path) -
         if not there.source.startswith("memory"):  # which shows a file while it is written
             with pytest.raises(NotFound):
                 await there.head("w/broken")
+        assert there._attempts.metrics.origin_retries == 0
+
+    run(any_place, use)
+
+
+def test_a_block_that_the_disk_cannot_read_is_told_with_its_file(
+    any_place: Origin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read that meets it ends before it. Only the next one has the error."""
+    good, real = 100_000, os.pread
+
+    async def use(there: Origin) -> None:
+        with file_of(tmp_path / "f", THREE) as file:
+
+            def pread(fd: int, count: int, at: int) -> bytes:
+                if fd == file and at >= good:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                return real(fd, min(count, good - at) if fd == file else count, at)
+
+            monkeypatch.setattr(os, "pread", pread)
+            with pytest.raises(CacheUnusable, match=f"{tmp_path}/f, .* cannot be read: Input/output error"):
+                await there.put("w/broken", FileRange(file), len(THREE))
         assert there._attempts.metrics.origin_retries == 0
 
     run(any_place, use)

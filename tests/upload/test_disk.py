@@ -308,6 +308,22 @@ async def test_a_close_that_fails_is_told_by_the_next_promise(
         assert d.store.content("k") == b"2" * LARGE, "what was synced before is safe"
 
 
+@in_trio
+async def test_bytes_that_cannot_be_read_are_an_expected_failure_of_their_upload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reading = Failing(monkeypatch, "pread", errno.EIO, tmp_path / "staging")
+    async with desk(tmp_path, writeback=True) as d:
+        reading.on = True
+        dirty_file = await d.save("k", b"1" * LARGE)
+        await trio.sleep(10)
+        assert d.uploads.pending() == [dirty_file] and reading.times == 1, "it is tried again after a minute"
+        assert "cannot be read: Input/output error" in str(dirty_file.failure)
+        assert [record.levelno for record in caplog.records] == [logging.WARNING]
+        reading.on = False
+        assert await d.uploads.flush() == [] and d.store.content("k") == b"1" * LARGE
+
+
 # -- failures that are bugs -------------------------------------------------------------------------------
 
 
