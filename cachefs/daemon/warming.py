@@ -287,7 +287,7 @@ class Jobs:
         job.files += 1
         job.bytes += wanted.stop - wanted.start
         job.own_bytes += self._own_bytes(job, wanted)
-        cached = self._store.look(obj)
+        cached = self._store.peek(obj)
         if self._store.whole(cached) and cached.pinned:
             job.pinned += allocated(obj.size)
         if job.action in ("warm", "pin"):

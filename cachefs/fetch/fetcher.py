@@ -23,7 +23,7 @@ from cachefs.fetch.upstream import WHOLE_BYTES, Comparing, Upstream
 from cachefs.origin import ByteRange, Origin, Ticket, each
 from cachefs.peers.wire import Busy
 from cachefs.store import Backing, CachedObject, CacheWrite, Run, Settled, Store, Tier, TierWrite, WriteClosed
-from cachefs.store.space import IN_FLIGHT_BYTES
+from cachefs.store.space import HEAP_IN_FLIGHT_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -209,7 +209,7 @@ class InFlightFetch:
     def read(self, offset: int, size: int) -> bytes | None:
         """Bytes that this fetch has written; None if they are not written yet, outside its blocks, or it is over."""
         cache_write = self.cache_write
-        gone = self.done and not cache_write.kept
+        gone = self.done and not cache_write.in_heap
         if gone or offset < cache_write.start or offset + size > cache_write.written:
             return None
         try:
@@ -241,7 +241,7 @@ class InFlightFetch:
         """Begin the transfer at once and without a task, if it needs no wait. Returns whether it has begun. When this
         attempt has ended, `on_attempt_end` is called, with True if `run` must repeat it."""
         cache_write, object_id = self.cache_write, self.object.id
-        if self.asking_peers or cache_write.kept:
+        if self.asking_peers or cache_write.in_heap:
             return False
 
         def ended(error: Exception | None) -> None:
@@ -326,7 +326,7 @@ def soon_whole(store: Store, in_flight: Mapping[int, InFlightFetch], obj: Cached
     """True if all blocks that are not cached, one at least, are in flight and should be in a tier within `OPEN_WAITS_S`."""
     return (
         bool(in_flight)
-        and all(f.left_s() <= OPEN_WAITS_S and not f.cache_write.kept for f in set(in_flight.values()))
+        and all(f.left_s() <= OPEN_WAITS_S and not f.cache_write.in_heap for f in set(in_flight.values()))
         and all(
             b in in_flight or store.has(obj, b) for b in range(block_count(obj.id.size, store.block_size))
         )
@@ -417,7 +417,7 @@ class Fetcher:
         upstream: Upstream | None = None,
     ) -> None:
         self._store = store
-        self.course, self.look_soon = store.course, store.look_soon
+        self.epoch_progress, self.preload = store.epoch_progress, store.preload
         self.transfers = Transfers()
         self._readahead: dict[bytes, Readahead] = {}  # by version, while it has readers
         self._upstream = upstream = upstream or Upstream(metrics, store.block_size)
@@ -438,7 +438,7 @@ class Fetcher:
         self._eighth_bytes = -1
         self._raise_bounds()
         # Most blocks that are fetched into memory at a time, for readers whose blocks no tier takes; the others wait.
-        self._heap_slots = trio.CapacityLimiter(max(4, IN_FLIGHT_BYTES // store.block_size))
+        self._heap_slots = trio.CapacityLimiter(max(4, HEAP_IN_FLIGHT_BYTES // store.block_size))
         self._in_flight: set[InFlightFetch] = set()
         self._taskless: set[InFlightFetch] = set()
         self._no_taskless = trio.Event()
@@ -510,7 +510,7 @@ class Fetcher:
     def soon_cached(self, object_id: ObjectId) -> bool:
         if not self.passthrough or not self._passthrough_ready(object_id):
             return False
-        obj = self._store.look(object_id)
+        obj = self._store.peek(object_id)
         if obj.backing is not None:
             return False
         in_flight = self.transfers.versions.get(object_id.digest)
@@ -677,7 +677,7 @@ class Fetcher:
 
     def whole(self, object_id: ObjectId) -> bool:
         """True if all its blocks are cached."""
-        obj = self._store.look(object_id)
+        obj = self._store.peek(object_id)
         if 0 < object_id.size <= self._block_size:
             return self._store.has(obj, 0)
         blocks = range(block_count(object_id.size, self._block_size))
@@ -700,7 +700,7 @@ class Fetcher:
         in_flight = self.transfers.of(obj)
         for block in missing:
             fetch = in_flight.get(block)
-            if fetch is not None and ((fetch.asking_peers and not background) or fetch.cache_write.kept):
+            if fetch is not None and ((fetch.asking_peers and not background) or fetch.cache_write.in_heap):
                 raise Busy("another node is being asked for it, or no tier takes it")
         # A peer that reads gets an extent in one reply. From the origin it is fetched in parts, as for a local reader.
         longest = whole_extent if background else lambda _: self._part_blocks
@@ -938,7 +938,7 @@ class Fetcher:
         """The task of a transfer."""
         peers = partial(self._upstream.read, fetch.object.id, fetch.origin) if fetch.asking_peers else None
         try:
-            await fetch.run(peers, self._heap_slots if fetch.cache_write.kept else None)
+            await fetch.run(peers, self._heap_slots if fetch.cache_write.in_heap else None)
         except BaseException:
             self._stop_counting(fetch)
             raise

@@ -48,7 +48,7 @@ class Serving:
         for block in range(request.start_block, request.stop_block):
             if len(found) % LOOKUPS_AT_ONCE == 0:
                 await trio.lowlevel.checkpoint()
-                obj = self.store.look(request.object)
+                obj = self.store.peek(request.object)
             found.append(self.store.has(obj, block))
         return found
 
@@ -115,7 +115,7 @@ class Reply:
                     return
                 raise Busy("no tier takes it now")
             fetch = self._serving.fetcher.transfers.of(self._object).get(block)
-            if fetch is None or (fetch.asking_peers and not self._background) or fetch.cache_write.kept:
+            if fetch is None or (fetch.asking_peers and not self._background) or fetch.cache_write.in_heap:
                 self.begin()
                 continue
             if not self._background:

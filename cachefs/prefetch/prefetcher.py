@@ -160,9 +160,11 @@ class Prefetcher:
         self._now = trio.lowlevel.current_clock().current_time
         fs, fetcher = self._fs, self._fetcher
         paths = self._paths = Paths(volumes)
-        self._plans = FromPlans(fs, self._wanted, self._still_wanted, self.clock, fetcher.look_soon)
+        self._plans = FromPlans(fs, self._wanted, self._still_wanted, self.clock, fetcher.preload)
         self._shards = FromShards(fs, paths, self._still_wanted)
-        self._directories = FromDirectories(fs, paths, self._still_wanted, fetcher.look_soon, fetcher.course)
+        self._directories = FromDirectories(
+            fs, paths, self._still_wanted, fetcher.preload, fetcher.epoch_progress
+        )
         self.hints = Hints(self._plans.plans, PlanStore(directory), self._plans_changed, self.clock)
         self.awaited = Awaited()
         self._nursery: trio.Nursery | None = None
@@ -207,7 +209,7 @@ class Prefetcher:
             self._shards.opened(ino, pid, origin, obj, cold=cold, counts=counts)
             self._wake()
         elif obj.size and file is None and not passthrough and self._still_wanted(obj):
-            self._fetcher.course.comes(obj)
+            self._fetcher.epoch_progress.mark_used(obj)
             walk = self._directories.missed(ino, origin, obj, now)
             if walk is not None and self._nursery is not None:
                 contained(self._nursery, "prefetch", self._count, walk)
@@ -301,7 +303,7 @@ class Prefetcher:
 
     def _still_wanted(self, obj: ObjectId) -> bool:
         """`_wanted` for predictions: not a file that was read in this epoch. It may have been evicted."""
-        return self._wanted(obj) and not self._fetcher.course.had(obj)
+        return self._wanted(obj) and not self._fetcher.epoch_progress.was_used(obj)
 
     def _start(self, nursery: trio.Nursery, group: list[Candidate], budget: int) -> None:
         """Begin the transfers of as many candidates as the bounds allow. The rest are put back."""

@@ -115,7 +115,7 @@ class Adopting:
         ram, ssd = self._tiers.get(RAM), self._tier
         if ram is not None and ram.writable() and ram.takes_files:
             limit = ram.limit_bytes()
-            if ram.kept_bytes + need <= SPILL_ABOVE * limit and ram.counted_bytes() + need <= limit:
+            if ram.own_bytes + need <= SPILL_ABOVE * limit and ram.counted_bytes() + need <= limit:
                 return ram
         return ssd if ssd is not None and ssd.writable() and ssd.takes_files else None
 
@@ -206,7 +206,7 @@ class Adopting:
             if obj.copies.get((tier.number, copy.extent)) is copy:
                 self._space.drop(obj, copy, copy.bitmap)
         while tier.disposal.pending(digest):
-            await trio.to_thread.run_sync(tier.disposal.settle, digest, abandon_on_cancel=True)
+            await trio.to_thread.run_sync(tier.disposal.wait_for, digest, abandon_on_cancel=True)
 
     def _is_free(self, obj: CachedObject, tier: Tier) -> bool:
         return not (self._in_the_way(obj, tier) or self._catalog.copies(obj, tier.number))
@@ -321,7 +321,7 @@ class Adopting:
         backing.object, backing.copies = obj, self._catalog.copies(obj, backing.tier.number)
         self._space.pin(*backing.copies)
         self._space.unpin(old_obj, *old_copies)
-        old_obj.rest()
+        old_obj.close_if_unused()
 
     def _copies_of_all(self, obj: CachedObject, tier: Tier) -> list[Copy] | None:
         """The copies of a version in order, if they are all of it, verified, in an immutable file; else None."""

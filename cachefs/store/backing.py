@@ -164,7 +164,7 @@ class Passthrough:
     def settled(self, object_id: ObjectId, *, passthrough: bool, on_disk: bool) -> Settled | None:
         """The version, if it is whole on a tier from which `open` cannot serve it, and no blocks of it lie on one from which
         `open` can. Without `passthrough` that is any tier; with `on_disk`, `open` serves only files of the disk's tier."""
-        obj = self._catalog.look(object_id)
+        obj = self._catalog.peek(object_id)
         if not self._catalog.remembers(obj):
             return None
         settled = None
@@ -233,7 +233,7 @@ class Passthrough:
             if len(self._idle) > IDLE_BACKINGS:
                 self.retire(self._idle.popitem(last=False)[0])
         if obj.fds:
-            obj.rest()
+            obj.close_if_unused()
 
     def _note_end(self, backing: Backing) -> None:
         """Note the use that the last user ends, once between two flushes (a second apart)."""
@@ -262,7 +262,7 @@ class Passthrough:
         obj.backing = None
         self._space.drop_file(obj, tier, "changed")
         self._space.unpin(obj, *backing.copies)
-        obj.rest()
+        obj.close_if_unused()
         return fd
 
     def refuse(self, tier: Tier, reason: str) -> None:

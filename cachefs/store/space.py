@@ -61,7 +61,7 @@ VICTIMS_AT_ONCE = 512
 OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors of opening or reading a file that say nothing about the file: descriptors or memory have run out."""
 
-IN_FLIGHT_BYTES = 64 << 20
+HEAP_IN_FLIGHT_BYTES = 64 << 20
 """The most that may be in flight to the heap. Derived: 1 GB/s with a round trip of 60 ms has 60 MB in flight."""
 
 HEAP_BYTES = 32 << 20
@@ -188,18 +188,18 @@ class Space:
         """Keep the copy until a user unpins it, or let it be evicted again, as old as a copy used now."""
         if copy.pinned != pinned:
             copy.pinned = pinned
-            self.own(copy)
+            self.make_own(copy)
             held = self.bytes(copy, copy.bitmap)
             self._tiers[copy.tier].pinned_bytes += held if pinned else -held
             self.eviction.touch(copy)
 
-    def own(self, copy: Copy) -> None:
+    def make_own(self, copy: Copy) -> None:
         """Make a remote-owned copy one of this node's own."""
-        if self.eviction.own(copy):
+        if self.eviction.make_own(copy):
             held = self.bytes(copy, copy.bitmap | copy.in_progress | copy.forgotten)
             self._tiers[copy.tier].remote_owned_bytes -= held
 
-    def remote_owned(self, copy: Copy) -> None:
+    def mark_remote_owned(self, copy: Copy) -> None:
         """Mark a copy as owned by another node, unless it has bytes already or is pinned."""
         if not (copy.bitmap or copy.in_progress or copy.forgotten or copy.pinned):
             self.eviction.remote_owned.add(copy.key)
@@ -300,7 +300,7 @@ class Space:
 
     def _free_file(self, obj: CachedObject, tier: Tier) -> None:
         """Unlink a file that is leaving, unless it is still in use."""
-        copies = obj.on(tier)
+        copies = obj.copies_on(tier)
         if any(copy.pins for copy in copies):
             return
         freed = 0
@@ -514,8 +514,8 @@ class Moves:
         self._wake = trio.Event()
         self._promotions: OrderedDict[CopyKey, None] = OrderedDict()
 
-    def filled(self) -> None:
-        """Wake the task if RAM, which has new blocks, is too full."""
+    def spill_if_full(self) -> None:
+        """Wake the task if RAM is too full: it has new blocks, or copies that can be moved now."""
         if self._too_full():
             self._wake.set()
 
@@ -559,7 +559,8 @@ class Moves:
             elif not copy.bitmap:
                 continue  # its file could not be read, so it was dropped
             elif copy.pinned or (
-                self._ram.used_bytes <= self._ram.limit_bytes() and not self._goes_first(copy, protected)
+                self._ram.used_bytes <= self._ram.limit_bytes()
+                and not self._is_older_than_ssd(copy, protected)
             ):
                 return  # SSD does not take it, and RAM has room for it: keep serving from RAM
             else:
@@ -572,10 +573,10 @@ class Moves:
 
     def _too_full(self) -> bool:
         """True if this node's own copies take too much of RAM. Remote-owned ones are evicted on demand."""
-        return self._ram.kept_bytes > SPILL_ABOVE * self._ram.limit_bytes()
+        return self._ram.own_bytes > SPILL_ABOVE * self._ram.limit_bytes()
 
-    def _goes_first(self, copy: Copy, protected: bool) -> bool:
-        """True if SSD refused the copy because every copy that it could evict was used later."""
+    def _is_older_than_ssd(self, copy: Copy, protected: bool) -> bool:
+        """True if SSD has refused the copy because every copy that it could evict was used later."""
         if protected or not self._ssd.writable():
             return False
         return self._eviction.victim(self._ssd.number, LOWEST) is not None
@@ -710,10 +711,11 @@ class WriteClosed(Exception):
 class CacheWrite:
     """Blocks [start_block, stop_block) of one version, delivered in order from the first byte on.
 
-    `kept`: its bytes can be read after it was closed. `waits`: writing may wait for a disk. `prefetched`: no reader waits
+    `in_heap`: it goes to the heap, because no tier takes it; its bytes can be read after it was closed. `waits`: writing may
+    wait for a disk. `prefetched`: no reader waits
     for it or has read it yet. `counted`: its use was counted. `requester` is the requesting peer."""
 
-    kept = False
+    in_heap = False
     waits = False
     prefetched = False
     requester = ""
@@ -801,9 +803,9 @@ class CacheWrite:
     def read(self, offset: int, size: int) -> bytes:
         """Written bytes (offset + size <= written), for a reader."""
         self.prefetched = False
-        return self.look(offset, size)
+        return self.peek(offset, size)
 
-    def look(self, offset: int, size: int) -> bytes:
+    def peek(self, offset: int, size: int) -> bytes:
         """Written bytes, for a caller that is no reader: it is no use of them."""
         raise NotImplementedError
 
@@ -846,7 +848,7 @@ class TierWrite(CacheWrite):
             self.error = exc
             raise NoRoom(f"{self.tier.name} tier: {exc.strerror}") from exc
 
-    def look(self, offset: int, size: int) -> bytes:
+    def peek(self, offset: int, size: int) -> bytes:
         return os.pread(self.fd, size, offset)
 
 
@@ -854,7 +856,7 @@ class HeapWrite(CacheWrite):
     """A cache write into memory, for readers whose blocks no tier can take. `leaving` are the tiers that cannot because an
     immutable file of the version waits there for its removal."""
 
-    kept = True
+    in_heap = True
 
     def __init__(
         self, size: int, block_size: int, start: int, stop: int, leaving: frozenset[int] = frozenset()
@@ -869,7 +871,7 @@ class HeapWrite(CacheWrite):
         at = offset - self.start
         self._buffer[at : at + len(view)] = view
 
-    def look(self, offset: int, size: int) -> bytes:
+    def peek(self, offset: int, size: int) -> bytes:
         at = offset - self.start
         return bytes(memoryview(self._buffer)[at : at + size])
 
@@ -909,7 +911,7 @@ class CacheWrites:
                         cache_writes[n] = self._write_in(tier, *wanted[n], prefetched, remote_owned)
                 left = [n for n in left if cache_writes[n] is None]
                 if tier.number == RAM and self._moves is not None and len(left) < before:
-                    self._moves.filled()
+                    self._moves.spill_if_full()
                 if not left:
                     break
         finally:
@@ -928,7 +930,7 @@ class CacheWrites:
         yield from ((tier, REMOTE_OWNED) for tier in tiers[:-1])
         if not prefetched:
             # This node's own copies may take RAM up to the share where spilling begins, in place of remote-owned ones.
-            short = [tier for tier in first if tier.kept_bytes < SPILL_ABOVE * tier.limit_bytes()]
+            short = [tier for tier in first if tier.own_bytes < SPILL_ABOVE * tier.limit_bytes()]
             yield from ((tier, NOTHING) for tier in last)
             yield from ((tier, ANY_REMOTE_OWNED) for tier in short)
         yield from ((tier, LOWEST) for tier in reversed(tiers))
@@ -967,9 +969,9 @@ class CacheWrites:
         cache_write = TierWrite(tier, copy, open_file, obj.id.size, self._block_size, start, stop)
         cache_write.prefetched = prefetched
         if remote_owned:
-            self._space.remote_owned(copy)
+            self._space.mark_remote_owned(copy)
         elif self._eviction.remote_owned.tiers:
-            self._space.own(copy)
+            self._space.make_own(copy)
         copy.pins += 1
         self._space.reserve(copy, bits)
         return cache_write
@@ -987,10 +989,10 @@ class CacheWrites:
         if isinstance(cache_write, HeapWrite):
             # If an immutable file was removed since, `unlink` dropped the heap's blocks, so that a new file gets them all.
             # This block is not kept then, either.
-            kept = cache_write.leaving <= obj.leaving
+            one_file = cache_write.leaving <= obj.leaving
             for block, _ in completed:
                 length = block_length(block, obj.id.size, self._block_size)
-                if kept:
+                if one_file:
                     self._space.heap.put(
                         obj.id.digest, block, cache_write.read(block * self._block_size, length)
                     )
@@ -1045,9 +1047,9 @@ class CacheWrites:
             self._space.failed(tier, cache_write.error, unwritten)
         self._space.unpin(obj, copy)
         if not obj.refs:
-            obj.rest()
+            obj.close_if_unused()
         if tier.number == RAM and self._moves is not None:
-            self._moves.filled()  # the copy has lost its pin, so it can be moved
+            self._moves.spill_if_full()  # the copy has lost its pin, so it can be moved
 
 
 def _bits(start: int, stop: int) -> int:

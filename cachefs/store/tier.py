@@ -15,7 +15,7 @@ for the disk runs in a worker thread and is recorded while it runs (`busy`). A c
 
 Removing a large file, or punching holes into it, takes the file system seconds. So the trio thread only queues the
 removal, and one thread (`Disposal`) carries out the queue in its order. Until the jobs of a file are done, its bytes are
-counted as `going_bytes`, and a thread that writes the same version again waits for them (`settle`).
+counted as `going_bytes`, and a thread that writes the same version again waits for them (`Disposal.wait_for`).
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class Disposal:
         """True if a removal of the version is not done yet."""
         return digest in self._pending
 
-    def settle(self, digest: bytes) -> None:
+    def wait_for(self, digest: bytes) -> None:
         """Wait until all removals of the version are done. Blocking. OSError(ETIMEDOUT) if the disk is down."""
         with self._changed:
             while not self._changed.wait_for(lambda: digest not in self._pending, LOOK_EVERY_S):
@@ -265,7 +265,7 @@ class Disposal:
     # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Start the thread if it is not running. If that fails, the next job or a waiting `settle` tries again."""
+        """Start the thread if it is not running. If that fails, the next job or a waiting `wait_for` tries again."""
         if not self._running:
             self._running = True
             try:
@@ -543,8 +543,8 @@ class Tier:
             self.errors_in_a_row = 0
 
     @property
-    def kept_bytes(self) -> int:
-        """Used bytes of extents that no other node owns."""
+    def own_bytes(self) -> int:
+        """Used bytes of this node's own extents: those that no other node owns."""
         return self.used_bytes - self.remote_owned_bytes
 
     def counted_bytes(self) -> int:
@@ -618,7 +618,7 @@ class Tier:
         """Open the version's file to write blocks into it; returns the descriptor. Unless it is `known` to exist, it may be
         created, for `size` bytes. Blocking: waits for its pending removals, too. OSError(ENOENT) if it does not exist, or
         `is_its_file` is False for it; OSError(EROFS) if it is immutable."""
-        self.disposal.settle(digest)
+        self.disposal.wait_for(digest)
         with self.disk.busy():
             fd = None if known else self.new_file(digest, size)
             made = fd is not None

@@ -344,7 +344,9 @@ async def test_parts_that_were_cached_are_superseded(cache_dir: Path, tier: str)
         reader = lab.fetcher.open(lab.origin, object_id)  # type: ignore[arg-type]
         assert await adopt(lab, object_id)
         assert spread(lab, object_id, SSD) == whole(len(data))
-        assert not any(copy.key in lab.store.eviction.remote_owned for copy in obj.on(lab.store.tiers[-1]))
+        assert not any(
+            copy.key in lab.store.eviction.remote_owned for copy in obj.copies_on(lab.store.tiers[-1])
+        )
         lab.check_accounts()
         assert await lab.read_open(reader, 0, len(data)) == data
         lab.fetcher.close(reader)
@@ -816,7 +818,7 @@ async def test_the_old_name_of_a_copy_is_removed_after_its_writer_has_the_file(
         assert fd is not None and disposal.pending(old.digest)
         os.close(fd)
         monkeypatch.setattr(Disposal, "_begin", begin)
-        disposal.settle(old.digest)
+        disposal.wait_for(old.digest)
         assert path.read_bytes() == data
         path.unlink()
         lab.check_accounts()

@@ -39,7 +39,7 @@ def cache_object(
     if begun is not None:
         begun.write(bytes(begun.stop - begun.start if count is None else count))
         lab.store.end_write(obj, begun)
-    obj.rest()
+    obj.close_if_unused()
     return begun
 
 
@@ -136,7 +136,7 @@ async def test_a_share_is_a_use_whoever_it_is_for(cache_dir: Path) -> None:
         shared = lab.store.share(obj, 0, checked=True)
         assert shared is not None, "just now, by a read"
         lab.store.unshare(obj, shared)
-        obj.rest()
+        obj.close_if_unused()
         assert lab.store.share(obj, 1) is None
 
 
@@ -450,7 +450,7 @@ async def test_verified_blocks_that_lie_together_are_read_at_once(
         calls.clear()
         assert await lab.store.read(obj, BLOCK + 1, 4 * BLOCK) == data[BLOCK + 1 : 5 * BLOCK + 1]
         assert calls == [(BLOCK + 1, 4 * BLOCK)], "it is checked once"
-        obj.rest()
+        obj.close_if_unused()
 
 
 @in_trio
@@ -571,4 +571,4 @@ async def test_a_version_that_was_met_by_its_digest_gets_its_name(cache_dir: Pat
         object_id = lab.origin.put("k", content(1, BLOCK))
         obj = lab.store.catalog.by_digest(object_id.digest)
         assert lab.store.object(object_id) is obj and obj.id == object_id
-        obj.rest()
+        obj.close_if_unused()

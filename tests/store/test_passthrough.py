@@ -430,7 +430,7 @@ async def test_a_file_in_use_is_taken_out_with_its_users_and_the_cache_forgets_i
         path.write_bytes(b"x" * size)
         assert mapping[:] == b"x" * size, "it is the same file"
         mapping.close()
-        await trio.to_thread.run_sync(passthrough.tier.disposal.settle, object_id.digest)
+        await trio.to_thread.run_sync(passthrough.tier.disposal.wait_for, object_id.digest)
         assert not there.exists() and backend.retired == []
         assert store.cached_bytes(object_id) == lab.used() == passthrough.tier.registered == 0
         lab.check_accounts()
@@ -961,7 +961,7 @@ async def test_a_block_that_is_dropped_while_it_is_verified_is_not_verified(
         assert not await lab.store.backing_files._prepare(obj)
         (copy,) = lab.store.catalog.copies(obj, SSD)
         assert (copy.bitmap, copy.verified) == (0b101, 0b101)
-        obj.rest()
+        obj.close_if_unused()
 
 
 @in_trio

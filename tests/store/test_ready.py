@@ -114,7 +114,7 @@ async def test_what_lies_in_two_tiers_comes_together_unless_something_is_against
             assert spread(lab, object_id, RAM) == [0b11 if why == "in use" else 0, 0]
         monkeypatch.undo()
         if why == "owned by others":
-            lab.store.space.own(above[1])
+            lab.store.space.make_own(above[1])
         if why == "in use":
             lab.store.space.unpin(obj, above[0])
         if why == "immutable":

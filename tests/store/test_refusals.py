@@ -37,7 +37,7 @@ def come(lab: Lab, obj: CachedObject, data: bytes, first: int, stop: int) -> Non
     assert cache_write is not None
     cache_write.write(data[cache_write.start : cache_write.stop])
     lab.store.end_write(obj, cache_write)
-    obj.rest()
+    obj.close_if_unused()
 
 
 def state(lab: Lab, *ids: ObjectId) -> list[object]:
@@ -125,8 +125,8 @@ async def test_a_file_goes_on_under_a_new_name_unless_something_is_against_it(
         if why == "new arrives":
             store.end_write(obj, coming)
         ssd.errors_in_a_row = 0
-        was.rest()
-        obj.rest()
+        was.close_if_unused()
+        obj.close_if_unused()
         lab.check_accounts()
 
 
@@ -236,7 +236,7 @@ async def test_a_file_is_taken_out_unless_something_is_against_it(cache_dir: Pat
             aside.rename(there)
         if why:
             store.release_backing(backing)
-        obj.rest()
+        obj.close_if_unused()
         lab.check_accounts()
 
 

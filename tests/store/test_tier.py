@@ -220,7 +220,7 @@ def test_bytes_are_reserved_and_freed(make: Callable[..., Tier], there: Disk) ->
         seen.append((one.used_bytes, one.unlisted_bytes))
     assert seen == [(50, 50), (25, 25)]
     one.remote_owned_bytes = 5
-    assert one.kept_bytes == 20
+    assert one.own_bytes == 20
     there.free = 200
     assert one.limit_bytes() == 100 * 4096 + 25
     one.reserve(4096, 1000)
