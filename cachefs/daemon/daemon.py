@@ -621,7 +621,7 @@ class Daemon:
         self._config = config = replace(config, **live)
         self._store.pins.budget = config.pin_budget
         for origin in self._origins:
-            origin.limit(config.download_limit, config.upload_limit)
+            origin.set_rate_limits(download=config.download_limit, upload=config.upload_limit)
         for ttls, source in zip(self._ttls, config.sources, strict=bool(self._ttls)):
             found = ttls_of(config, source)
             ttls.ttl, ttls.negative_ttl = found.ttl, found.negative_ttl

@@ -115,7 +115,7 @@ class Reply:
                     return
                 raise Busy("no tier takes it now")
             fetch = self._serving.fetcher.transfers.of(self._object).get(block)
-            if fetch is None or (fetch.asking_peers and not self._background) or fetch.cache_write.in_heap:
+            if fetch is None or not fetch.may_serve(background=self._background):
                 self.begin()
                 continue
             if not self._background:

@@ -61,7 +61,7 @@ class Origin:
         self._list_now = getattr(attempts.client, "list_now", None)
         self._head_now: Callable[[str], Awaitable[ObjectInfo | None]] | None
         self._head_now = getattr(attempts.client, "head_now", None)
-        self.limit, self.name = attempts.limit, attempts.name
+        self.set_rate_limits, self.name = attempts.set_rate_limits, attempts.name
         self.read, self.begin = attempts.read, attempts.begin
         self.concurrency = attempts.gate.concurrency.maximum  # the greatest number of requests in flight
         # Compares whole objects with their etags; None if the client does not.
@@ -127,14 +127,18 @@ class Origin:
     async def list_page(self, prefix: str, *, token: str | None = None, limit: int = 1000) -> ListPage:
         """One page of the keys and common prefixes directly below `prefix` (a full key prefix, "" or ending in "/")."""
         ask = partial(self._client.list_page, prefix, token, limit)
-        now = None if self._list_now is None else partial(self._list_now, prefix, token, limit)
-        return await self._attempts.call(ask, f"listing {self.name(prefix)}", "origin_list", prefix, now=now)
+        without_thread = None if self._list_now is None else partial(self._list_now, prefix, token, limit)
+        return await self._attempts.call(
+            ask, f"listing {self.name(prefix)}", "origin_list", prefix, on_trio_thread=without_thread
+        )
 
     async def head(self, key: str) -> ObjectInfo:
         """Size, mtime and etag of the current object."""
         head = partial(self._client.head, key)
-        now = None if self._head_now is None else partial(self._head_now, key)
-        return await self._attempts.call(head, f"looking up {self.name(key)}", "origin_head", key, now=now)
+        without_thread = None if self._head_now is None else partial(self._head_now, key)
+        return await self._attempts.call(
+            head, f"looking up {self.name(key)}", "origin_head", key, on_trio_thread=without_thread
+        )
 
     async def look(self, key: str) -> tuple[ObjectInfo, str]:
         """The current object and its idempotency token ("": none)."""
@@ -222,7 +226,7 @@ class Origin:
                 "origin_put",
                 key,
                 ticket,
-                now=lambda body: writer.put_now(key, body, sent),
+                on_trio_thread=lambda body: writer.put_now(key, body, sent),
             )
         except Conflict as exc:
             return await self.ours(key, token, size, exc)
@@ -269,8 +273,10 @@ class Origin:
 
     async def delete(self, key: str) -> None:
         """Delete an object; a missing object is no error."""
-        delete, now = partial(self.writer.delete, key), partial(self.writer.delete_now, key)
-        await self._attempts.call(delete, f"deleting {self.name(key)}", "origin_delete", key, now=now)
+        delete, without_thread = partial(self.writer.delete, key), partial(self.writer.delete_now, key)
+        await self._attempts.call(
+            delete, f"deleting {self.name(key)}", "origin_delete", key, on_trio_thread=without_thread
+        )
 
     async def delete_many(self, keys: Iterable[str]) -> dict[str, CachefsError]:
         """Delete many objects, `limits.batch` a request. Returns the keys that remain, each with its error. Where

@@ -12,7 +12,7 @@ Callers: `fetch` (reading, cache writes, passthrough), `upload` (files written o
 status).
 """
 
-from cachefs.store.backing import Settled
+from cachefs.store.backing import WholeVersion
 from cachefs.store.catalog import Backing, BackingFile, CachedObject
 from cachefs.store.opening import OpenStore, open_store
 from cachefs.store.ram import SHM, remove_orphans
@@ -29,11 +29,11 @@ __all__ = [
     "CachedObject",
     "OpenStore",
     "Run",
-    "Settled",
     "Shared",
     "Store",
     "Tier",
     "TierWrite",
+    "WholeVersion",
     "WriteClosed",
     "open_store",
     "remove_orphans",

@@ -41,12 +41,12 @@ ZEROS = bytes(1 << 20)
 @dataclass(eq=False, slots=True)
 class _File:
     """Content that becomes the cache file of a version. `hashed` returns its checksums, or None if it has changed. `place`
-    moves or writes it to the path of the cache file, in a thread. `here` bytes of it lie on the disk already."""
+    moves or writes it to the path of the cache file, in a thread. `already_there` bytes of it lie on the disk already."""
 
     obj: CachedObject
     hashed: Callable[[], Awaitable[list[int] | None]]
     place: Callable[[], bool]
-    here: int = 0
+    already_there: int = 0
     checksums: list[int] | None = None
 
     @property
@@ -148,7 +148,7 @@ class Adopting:
             return None if written or after.st_size != size else found
 
         try:
-            place = partial(tier.take, path, obj.id.digest)
+            place = partial(tier.move_in, path, obj.id.digest)
             return all(await self._become([_File(obj, hashed, place, status.st_blocks * 512)], tier))
         finally:
             os.close(fd)
@@ -159,8 +159,8 @@ class Adopting:
         reserved, ready = list[_File](), list[_File]()
         try:
             for file in files:
-                if await self._space.fit(tier, file.need, here=file.here):
-                    tier.reserve(file.need, file.here)
+                if await self._space.fit(tier, file.need, already_there=file.already_there):
+                    tier.reserve(file.need, file.already_there)
                     reserved.append(file)
             for file in reserved:
                 file.checksums = await file.hashed()
@@ -302,7 +302,7 @@ class Adopting:
                     # An empty copy was dropped with the first, because an immutable file is dropped as a whole.
                     if copy.bitmap:
                         self._space.drop(old_obj, copy, copy.bitmap)
-                if self._space.evict_for(tier, need, ANY, here=need):
+                if self._space.evict_for(tier, need, ANY, already_there=need):
                     self._put(obj, tier, checksums)
                     self._free_place(obj, tier)
                     # A backing file without users was retired by `drop`.

@@ -113,13 +113,19 @@ class Space:
         self._tiers = {tier.number: tier for tier in tiers}
 
     def evict_for(
-        self, tier: Tier, need: int, classes: Classes, *, older_than: int | None = None, here: int = 0
+        self,
+        tier: Tier,
+        need: int,
+        classes: Classes,
+        *,
+        older_than: int | None = None,
+        already_there: int = 0,
     ) -> bool:
         """Evict copies of these classes, last used before the clock `older_than`, until `need` bytes and an inode for them
         are free. True if they are. It stops after `VICTIMS_AT_ONCE` copies, so that no reader waits for the eviction of
-        thousands of files; another call goes on. `here` of the bytes lie on the tier's disk already."""
+        thousands of files; another call goes on. `already_there` of the bytes lie on the tier's disk already."""
         for _ in range(VICTIMS_AT_ONCE):
-            limit = tier.limit_bytes(here)
+            limit = tier.limit_bytes(already_there)
             fits = tier.counted_bytes() + need <= limit
             if fits and (tier.takes_files or not need):
                 return True
@@ -138,11 +144,11 @@ class Space:
                 self.metrics.evicted_blocks += self.drop(obj, copy, copy.bitmap)
         return False
 
-    async def fit(self, tier: Tier, need: int, *, here: int = 0) -> bool:
+    async def fit(self, tier: Tier, need: int, *, already_there: int = 0) -> bool:
         """`evict_for` with all classes, repeated with checkpoints between, so that readers go on."""
         while True:
             used = tier.used_bytes
-            if self.evict_for(tier, need, ANY, here=here):
+            if self.evict_for(tier, need, ANY, already_there=already_there):
                 return True
             if tier.used_bytes >= used:
                 return False
@@ -877,7 +883,7 @@ class HeapWrite(CacheWrite):
 
 
 class CacheWrites:
-    """Cache writes into the tiers, or into the heap if no tier has room: beginning, settling and ending them."""
+    """Cache writes into the tiers, or into the heap if no tier has space: beginning, settling and ending them."""
 
     def __init__(self, space: Space, moves: Moves | None) -> None:
         self._catalog = space.catalog
@@ -901,14 +907,18 @@ class CacheWrites:
         for obj, _, _ in wanted:
             obj.hold()
         try:
-            for tier, evict in self._places(prefetched, remote_owned):
-                together = len(left) > 1 and self._makes_room(
-                    tier, [wanted[n] for n in left], evict, prefetched, remote_owned
+            for tier, evict in self._places(prefetched=prefetched, remote_owned=remote_owned):
+                together = len(left) > 1 and self._evict_for(
+                    [wanted[n] for n in left], tier, evict, prefetched=prefetched, remote_owned=remote_owned
                 )
                 before = len(left)
                 for n in left:
-                    if together or self._makes_room(tier, [wanted[n]], evict, prefetched, remote_owned):
-                        cache_writes[n] = self._write_in(tier, *wanted[n], prefetched, remote_owned)
+                    if together or self._evict_for(
+                        [wanted[n]], tier, evict, prefetched=prefetched, remote_owned=remote_owned
+                    ):
+                        cache_writes[n] = self._write_in(
+                            tier, *wanted[n], prefetched=prefetched, remote_owned=remote_owned
+                        )
                 left = [n for n in left if cache_writes[n] is None]
                 if tier.number == RAM and self._moves is not None and len(left) < before:
                     self._moves.spill_if_full()
@@ -919,7 +929,7 @@ class CacheWrites:
                 obj.release()
         return cache_writes
 
-    def _places(self, prefetched: bool, remote_owned: bool) -> Iterator[tuple[Tier, Classes]]:
+    def _places(self, *, prefetched: bool, remote_owned: bool) -> Iterator[tuple[Tier, Classes]]:
         """(tier, classes that may be evicted there) in the order to try: the lowest classes of all tiers come before the
         others of any tier."""
         if remote_owned:
@@ -938,20 +948,22 @@ class CacheWrites:
             yield from ((tier, ANY_REMOTE_OWNED) for tier in first)
             yield from ((tier, ANY) for tier in last)
 
-    def _makes_room(
-        self, tier: Tier, wanted: Sequence[Run], evict: Classes, prefetched: bool, remote_owned: bool
+    def _evict_for(
+        self, wanted: Sequence[Run], tier: Tier, evict: Classes, *, prefetched: bool, remote_owned: bool
     ) -> bool:
         """True if the tier has space for all of these, after evicting copies of the classes `evict` if need be."""
         block = self._block_size
         needs = [allocated(min(obj.id.size, stop * block) - start * block) for obj, start, stop in wanted]
         largest = max(needs)
-        left = self._space.left_to_readers(tier, largest) if prefetched and evict == LOWEST else 0
-        if remote_owned and prefetched:
-            left = max(largest, tier.limit_bytes() // READERS_SHARE)
-        return self._space.evict_for(tier, sum(needs) + left, evict)
+        left_free = 0
+        if prefetched and remote_owned:
+            left_free = max(largest, tier.limit_bytes() // READERS_SHARE)
+        elif prefetched and evict == LOWEST:
+            left_free = self._space.left_to_readers(tier, largest)
+        return self._space.evict_for(tier, sum(needs) + left_free, evict)
 
     def _write_in(
-        self, tier: Tier, obj: CachedObject, start: int, stop: int, prefetched: bool, remote_owned: bool
+        self, tier: Tier, obj: CachedObject, start: int, stop: int, *, prefetched: bool, remote_owned: bool
     ) -> TierWrite | None:
         """Begin a cache write on a tier that has space for it. None if its file is being removed, or a move writes the
         blocks."""
@@ -988,11 +1000,11 @@ class CacheWrites:
             return
         if isinstance(cache_write, HeapWrite):
             # If an immutable file was removed since, `unlink` dropped the heap's blocks, so that a new file gets them all.
-            # This block is not kept then, either.
-            one_file = cache_write.leaving <= obj.leaving
+            # The heap does not take this block then, either.
+            file_is_there = cache_write.leaving <= obj.leaving
             for block, _ in completed:
                 length = block_length(block, obj.id.size, self._block_size)
-                if one_file:
+                if file_is_there:
                     self._space.heap.put(
                         obj.id.digest, block, cache_write.read(block * self._block_size, length)
                     )

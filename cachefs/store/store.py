@@ -108,7 +108,7 @@ class Store:
         self.open_backing, self.reopen_backing = self.backing_files.open, self.backing_files.reopen
         self.release_backing, self.restore_backing = self.backing_files.release, self.backing_files.restore
         self.take_out = self.backing_files.take_out
-        self.settled = self.backing_files.settled
+        self.reusable = self.backing_files.reusable
         self.to_make_immutable = self.backing_files.to_make_immutable
         self.make_immutable, self.refuse = self.backing_files.make_immutable, self.backing_files.refuse
         self.prepare_later = self.backing_files.prepare_later
@@ -285,6 +285,7 @@ class Store:
             obj.release()
 
         try:
+            # Tier numbers grow from fast to slow: of two tiers, the slower one has a disk that may hang.
             return await tiers[max(tiers)].disk.run(take, finish)
         except TimeoutError:
             return None

@@ -457,13 +457,13 @@ class Tier:
 
     # -- limits and health -------------------------------------------------------------------------
 
-    def limit_bytes(self, here: int = 0) -> int:
-        """How many bytes the tier may use now: the cap, or less if the disk has too little free space. `here` are bytes that
-        lie on the disk already and are about to become the tier's."""
+    def limit_bytes(self, already_there: int = 0) -> int:
+        """How many bytes the tier may use now: the cap, or less if the disk has too little free space. `already_there` are
+        bytes that lie on the disk already and are about to become the tier's."""
         if self._clock() >= self._free_read_again_at:
             self._read_free()
         # Bytes that this tier took since the reading came out of the same free space.
-        room = self._used_at_reading + here + self._free_bytes - self._keep_free_bytes
+        room = self._used_at_reading + already_there + self._free_bytes - self._keep_free_bytes
         return max(0, min(self.cap_bytes, room))
 
     def spare_bytes(self) -> int:
@@ -555,12 +555,12 @@ class Tier:
 
     # -- accounting --------------------------------------------------------------------------------
 
-    def reserve(self, count: int, here: int = 0) -> None:
-        """Count `count` bytes as used before they are written. `here` of them lie on the disk already, so they take no free
-        space."""
+    def reserve(self, count: int, already_there: int = 0) -> None:
+        """Count `count` bytes as used before they are written. `already_there` of them lie on the disk already, so they take
+        no free space."""
         self.used_bytes += count
         self.unlisted_bytes += count
-        self._used_at_reading += here
+        self._used_at_reading += already_there
 
     def freed(self, count: int) -> None:
         """Unlisted bytes are freed: they are no longer used."""
@@ -651,7 +651,7 @@ class Tier:
                 continue
             self._free_files -= 1
 
-    def take(self, file: Path, digest: bytes) -> bool:
+    def move_in(self, file: Path, digest: bytes) -> bool:
         """Rename `file`, on the same file system, to the version's file, replacing any, and make it immutable. False if the
         file system keeps no modes; then, and after an OSError, the file is at its old path."""
         path = self._file(digest)
@@ -688,7 +688,7 @@ class Tier:
             if not kept:
                 os.unlink(self._file(digest))
 
-    def give(self, digest: bytes, path: Path) -> int:
+    def move_out(self, digest: bytes, path: Path) -> int:
         """Rename the version's file to `path`, on the same file system, and make it writable. Returns a read-only
         descriptor. After an OSError the file is at its old path."""
         fd = os.open(self._file(digest), os.O_RDONLY | os.O_NOFOLLOW)

@@ -956,7 +956,7 @@ async def test_what_a_disk_does_after_it_was_given_up_is_undone(
 
             return slow
 
-        for name in ("take", "put", "link"):
+        for name in ("move_in", "put", "link"):
             monkeypatch.setattr(tier, name, slowly(getattr(tier, name)))
         taken: list[bool] = []
 

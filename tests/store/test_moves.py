@@ -112,7 +112,7 @@ async def test_what_cannot_be_moved_says_so_and_changes_nothing(
             case "leaving":
                 obj.leaving.add(SSD)
             case "full":
-                monkeypatch.setattr(ssd, "limit_bytes", lambda here=0: 2 * BLOCK - 1)
+                monkeypatch.setattr(ssd, "limit_bytes", lambda already_there=0: 2 * BLOCK - 1)
             case "unreadable":
                 path.unlink()
             case "unwritable":

@@ -487,8 +487,8 @@ class Room:
     def counted_bytes(self) -> int:
         return self.used_bytes + self.going
 
-    def limit_bytes(self, here: int = 0) -> int:
-        self.here.append(here)
+    def limit_bytes(self, already_there: int = 0) -> int:
+        self.here.append(already_there)
         return self.limit
 
     @property
@@ -566,7 +566,7 @@ def test_one_call_makes_no_more_room_than_a_reader_waits_for(monkeypatch: pytest
     monkeypatch.setattr(made, "drop", room.drop)
     there: Any = room
     assert not made.evict_for(there, 40, (1,)) and len(room.gone) == 3  # type: ignore[arg-type]
-    assert made.evict_for(there, 40, (1,), here=7) and len(room.gone) == 4  # type: ignore[arg-type]
+    assert made.evict_for(there, 40, (1,), already_there=7) and len(room.gone) == 4  # type: ignore[arg-type]
     assert room.here[-1] == 7
 
 

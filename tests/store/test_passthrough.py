@@ -824,13 +824,13 @@ async def test_what_is_whole_in_memory_only_stays_so_until_it_changes(
     monkeypatch.setattr(catalog, "OBJECTS_IN_MEMORY", 16)
     async with running(cache_dir, ram=16 * MIB) as lab:
         object_id = lab.origin.put("k", content(1, 6 * BLOCK))
-        assert lab.store.settled(object_id, passthrough=True, on_disk=True) is None, "it is not here"
+        assert lab.store.reusable(object_id, passthrough=True, on_disk=True) is None, "it is not here"
         await cache_object(lab, object_id)
         drop(lab, object_id, RAM, 0, 0b1)
-        assert lab.store.settled(object_id, passthrough=True, on_disk=True) is None, "it is not whole"
+        assert lab.store.reusable(object_id, passthrough=True, on_disk=True) is None, "it is not whole"
         await cache_object(lab, object_id)
-        assert lab.store.settled(object_id, passthrough=True, on_disk=False) is None, "passthrough takes it"
-        settled = lab.store.settled(object_id, passthrough=True, on_disk=True)
+        assert lab.store.reusable(object_id, passthrough=True, on_disk=False) is None, "passthrough takes it"
+        settled = lab.store.reusable(object_id, passthrough=True, on_disk=True)
         assert settled is not None and settled.reuse()
         if change == "evicted":
             drop(lab, object_id, RAM, 0, 0b1)
@@ -848,11 +848,11 @@ async def test_without_passthrough_what_is_whole_on_any_tier_is_settled(cache_di
     async with running(cache_dir) as lab:
         object_id = lab.origin.put("k", content(1, 6 * BLOCK))
         await cache_object(lab, object_id)
-        assert lab.store.settled(object_id, passthrough=True, on_disk=True) is None
-        settled = lab.store.settled(object_id, passthrough=False, on_disk=True)
+        assert lab.store.reusable(object_id, passthrough=True, on_disk=True) is None
+        settled = lab.store.reusable(object_id, passthrough=False, on_disk=True)
         assert settled is not None and settled.reuse()
         lab.store.refuse(lab.store.tiers[0], "the kernel does not take it")
-        assert lab.store.settled(object_id, passthrough=True, on_disk=True) is not None
+        assert lab.store.reusable(object_id, passthrough=True, on_disk=True) is not None
 
 
 @in_trio
@@ -863,7 +863,7 @@ async def test_what_lies_where_passthrough_could_serve_it_is_not_settled(cache_d
         await cache_object(lab, object_id)
         await split(lab, object_id)
         await cache_object(lab, object_id)
-        assert lab.store.settled(object_id, passthrough=True, on_disk=True) is None
+        assert lab.store.reusable(object_id, passthrough=True, on_disk=True) is None
 
 
 # -- making ready --------------------------------------------------------------------------------------

@@ -69,9 +69,9 @@ async def test_what_lies_in_two_tiers_comes_together_unless_something_is_against
             case "failing":
                 ssd.errors_in_a_row, ssd._retry_at = 1, 1e18
             case "too large":
-                monkeypatch.setattr(ssd, "limit_bytes", lambda here=0: SIZE - 1)
+                monkeypatch.setattr(ssd, "limit_bytes", lambda already_there=0: SIZE - 1)
             case "exactly as large":
-                monkeypatch.setattr(ssd, "limit_bytes", lambda here=0: SIZE)
+                monkeypatch.setattr(ssd, "limit_bytes", lambda already_there=0: SIZE)
             case "immutable":
                 os.chmod(ssd.file_path(object_id.digest), 0o400)
             case "missing":

@@ -191,7 +191,9 @@ async def test_a_reader_displaces_what_waits_for_others_while_ram_has_little_of_
         cache_writes: Any = lab.store.begin_writes.__self__  # type: ignore[attr-defined]
         for number in range(kept):
             assert put(lab, lab.origin.put(f"k{number}", bytes(BLOCK)))
-        nothing, then, *_ = (classes for _, classes in cache_writes._places(False, False))
+        nothing, then, *_ = (
+            classes for _, classes in cache_writes._places(prefetched=False, remote_owned=False)
+        )
         assert (nothing, then) == (NOTHING, ANY_REMOTE_OWNED if short else LOWEST)
 
 
@@ -643,7 +645,7 @@ def test_a_disk_without_room_can_still_be_read(
 LINKED: dict[str, Callable[[Tier, Path], object]] = {
     "open": lambda one, aside: one.open_file(DIGEST),
     "open_for_writing": lambda one, aside: one.open_for_writing(DIGEST, 5, known=True),
-    "give": lambda one, aside: one.give(DIGEST, aside),
+    "move_out": lambda one, aside: one.move_out(DIGEST, aside),
     "make immutable": lambda one, aside: one.make_immutable(DIGEST, 9),
     "punch": lambda one, aside: tier._punch(str(one.file_path(DIGEST)), [(0, 4096)]),
 }
@@ -681,10 +683,10 @@ def test_a_file_that_cannot_be_given_is_where_it_was(
 
     monkeypatch.setattr(os, call, fails_once)
     with pytest.raises(OSError):
-        one.give(DIGEST, aside)
+        one.move_out(DIGEST, aside)
     assert path.read_bytes() == b"content" and one.immutable(DIGEST) and not aside.exists()
     assert len(os.listdir("/proc/self/fd")) == before
-    os.close(one.give(DIGEST, aside))
+    os.close(one.move_out(DIGEST, aside))
     assert aside.read_bytes() == b"content" and not path.exists()
 
 
