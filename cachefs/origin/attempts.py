@@ -673,10 +673,10 @@ class Attempts:
         key: str,
         ticket: Ticket | None = None,
         *,
-        on_trio_thread: Callable[[Sending], Awaitable[T | None]] | None = None,
+        without_thread: Callable[[Sending], Awaitable[T | None]] | None = None,
     ) -> T:
         """The result of `request`, which sends the first `size` bytes of `source`. Arguments as for `call`;
-        `on_trio_thread` is for a small `source` in memory. An error of `source` is raised unchanged."""
+        `without_thread` is for a small `source` in memory. An error of `source` is raised unchanged."""
         ticket = ticket or Ticket()
         body: Sending
         in_memory = self.upload_limit is None and size <= SENT_AT_ONCE
@@ -688,7 +688,7 @@ class Attempts:
             return body
 
         async def attempt() -> T | None:
-            found = await on_trio_thread(body) if in_memory and on_trio_thread is not None else None
+            found = await without_thread(body) if in_memory and without_thread is not None else None
             if found is not None:
                 return found
             try:
@@ -713,13 +713,13 @@ class Attempts:
         *,
         retries: int | None = None,
         patience: int = 1,
-        on_trio_thread: Callable[[], Awaitable[T | None]] | None = None,
+        without_thread: Callable[[], Awaitable[T | None]] | None = None,
     ) -> T:
-        """As `repeat`, for an `attempt` that blocks. `on_trio_thread` makes the same request without a thread; if it returns
+        """As `repeat`, for an `attempt` that blocks. `without_thread` makes the same request without a thread; if it returns
         None, it has made none, and `attempt` is called."""
 
         async def once() -> T:
-            found = await on_trio_thread() if on_trio_thread is not None else None
+            found = await without_thread() if without_thread is not None else None
             return await self.in_thread(attempt) if found is None else found
 
         return await self.repeat(once, action, counter, key, retries=retries, patience=patience)

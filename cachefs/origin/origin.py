@@ -57,10 +57,10 @@ class Origin:
         self._attempts = attempts
         self._probes = Probes(attempts)
         # A client that can ask without a thread has these, too.
-        self._list_now: Callable[..., Awaitable[ListPage | None]] | None
-        self._list_now = getattr(attempts.client, "list_now", None)
-        self._head_now: Callable[[str], Awaitable[ObjectInfo | None]] | None
-        self._head_now = getattr(attempts.client, "head_now", None)
+        self._list_without_thread: Callable[..., Awaitable[ListPage | None]] | None
+        self._list_without_thread = getattr(attempts.client, "list_without_thread", None)
+        self._head_without_thread: Callable[[str], Awaitable[ObjectInfo | None]] | None
+        self._head_without_thread = getattr(attempts.client, "head_without_thread", None)
         self.set_rate_limits, self.name = attempts.set_rate_limits, attempts.name
         self.read, self.begin = attempts.read, attempts.begin
         self.concurrency = attempts.gate.concurrency.maximum  # the greatest number of requests in flight
@@ -126,18 +126,24 @@ class Origin:
 
     async def list_page(self, prefix: str, *, token: str | None = None, limit: int = 1000) -> ListPage:
         """One page of the keys and common prefixes directly below `prefix` (a full key prefix, "" or ending in "/")."""
-        ask = partial(self._client.list_page, prefix, token, limit)
-        without_thread = None if self._list_now is None else partial(self._list_now, prefix, token, limit)
+        ask, at_once = partial(self._client.list_page, prefix, token, limit), self._list_without_thread
         return await self._attempts.call(
-            ask, f"listing {self.name(prefix)}", "origin_list", prefix, on_trio_thread=without_thread
+            ask,
+            f"listing {self.name(prefix)}",
+            "origin_list",
+            prefix,
+            without_thread=None if at_once is None else partial(at_once, prefix, token, limit),
         )
 
     async def head(self, key: str) -> ObjectInfo:
         """Size, mtime and etag of the current object."""
-        head = partial(self._client.head, key)
-        without_thread = None if self._head_now is None else partial(self._head_now, key)
+        ask, at_once = partial(self._client.head, key), self._head_without_thread
         return await self._attempts.call(
-            head, f"looking up {self.name(key)}", "origin_head", key, on_trio_thread=without_thread
+            ask,
+            f"looking up {self.name(key)}",
+            "origin_head",
+            key,
+            without_thread=None if at_once is None else partial(at_once, key),
         )
 
     async def look(self, key: str) -> tuple[ObjectInfo, str]:
@@ -226,7 +232,7 @@ class Origin:
                 "origin_put",
                 key,
                 ticket,
-                on_trio_thread=lambda body: writer.put_now(key, body, sent),
+                without_thread=lambda body: writer.put_without_thread(key, body, sent),
             )
         except Conflict as exc:
             return await self.ours(key, token, size, exc)
@@ -273,9 +279,12 @@ class Origin:
 
     async def delete(self, key: str) -> None:
         """Delete an object; a missing object is no error."""
-        delete, without_thread = partial(self.writer.delete, key), partial(self.writer.delete_now, key)
+        delete, without_thread = (
+            partial(self.writer.delete, key),
+            partial(self.writer.delete_without_thread, key),
+        )
         await self._attempts.call(
-            delete, f"deleting {self.name(key)}", "origin_delete", key, on_trio_thread=without_thread
+            delete, f"deleting {self.name(key)}", "origin_delete", key, without_thread=without_thread
         )
 
     async def delete_many(self, keys: Iterable[str]) -> dict[str, CachefsError]:
