@@ -636,13 +636,14 @@ class Fetcher:
         stop: int | None = None,
         *,
         prefetched: bool = True,
-        keep: bool = False,
+        as_own: bool = False,
     ) -> int:
         """Fetch all blocks of [start, stop) in the background, before a reader asks for them (`stop` None: the object's
         end). Returns how many bytes this call fetched: what is cached or in flight costs nothing.
 
-        With `prefetched` the store evicts only the lowest priority classes for it; without, as for a reader. `keep`: extents
-        that other nodes own are kept here, too. Raises `NoRoom` when the store takes no more, and what a read raises.
+        With `prefetched` the store evicts only the lowest priority classes for it; without, as for a reader. `as_own`:
+        extents that other nodes own are cached as if this node owned them. Raises `NoRoom` when the store takes no more, and
+        what a read raises.
         Cancelled, it ends the fetches that it began and no reader waits for; what is written stays."""
         self._raise_bounds()
         obj = self._store.object(object_id)
@@ -656,7 +657,7 @@ class Fetcher:
         async def fetch_part(part: tuple[int, int]) -> None:
             nonlocal fetched
             async with self._prefetching:
-                count = await self._prefetch_run(origin, obj, *part, prefetched=prefetched, keep=keep)
+                count = await self._prefetch_run(origin, obj, *part, prefetched=prefetched, as_own=as_own)
             fetched += count
 
         with obj.held():
@@ -724,7 +725,7 @@ class Fetcher:
         # For a peer that reads, it is fetched in parts, as for a local reader.
         longest = whole_extent if background else lambda _: self._part_blocks
         for start, stop in runs([b for b in missing if b not in in_flight], longest):
-            cache_write = self._reserve(obj, start, stop, keep=background)
+            cache_write = self._reserve(obj, start, stop, as_own=background)
             if cache_write is None:
                 raise Busy("no tier takes it now")
             cache_write.requester = requester
@@ -733,16 +734,16 @@ class Fetcher:
     # -- beginning and ending fetches --------------------------------------------------------------
 
     def _reserve(
-        self, obj: CachedObject, start: int, stop: int, *, prefetched: bool = False, keep: bool = False
+        self, obj: CachedObject, start: int, stop: int, *, prefetched: bool = False, as_own: bool = False
     ) -> CacheWrite | None:
         """Reserve space for blocks of one extent, in their priority class on this node. None if no tier takes them."""
-        return self._reserve_all([(obj, start, stop)], prefetched=prefetched, keep=keep)[0]
+        return self._reserve_all([(obj, start, stop)], prefetched=prefetched, as_own=as_own)[0]
 
     def _reserve_all(
-        self, wanted: Sequence[Run], *, prefetched: bool = False, keep: bool = False
+        self, wanted: Sequence[Run], *, prefetched: bool = False, as_own: bool = False
     ) -> list[CacheWrite | None]:
         """`_reserve` for runs of several versions, with one search for space unless other nodes may own some of them."""
-        if keep or not self._clustered:
+        if as_own or not self._clustered:
             return self._store.begin_writes(wanted, prefetched=prefetched)
         cache_writes = []
         for run in wanted:
@@ -833,7 +834,7 @@ class Fetcher:
                 break
 
     async def _prefetch_run(
-        self, origin: Origin, obj: CachedObject, start: int, stop: int, *, prefetched: bool, keep: bool
+        self, origin: Origin, obj: CachedObject, start: int, stop: int, *, prefetched: bool, as_own: bool
     ) -> int:
         """Fetch blocks [start, stop) of one extent, joining what is in flight. Returns the bytes that this call fetched.
         Each round waits for one fetch, of the first block that is missing."""
@@ -850,7 +851,7 @@ class Fetcher:
                 await joined.ended()
                 continue  # if it failed, the next round begins a fetch
             first, end = next(runs([b for b in missing if b not in in_flight]))
-            cache_write = self._reserve(obj, first, end, prefetched=prefetched, keep=keep)
+            cache_write = self._reserve(obj, first, end, prefetched=prefetched, as_own=as_own)
             fetch = self._start_fetch(origin, obj, cache_write, prefetched=True)
             if fetch is None:
                 raise refused or NoRoom(f"no tier takes {obj.id.key} now")

@@ -18,7 +18,7 @@ from cachefs.store.opening import OpenStore, open_store
 from cachefs.store.ram import SHM, remove_orphans
 from cachefs.store.scrub import scrub
 from cachefs.store.space import CacheWrite, Run, TierWrite, WriteClosed
-from cachefs.store.store import Shared, Store
+from cachefs.store.store import PinnedBlock, Store
 from cachefs.store.tier import Tier
 
 __all__ = [
@@ -28,8 +28,8 @@ __all__ = [
     "CacheWrite",
     "CachedObject",
     "OpenStore",
+    "PinnedBlock",
     "Run",
-    "Shared",
     "Store",
     "Tier",
     "TierWrite",

@@ -37,7 +37,7 @@ Piece = tuple[int, int, int]
 """(block, offset, length): one block's share of a range of bytes."""
 
 
-class Shared(NamedTuple):
+class PinnedBlock(NamedTuple):
     """A verified block, as a range of an open file; `checksum` is its xxh3_64."""
 
     copy: Copy
@@ -335,12 +335,12 @@ class Store:
 
     # -- serving other nodes -----------------------------------------------------------------------
 
-    def share(
+    def pin_block(
         self, obj: CachedObject, block: int, *, checked: bool = False, requester: str = ""
-    ) -> Shared | None:
+    ) -> PinnedBlock | None:
         """The place of a block, if it is cached and verified (or was `checked` just now by `read`); else None. Its bytes
-        stay there until `unshare`; the caller must hold the object until then. It counts as a use of the `requester`, and
-        promotes nothing."""
+        stay there until `unpin_block`; the caller must hold the object until then. It counts as a use of the `requester`,
+        and promotes nothing."""
         copy = self.catalog.find(obj, block)
         if copy is None:
             return None
@@ -359,10 +359,12 @@ class Store:
         self.eviction.touch(copy)
         self.eviction.used(obj, copy, hit=True, requester=requester)
         length = block_length(block, obj.id.size, self.block_size)
-        return Shared(copy, fd, block * self.block_size, length, not tier.blocking, copy.checksums[position])
+        return PinnedBlock(
+            copy, fd, block * self.block_size, length, not tier.blocking, copy.checksums[position]
+        )
 
-    def unshare(self, obj: CachedObject, shared: Shared) -> None:
-        self.space.unpin(obj, shared.copy)
+    def unpin_block(self, obj: CachedObject, block: PinnedBlock) -> None:
+        self.space.unpin(obj, block.copy)
 
     # -- passthrough (see backing.py) --------------------------------------------------------------
 

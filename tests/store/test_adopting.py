@@ -366,14 +366,14 @@ async def test_parts_that_somebody_reads_are_not_torn(cache_dir: Path) -> None:
         await lab.quiet()
         obj = lab.store.object(object_id)
         obj.refs += 1
-        assert lab.store.share(obj, 0) is None  # its file is not open
+        assert lab.store.pin_block(obj, 0) is None  # its file is not open
         assert await lab.store.read(obj, 0, BLOCK) == data[:BLOCK]
-        shared = lab.store.share(obj, 0)
+        shared = lab.store.pin_block(obj, 0)
         assert shared is not None
         obj.refs -= 1
         assert not await adopt(lab, object_id)
         assert os.pread(shared.fd, shared.length, shared.offset) == data[:BLOCK]
-        lab.store.unshare(obj, shared)
+        lab.store.unpin_block(obj, shared)
         lab.check_accounts()
         assert await adopt(lab, object_id)
 

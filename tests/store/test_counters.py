@@ -130,11 +130,11 @@ async def test_a_copy_whose_bytes_a_reader_still_has_becomes_no_remote_owned_one
         await lab.quiet()
         obj, (ram,) = lab.store.object(object_id), lab.store.tiers
         with obj.held():
-            shared = lab.store.share(obj, 0)
+            shared = lab.store.pin_block(obj, 0)
             assert shared is not None and lab.store.evict(obj) == BLOCK
             assert borrow(lab, object_id, 0)
             assert (ram.used_bytes, ram.remote_owned_bytes) == (BLOCK, 0)
-            lab.store.unshare(obj, shared)
+            lab.store.unpin_block(obj, shared)
         await settled(lab)
         assert lab.store.evict(obj) == BLOCK
         assert (ram.used_bytes, ram.remote_owned_bytes) == (0, 0)

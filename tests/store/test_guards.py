@@ -124,20 +124,20 @@ async def test_a_share_is_a_use_whoever_it_is_for(cache_dir: Path) -> None:
             [copy] = lab.store.catalog.copies(obj, RAM)
             uses, clock = lab.store.eviction.epochs._now, copy.clock
             await lab.store.flush()
-            shared = lab.store.share(obj, 0, requester=requester)
+            shared = lab.store.pin_block(obj, 0, requester=requester)
             assert shared is not None and copy.pins == 1 and shared.in_ram
             assert (shared.offset, shared.length, shared.checksum) == (0, BLOCK, copy.checksums[0])
-            lab.store.unshare(obj, shared)
+            lab.store.unpin_block(obj, shared)
             assert copy.clock > clock and lab.store.eviction.epochs._now > uses and not copy.pins
             known = lab.store.eviction.epochs._datasets[copy.dataset]
             assert known.uses == known.hits + 1, "all but the cache write found it here"
         copy.verified = 0
-        assert lab.store.share(obj, 0) is None and not copy.pins, "it has yet to be verified"
-        shared = lab.store.share(obj, 0, checked=True)
+        assert lab.store.pin_block(obj, 0) is None and not copy.pins, "it has yet to be verified"
+        shared = lab.store.pin_block(obj, 0, checked=True)
         assert shared is not None, "just now, by a read"
-        lab.store.unshare(obj, shared)
+        lab.store.unpin_block(obj, shared)
         obj.close_if_unused()
-        assert lab.store.share(obj, 1) is None
+        assert lab.store.pin_block(obj, 1) is None
 
 
 @in_trio

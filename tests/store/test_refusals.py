@@ -268,7 +268,7 @@ async def test_a_block_is_given_to_another_node_unless_it_is_doubtful(
                 store.space.drop(obj, last, 0b100)
             await store.flush()
             clock = last.clock
-            shared = store.share(obj, 18, checked=why == "checked")
+            shared = store.pin_block(obj, 18, checked=why == "checked")
             refused = why in ("missing", "not verified", "always checked", "lost") or (
                 why == "not open" and tier == "ssd"
             )
@@ -283,7 +283,7 @@ async def test_a_block_is_given_to_another_node_unless_it_is_doubtful(
                 assert (shared.offset, shared.length, shared.in_ram) == (18 * BLOCK, 5, tier == "ram")
                 assert os.pread(shared.fd, 5, shared.offset) == data[-5:]
                 assert shared.checksum == last.checksums[2]
-                store.unshare(obj, shared)
+                store.unpin_block(obj, shared)
                 assert last.pins == 0
         if why == "lost":
             for copy in copies(lab, obj, only.number):

@@ -53,9 +53,9 @@ async def use(lab: Lab, object_id: ObjectId, requester: str) -> bool:
         return True
     obj.refs += 1
     assert await lab.store.read(obj, 0, 1, count=False) is not None  # so its file is open
-    shared = lab.store.share(obj, 0, requester=requester)
+    shared = lab.store.pin_block(obj, 0, requester=requester)
     assert shared is not None
-    lab.store.unshare(obj, shared)
+    lab.store.unpin_block(obj, shared)
     obj.release()
     return True
 
