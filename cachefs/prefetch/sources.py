@@ -69,8 +69,8 @@ class Candidate:
     walk: _Walk | None = None  # of its directory
     stream: StreamKey | None = None  # of a shard
 
-    def give_back(self) -> None:
-        """Put it back, because it is not fetched now."""
+    def postpone(self) -> None:
+        """Put it back before its fetch has begun, and tell the policy of its directory."""
         self.put_back()
         if self.walk is not None:
             self.walk.policy.failed()
