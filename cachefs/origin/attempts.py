@@ -715,8 +715,8 @@ class Attempts:
         patience: int = 1,
         without_thread: Callable[[], Awaitable[T | None]] | None = None,
     ) -> T:
-        """As `repeat`, for an `attempt` that blocks. `without_thread` makes the same request without a thread; if it returns
-        None, it has made none, and `attempt` is called."""
+        """As `repeat`, for an `attempt` that blocks. `without_thread` makes the same request without a worker thread, or
+        returns None, and `attempt` has to make it."""
 
         async def once() -> T:
             found = await without_thread() if without_thread is not None else None
@@ -746,11 +746,12 @@ class Attempts:
         tries = _Tries(self.backoff.retries if retries is None else retries)
         deadline_s = self.deadline_s * patience
         breaker, waits_until = self.breaker, 0.0
-        waits = counter in READS or breaker.on_outage.wait_s > 0
+        not_sent_if_out = counter in READS or breaker.on_outage.wait_s > 0
         spent_s = time.monotonic() - failed_attempt.began if failed_attempt is not None else 0.0
         with trio.move_on_after(max(0.0, deadline_s - spent_s)) as scope:
             while True:
-                if waits and breaker.is_out:
+                if not_sent_if_out and breaker.is_out:
+                    # Waiting for the origin does not count against the deadline, and the attempts count anew after it.
                     waits_until = waits_until or trio.current_time() + breaker.on_outage.wait_s
                     scope.deadline = math.inf
                     await breaker.admit(action, waits_until)
@@ -761,7 +762,7 @@ class Attempts:
                     moving.scope = scope
                 # An outage does not interrupt a body that is being sent, because it may have arrived. The client's timeout
                 # ends it.
-                interruptible = waits and not isinstance(moving, Sending)
+                interruptible = not_sent_if_out and not isinstance(moving, Sending)
                 since = time.monotonic()
                 try:
                     if failed_attempt is not None:
@@ -769,7 +770,7 @@ class Attempts:
                         raise error  # to the handlers below
                     with breaker.interruptible() if interruptible else nullcontext():
                         return await self._once(attempt, counter, key, ticket, moving, patience)
-                    # An outage has interrupted it.
+                    # Only an outage that has interrupted the attempt leads here.
                     if isinstance(moving, Receiving) and moving.gained:
                         waits_until = 0.0
                         if moving.complete:
@@ -786,7 +787,7 @@ class Attempts:
                         waits_until, scope.deadline = 0.0, trio.current_time() + deadline_s
                     if not isinstance(exc, Throttled):
                         breaker.failed(exc)
-                    if waits and breaker.is_out:
+                    if not_sent_if_out and breaker.is_out:
                         continue
                     if tries.failures > tries.retries:
                         gave_up = f"{action}: gave up after {tries.failures} attempts: {tries.last}"

@@ -361,19 +361,19 @@ class Passthrough:
             return False
         if obj.is_immutable(ssd):
             return False  # a crash lost some of its rows; its other blocks can still be read
-        down, kept = (self._catalog.copies(obj, tier.number) for tier in (ram, ssd))
-        if not self._catalog.whole(obj) or any(copy.in_progress for copy in (*down, *kept)):
+        in_ram, on_ssd = (self._catalog.copies(obj, tier.number) for tier in (ram, ssd))
+        if not self._catalog.whole(obj) or any(copy.in_progress for copy in (*in_ram, *on_ssd)):
             return False
-        if any(copy.key in self._eviction.remote_owned for copy in down):
+        if any(copy.key in self._eviction.remote_owned for copy in in_ram):
             return False
         # All are pinned, so that making space for some of them does not evict the others.
-        with self._space.pinned(obj, *down), self._space.pinned(obj, *kept):
-            for copy in down:
+        with self._space.pinned(obj, *in_ram), self._space.pinned(obj, *on_ssd):
+            for copy in in_ram:
                 if not await self._moves.move(obj, copy, ssd, LOWEST):
                     return False
         if self._whole(obj, ssd, verified=False) is None:
             return False
-        for copy in down:
+        for copy in in_ram:
             if copy.bitmap and not copy.pins:
                 self._space.drop(obj, copy, copy.bitmap)
         return True

@@ -161,11 +161,12 @@ class Index:
             self.was_clean and self._db.get("meta", b"trusted") == b"yes"
         )
         self._unreadable = False
-        self._told = True
+        self._has_no_mark = True
         try:
             self._db.write([("meta", b"trusted", None)])
         except NoRoom:
-            self._told = False  # the disk is full and the mark stays, so `close` must leave the index unclean
+            # The disk is full and the mark of the daemon before stays, so `close` must leave the index unclean.
+            self._has_no_mark = False
 
     def load(self, keys: list[CopyKey]) -> list[Copy | None]:
         """The copies of these keys as last written, in their order; None for each without a valid row."""
@@ -273,7 +274,7 @@ class Index:
                 self._db.write([("meta", b"trusted", b"yes")])
         except (NoRoom, CacheUnusable):
             pass
-        self._db.close(clean=whole and self._told)
+        self._db.close(clean=whole and self._has_no_mark)
 
 
 # -- the catalog -----------------------------------------------------------------------------------
