@@ -129,7 +129,7 @@ class World:
     def unpin(self, obj: Any) -> None:
         self.pins.discard(obj.id.key)
 
-    def look(self, obj: ObjectId) -> Any:
+    def peek(self, obj: ObjectId) -> Any:
         return self.object(obj)
 
     async def flush(self) -> None:
