@@ -8,7 +8,8 @@ the old end but for one in `throttle`. A saturating counter of their misses deci
 With a cache of half a dataset, its hit ratio from the third epoch on is 0.48 to 0.49 (insertion of one in 32 or 64), as
 required. Other requirements are missed: a second dataset that takes over reaches 0.10 in its fourth epoch, against 0.49 in
 its second with epoch detection; files opened twice hit 0.58, against 0.75; four nodes that read through one owner miss 37 to
-59 units an epoch, against 25 allowed. It also cannot tell prefetch whether a file was used in this epoch (`Epochs.had`).
+59 units an epoch, against 25 allowed. It also cannot tell prefetch whether a file
+was used in this epoch (`Epochs.was_used`).
 """
 
 from __future__ import annotations

@@ -162,6 +162,32 @@ def test_the_page_names_the_packages_of_each_room() -> None:
     assert said == used
 
 
+def functions_of(path: Path) -> set[str]:
+    """The functions of a module, and the methods of its classes with the name of the class."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        inside = node.body if isinstance(node, ast.ClassDef) else [node]
+        above = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+        found |= {
+            above + one.name for one in inside if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
+        }
+    return found
+
+
+def test_the_ways_through_the_code_exist() -> None:
+    """A name without a file belongs to a file that was named before it."""
+    page = (PACKAGE.parent / "docs/explanation/architecture.md").read_text()
+    part = page.partition("## Reading the code\n")[2].partition("\n## ")[0]
+    ways = re.findall(r"^- \*\*(.*?)\*\*(.*?)(?=^- |^$)", part, re.MULTILINE | re.DOTALL)
+    assert len(ways) == 8
+    for way, text in ways:
+        files: list[Path] = []
+        for file, name in re.findall(r"`(?:([a-z_]+/[a-z_0-9]+\.py):?)?([\w.]*)`", text):
+            files = [*files, PACKAGE / file] if file else files
+            assert not name or any(name in functions_of(path) for path in files), (way, name)
+            assert all(path.exists() for path in files), way
+
+
 @pytest.mark.parametrize(
     "room", sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
 )

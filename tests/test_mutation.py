@@ -131,7 +131,7 @@ def test_a_test_that_starts_a_process_may_run_any_line_of_its_room(tmp_path: Pat
     path = "cachefs/store/space.py"
     coverage = Coverage(ROOT, tmp_path, {path}, [])
     inside = next(
-        m for m in mutants_of(path, (ROOT / path).read_bytes()) if m.function == "Space.own" and m.lines
+        m for m in mutants_of(path, (ROOT / path).read_bytes()) if m.function == "Space.make_own" and m.lines
     )
     [(function, line)] = inside.lines
     digest = functions_of((ROOT / path).read_bytes())[function][2]

@@ -100,9 +100,9 @@ class World:
         return ["10.0.0.9:7070"]
 
     async def prefetch(
-        self, origin: Any, obj: ObjectId, start: int, stop: int, *, prefetched: bool, keep: bool
+        self, origin: Any, obj: ObjectId, start: int, stop: int, *, prefetched: bool, as_own: bool
     ) -> int:
-        assert keep and not prefetched
+        assert as_own and not prefetched
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         try:
@@ -129,7 +129,7 @@ class World:
     def unpin(self, obj: Any) -> None:
         self.pins.discard(obj.id.key)
 
-    def look(self, obj: ObjectId) -> Any:
+    def peek(self, obj: ObjectId) -> Any:
         return self.object(obj)
 
     async def flush(self) -> None:
@@ -421,13 +421,13 @@ async def test_refusals_and_what_is_remembered() -> None:
             await jobs.start("frob")
         with pytest.raises(NotFound, match="no job 7"):
             await jobs.status_of(7)
-        for _ in range(warming.KEPT + 10):
+        for _ in range(warming.ENDED_REMEMBERED + 10):
             number = await jobs.start()
             await jobs.add(number, ["d"], complete=True)
             await trio.sleep(5)
         with pytest.raises(NotFound):
             await jobs.status_of(1)
-        assert (await jobs.status_of(number - warming.KEPT + 1))["state"] == "done"
+        assert (await jobs.status_of(number - warming.ENDED_REMEMBERED + 1))["state"] == "done"
 
 
 def test_a_list_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,6 +223,9 @@ def mount(ctx: click.Context, /, places: tuple[str, ...], o: tuple[str, ...], **
     from cachefs.fuse import holder
     from cachefs.fuse.handover import Handover, why_not
 
+    # Up to three processes run this function for one mount. The command, without -f, starts another one in the background
+    # and waits for its line. With -f and without a handover, the process becomes a holder if the mount can outlive its
+    # daemon. Otherwise, or as the child of a holder (with a handover), it becomes the daemon.
     handover = Handover.from_environment()
     ready = background.Ready()
     try:

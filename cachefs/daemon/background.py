@@ -30,6 +30,7 @@ FAILED, WRONG = "error: ", "wrong: "
 """How the child's line begins when there is no mount: for any failure, and for bad input, whose exit code is another."""
 
 STOP_DEADLINE_S = 5.0
+"""How long the parent waits for a child to end: by itself after it has failed, then after SIGTERM, then after SIGKILL."""
 
 
 class Ready:

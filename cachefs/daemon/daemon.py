@@ -78,7 +78,7 @@ Derived: a listing of 100,000 names a second maps half of that limit meanwhile."
 ORPHANS_DEADLINE_S = 1.0
 """How long `status` waits for the disk to list orphaned staging files: a disk that hangs must not hold it up."""
 
-TRANSIENT = (errno.ENOMEM, errno.ENFILE, errno.EMFILE, errno.ENOSPC, errno.ENOTCONN, errno.EBADF)
+FOR_NOW = (errno.ENOMEM, errno.ENFILE, errno.EMFILE, errno.ENOSPC, errno.ENOTCONN, errno.EBADF)
 """Errors of registering a backing file that concern this file alone, for now; any other error refuses the whole tier."""
 
 GARBAGE_THRESHOLDS = (50_000, 20, 50)
@@ -292,7 +292,7 @@ class Daemon:
     @property
     def _is_continued(self) -> bool:
         """True if another daemon takes over the mount when this one ends."""
-        if self._handover is None or not self._handover.holds or not self._handover.holder:
+        if self._handover is None or not self._handover.outlives_daemon or not self._handover.holder:
             return False
         return self._end is End.HANDED_OVER or (
             self._end is End.FAILED and (self._served or self._takes_over)
@@ -370,6 +370,38 @@ class Daemon:
             self._warn(str(self._unsent))
         if orphaned := await self._orphans():
             log.warning("%s", orphaned)
+        volumes = await self._open_fs(fetcher, uploading)
+        # Uploads start only here: files that an earlier run left must have their names first.
+        if uploading is not None:
+            lasting.start_soon(retried, uploading.uploads.run, "uploading")
+        notices = Notices(lambda *notice: self._backend.backend.invalidate(*notice))
+        self._fs.on_invalidate = notices.tell
+        self._fs.notified = notices.all_sent
+        backend = self._mount()
+        self._prefetcher = self._open_prefetcher(volumes, fetcher)
+        try:
+            if peers is not None:
+                await peers.start(Serving(self._store, fetcher, peers.cluster, self._origins), nursery)
+            self._start_housekeeping(nursery, notices)
+            paths = Paths(volumes)
+            if upstream.comparing is not None:
+                upstream.comparing.on_lie = lambda origin, obj: self._fs.refresh(paths.of(origin, obj))
+            self._open_verbs(nursery, fetcher, paths)
+            await nursery.start(control.serve, control_path(config.mountpoint), self._verbs())
+            self._start_endpoint(nursery)
+            gc.collect()
+            gc.set_threshold(*GARBAGE_THRESHOLDS)
+            gc.freeze()  # objects that exist now stay, so collections need not visit them
+            self._served = True
+            await backend.serve(lambda: nursery.start_soon(self._ready))
+            if self._end is End.FAILED:  # no signal and no upgrade has ended it
+                self._end = End.STOPPED
+        finally:
+            await self._take_mount_away(backend, notices)
+
+    async def _open_fs(self, fetcher: Fetcher, uploading: Uploading | None) -> list[Volume]:
+        """Build the filesystem and recover what an earlier run left in it. Returns its volumes, in the order of sources."""
+        config = self._config
         volumes = [
             Volume(s.name, o, ttls_of(config, s)) for s, o in zip(config.sources, self._origins, strict=True)
         ]
@@ -387,76 +419,66 @@ class Daemon:
         await self._fs.recover()
         self._fs.renew_names()
         self._fs.list_tops(self._absent)
-        # Uploads start only here: files that an earlier run left must have their names first.
-        if uploading is not None:
-            lasting.start_soon(retried, uploading.uploads.run, "uploading")
-        notices = Notices(lambda *notice: self._backend.backend.invalidate(*notice))
-        self._fs.on_invalidate = notices.tell
-        self._fs.notified = notices.all_sent
-        backend = self._mount()
-        self._prefetcher = self._open_prefetcher(volumes, fetcher)
-        try:
-            if peers is not None:
-                await peers.start(Serving(self._store, fetcher, peers.cluster, self._origins), nursery)
-            nursery.start_soon(retried, self._store.run, "writing the cache index")
-            if not self._store.was_clean:
-                nursery.start_soon(retried, partial(scrub, self._store), "checking the cache")
-            nursery.start_soon(retried, self._pauses.run, "measuring pauses of the loop")
-            nursery.start_soon(retried, notices.run, "telling the kernel of changes")
-            nursery.start_soon(retried, self._trim_loop, "giving memory back")
-            if self._prefetcher is not None:
-                nursery.start_soon(retried, self._prefetcher.run, "prefetch")
-            # A client that goes on after a restart must not find another job or recording under the number of its own.
-            first = 1 + 1_000_000 * (self._handover.restarts if self._handover is not None else 0)
-            self._jobs = Jobs(self._fs.tree_queries, fetcher, self._store, nursery, config.concurrency, first)
-            self._locator = Locator(self._fs.tree_queries, fetcher, cluster, config.block_size)
-            writable = uploading is not None
-            self._explainer = Explainer(
-                self._fs.tree_queries, self._store, cluster, self._origins, self._metrics, writable
+        return volumes
+
+    def _start_housekeeping(self, nursery: trio.Nursery, notices: Notices) -> None:
+        nursery.start_soon(retried, self._store.run, "writing the cache index")
+        if not self._store.was_clean:
+            nursery.start_soon(retried, partial(scrub, self._store), "checking the cache")
+        nursery.start_soon(retried, self._pauses.run, "measuring pauses of the loop")
+        nursery.start_soon(retried, notices.run, "telling the kernel of changes")
+        nursery.start_soon(retried, self._trim_loop, "giving memory back")
+        if self._prefetcher is not None:
+            nursery.start_soon(retried, self._prefetcher.run, "prefetch")
+
+    def _open_verbs(self, nursery: trio.Nursery, fetcher: Fetcher, paths: Paths) -> None:
+        """Build what answers the verbs of the control socket."""
+        queries, config = self._fs.tree_queries, self._config
+        cluster = self._peers.cluster if self._peers is not None else None
+        # A client that goes on after a restart must not find another job or recording under the number of its own.
+        first = 1 + 1_000_000 * (self._handover.restarts if self._handover is not None else 0)
+        self._jobs = Jobs(queries, fetcher, self._store, nursery, config.concurrency, first)
+        self._recordings = Recordings(self._fs, paths.of, nursery, first)
+        self._locator = Locator(queries, fetcher, cluster, config.block_size)
+        writable = self._uploading is not None
+        self._explainer = Explainer(queries, self._store, cluster, self._origins, self._metrics, writable)
+
+    def _start_endpoint(self, nursery: trio.Nursery) -> None:
+        """Serve metrics, if `--metrics` is given."""
+        if self._endpoint is None:
+            return
+        log.info("metrics at http://%s/metrics", self._endpoint.address)
+        if self._endpoint.warning:
+            log.warning("%s", self._endpoint.warning)
+        nursery.start_soon(retried, partial(self._endpoint.serve, self._watch.pages()), "metrics")
+        nursery.start_soon(retried, self._watch.run, "samples of the metrics")
+
+    async def _take_mount_away(self, backend: backends.Backend, notices: Notices) -> None:
+        """Leave the peers and close the connection to the kernel, however this daemon ends. The mount stays if the next
+        daemon has it, or if it is to be seen that it is dead."""
+        self._stopping.stage("taking the mount away")
+        handed_over = self._end is End.HANDED_OVER
+        crashed = (self._watch.ready or self._takes_over) and self._end is End.FAILED
+        # A failed start over a dead mount leaves a dead mount, not a bare directory.
+        start_failed = self._replaces_dead and not self._watch.ready
+        self._watch.ready = False
+        if self._peers is not None:
+            with trio.move_on_after(3, shield=True):
+                await self._peers.leave(handed_over=handed_over)
+        with trio.move_on_after(1, shield=True):
+            await notices.quiet()  # the session must not be closed while a thread uses it
+        # A crash leaves the mount: programs would write into the bare directory, which the next mount would hide.
+        backend.close(unmount=not (crashed or start_failed or handed_over))
+        if crashed:
+            waits = self._handover is not None and self._handover.outlives_daemon
+            log.critical(
+                "a failure ends this daemon: the mount stays at %s, %s, until the next one",
+                self._config.mountpoint,
+                "and its programs wait" if waits else "dead",
             )
-            paths = Paths(volumes)
-            if upstream.comparing is not None:
-                upstream.comparing.on_lie = lambda origin, obj: self._fs.refresh(paths.of(origin, obj))
-            self._recordings = Recordings(self._fs, paths.of, nursery, first)
-            await nursery.start(control.serve, control_path(config.mountpoint), self._verbs())
-            if self._endpoint is not None:
-                log.info("metrics at http://%s/metrics", self._endpoint.address)
-                if self._endpoint.warning:
-                    log.warning("%s", self._endpoint.warning)
-                nursery.start_soon(retried, partial(self._endpoint.serve, self._watch.pages()), "metrics")
-                nursery.start_soon(retried, self._watch.run, "samples of the metrics")
-            gc.collect()
-            gc.set_threshold(*GARBAGE_THRESHOLDS)
-            gc.freeze()  # objects that exist now stay, so collections need not visit them
-            self._served = True
-            await backend.serve(lambda: nursery.start_soon(self._ready))
-            if self._end is End.FAILED:  # no signal and no upgrade has ended it
-                self._end = End.STOPPED
-        finally:
-            self._stopping.stage("taking the mount away")
-            handed_over = self._end is End.HANDED_OVER
-            crashed = (self._watch.ready or self._takes_over) and self._end is End.FAILED
-            # A failed start over a dead mount leaves a dead mount, not a bare directory.
-            start_failed = self._replaces_dead and not self._watch.ready
-            self._watch.ready = False
-            if peers is not None:
-                with trio.move_on_after(3, shield=True):
-                    await peers.leave(handed_over=handed_over)
-            with trio.move_on_after(1, shield=True):
-                await notices.quiet()  # the session must not be closed while a thread uses it
-            # A crash leaves the mount: programs would write into the bare directory, which the next mount would hide.
-            backend.close(unmount=not (crashed or start_failed or handed_over))
-            if crashed:
-                log.critical(
-                    "a failure ends this daemon: the mount stays at %s, %s, until the next one",
-                    config.mountpoint,
-                    "and its programs wait"
-                    if self._handover is not None and self._handover.holds
-                    else "dead",
-                )
-            with trio.move_on_after(5, shield=True):
-                unmounted = self._end is End.STOPPED and self._stopped_by == "umount"
-                await self._fs.aclose(unmounted=unmounted, handed_over=self._is_continued)
+        with trio.move_on_after(5, shield=True):
+            unmounted = self._end is End.STOPPED and self._stopped_by == "umount"
+            await self._fs.aclose(unmounted=unmounted, handed_over=self._is_continued)
 
     def _open_prefetcher(self, volumes: list[Volume], fetcher: Fetcher) -> Prefetcher | None:
         config = self._config
@@ -545,7 +567,7 @@ class Daemon:
 
     def _not_held(self) -> str:
         """Why the mount would end with its daemon; "" if it would not."""
-        if self._handover is not None and self._handover.holds:
+        if self._handover is not None and self._handover.outlives_daemon:
             return ""
         if why := why_not(self._config):
             return why
@@ -557,7 +579,7 @@ class Daemon:
         try:
             self._backend.backend.register(backing)
         except OSError as exc:
-            if exc.errno in TRANSIENT:
+            if exc.errno in FOR_NOW:
                 log.debug("the kernel does not take a file now: %s", exc)
             else:
                 self._store.refuse(backing.tier, exc.strerror or str(exc))
@@ -621,7 +643,7 @@ class Daemon:
         self._config = config = replace(config, **live)
         self._store.pins.budget = config.pin_budget
         for origin in self._origins:
-            origin.limit(config.download_limit, config.upload_limit)
+            origin.set_rate_limits(download=config.download_limit, upload=config.upload_limit)
         for ttls, source in zip(self._ttls, config.sources, strict=bool(self._ttls)):
             found = ttls_of(config, source)
             ttls.ttl, ttls.negative_ttl = found.ttl, found.negative_ttl
@@ -691,7 +713,9 @@ class Daemon:
         return {  # no await inside: the values are of one moment
             "version": cachefs.__version__,
             "pid": os.getpid(),
-            "holder": None if self._handover is None or not self._handover.holds else self._handover.status(),
+            "holder": None
+            if self._handover is None or not self._handover.outlives_daemon
+            else self._handover.status(),
             "started": self._started,
             "mountpoint": str(self._config.mountpoint),
             "log_file": str(self._config.log_file or ""),

@@ -37,6 +37,7 @@ from cachefs.store.tier import PAGE, allocated
 log = logging.getLogger(__name__)
 
 MOST_AT_ONCE = 1024
+"""Files of one job in progress, whatever the command asks for. A bound: far more than an origin takes requests at once."""
 
 LIST_BYTES = 256 << 20
 """Bytes of one job's list that may wait to be walked. Derived: five million paths of 50 bytes."""
@@ -48,17 +49,19 @@ SLICE_BYTES = 256 << 20
 """Bytes of a large file that count as done together. Derived: at 1 GB/s the progress moves as often as the command asks."""
 
 FAILURES_NAMED = 10
+"""Failures of a job that the status names. A bound of the reply."""
 
 FAILURES_IN_A_ROW = 200
 """A job gives up after so many failures in a row. A directory without permission usually has fewer files."""
 
-KEPT = 32
+ENDED_REMEMBERED = 32
 """Ended jobs whose status is kept."""
 
 SHOWN = 4
 """Ended jobs that the status shows, because a job with --background reports its end only there."""
 
 FAILURES_LOGGED = 3
+"""Failures of a job that its line in the log names, so that it stays one line."""
 
 
 class Wanted(NamedTuple):
@@ -191,7 +194,7 @@ class Jobs:
         job = Job(next(self._numbers), action, min(at_once, MOST_AT_ONCE) or self._at_once, vanish, cluster)
         self._jobs[job.id] = job
         ended = [old for old in self._jobs.values() if old.state != "running"]
-        for old in ended[: max(0, len(ended) - KEPT)]:
+        for old in ended[: max(0, len(ended) - ENDED_REMEMBERED)]:
             del self._jobs[old.id]
         contained(self._nursery, f"job {job.id}", self._run, job)
         return job.id
@@ -287,7 +290,7 @@ class Jobs:
         job.files += 1
         job.bytes += wanted.stop - wanted.start
         job.own_bytes += self._own_bytes(job, wanted)
-        cached = self._store.look(obj)
+        cached = self._store.peek(obj)
         if self._store.whole(cached) and cached.pinned:
             job.pinned += allocated(obj.size)
         if job.action in ("warm", "pin"):
@@ -407,7 +410,7 @@ class Jobs:
         for start in range(begin, end, SLICE_BYTES):
             stop = min(end, start + SLICE_BYTES)
             fetched = await self._fetcher.prefetch(
-                wanted.origin, wanted.object, start, stop, prefetched=False, keep=True
+                wanted.origin, wanted.object, start, stop, prefetched=False, as_own=True
             )
             job.fetched_bytes += fetched  # `+= await …` would lose what other tasks add meanwhile
             job.done_bytes += stop - start

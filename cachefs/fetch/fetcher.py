@@ -21,9 +21,20 @@ from cachefs.base.tasks import contained
 from cachefs.fetch.readahead import Budget, Readahead
 from cachefs.fetch.upstream import WHOLE_BYTES, Comparing, Upstream
 from cachefs.origin import ByteRange, Origin, Ticket, each
+from cachefs.origin.attempts import FailedAttempt
 from cachefs.peers.wire import Busy
-from cachefs.store import Backing, CachedObject, CacheWrite, Run, Settled, Store, Tier, TierWrite, WriteClosed
-from cachefs.store.space import IN_FLIGHT_BYTES
+from cachefs.store import (
+    Backing,
+    CachedObject,
+    CacheWrite,
+    Run,
+    Store,
+    Tier,
+    TierWrite,
+    WholeVersion,
+    WriteClosed,
+)
+from cachefs.store.space import HEAP_IN_FLIGHT_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +76,13 @@ class Transfers:
         found: Counter[str] = Counter()
         for block in missing:
             fetch = in_flight.get(block)
-            joins, late = fetch is not None, fetch is not None and fetch.prefetched
-            extent = block // BLOCKS_PER_EXTENT
-            found[metrics.ledger.misses.missed(obj.id, extent, joins=joins, prefetch_in_flight=late)] += 1
+            reason = metrics.ledger.misses.missed(
+                obj.id,
+                block // BLOCKS_PER_EXTENT,
+                joins=fetch is not None,
+                prefetch_in_flight=fetch is not None and fetch.prefetched,
+            )
+            found[reason] += 1
         return found
 
 
@@ -115,9 +130,8 @@ class InFlightFetch:
         self._ticket = Ticket(background=prefetched)
         self._end_early: Callable[[], None] | None = None  # cancels the current transfer
         self._given_up = False
-        # (error, when it began) of a failed first attempt, which had no task.
-        self._failed: tuple[CachefsError, float] | None = None
-        self._joined: set[int] = set()
+        self._failed: FailedAttempt | None = None  # the first attempt, which had no task
+        self._joined: set[int] = set()  # blocks for which a reader has joined it, while `prefetched`
         self._store = store
         self._waiters: list[tuple[int, trio.Event]] = []  # (offset up to which bytes must be written, event)
         cache_write.on_written = lambda: token.run_sync_soon(self.wake, idempotent=True)
@@ -132,9 +146,14 @@ class InFlightFetch:
         self._ticket.promote()
         if not self.prefetched:
             return 0
-        late = {block for block in blocks if block in self.blocks} - self._joined
-        self._joined |= late
-        return len(late)
+        first_joined = {block for block in blocks if block in self.blocks} - self._joined
+        self._joined |= first_joined
+        return len(first_joined)
+
+    def may_serve(self, *, background: bool) -> bool:
+        """True if another node may wait for its blocks: they will be in a tier, and unless that node only caches them
+        (`background`), they come from the origin. A requesting peer must not wait for a node that waits for a third."""
+        return not self.cache_write.in_heap and (background or not self.asking_peers)
 
     def left_s(self) -> float:
         """Estimate the seconds until it is over, from its rate so far. Before its first byte: as long as it has lasted."""
@@ -209,7 +228,7 @@ class InFlightFetch:
     def read(self, offset: int, size: int) -> bytes | None:
         """Bytes that this fetch has written; None if they are not written yet, outside its blocks, or it is over."""
         cache_write = self.cache_write
-        gone = self.done and not cache_write.kept
+        gone = self.done and not cache_write.in_heap
         if gone or offset < cache_write.start or offset + size > cache_write.written:
             return None
         try:
@@ -241,13 +260,13 @@ class InFlightFetch:
         """Begin the transfer at once and without a task, if it needs no wait. Returns whether it has begun. When this
         attempt has ended, `on_attempt_end` is called, with True if `run` must repeat it."""
         cache_write, object_id = self.cache_write, self.object.id
-        if self.asking_peers or cache_write.kept:
+        if self.asking_peers or cache_write.in_heap:
             return False
 
         def ended(error: Exception | None) -> None:
             self._end_early = None
             if not self._given_up and isinstance(error, Transient | PermissionDenied):
-                self._failed = error, self._began
+                self._failed = FailedAttempt(error, self._began)
                 on_attempt_end(True)
                 return
             self.error = self.error or (None if self._given_up else error)
@@ -291,7 +310,7 @@ class InFlightFetch:
                             cache_write,
                             whole=cache_write.written == 0 and cache_write.stop == object_id.size,
                             ticket=self._ticket,
-                            failed=self._failed,
+                            failed_attempt=self._failed,
                         )
         except Exception as exc:
             self.error = self.error or exc
@@ -326,7 +345,7 @@ def soon_whole(store: Store, in_flight: Mapping[int, InFlightFetch], obj: Cached
     """True if all blocks that are not cached, one at least, are in flight and should be in a tier within `OPEN_WAITS_S`."""
     return (
         bool(in_flight)
-        and all(f.left_s() <= OPEN_WAITS_S and not f.cache_write.kept for f in set(in_flight.values()))
+        and all(f.left_s() <= OPEN_WAITS_S and not f.cache_write.in_heap for f in set(in_flight.values()))
         and all(
             b in in_flight or store.has(obj, b) for b in range(block_count(obj.id.size, store.block_size))
         )
@@ -417,7 +436,7 @@ class Fetcher:
         upstream: Upstream | None = None,
     ) -> None:
         self._store = store
-        self.course, self.look_soon = store.course, store.look_soon
+        self.epoch_progress, self.preload = store.epoch_progress, store.preload
         self.transfers = Transfers()
         self._readahead: dict[bytes, Readahead] = {}  # by version, while it has readers
         self._upstream = upstream = upstream or Upstream(metrics, store.block_size)
@@ -425,7 +444,7 @@ class Fetcher:
         self.prefetch_everywhere = upstream.prefetch
         if upstream.cluster is not None:
             upstream.comparing = Comparing(store, self.transfers.of, upstream.cluster, nursery, metrics)
-        self._shared = upstream.cluster is not None
+        self._clustered = upstream.cluster is not None
         self._nursery = nursery
         self._metrics = metrics
         self._block_size = store.block_size
@@ -438,7 +457,7 @@ class Fetcher:
         self._eighth_bytes = -1
         self._raise_bounds()
         # Most blocks that are fetched into memory at a time, for readers whose blocks no tier takes; the others wait.
-        self._heap_slots = trio.CapacityLimiter(max(4, IN_FLIGHT_BYTES // store.block_size))
+        self._heap_slots = trio.CapacityLimiter(max(4, HEAP_IN_FLIGHT_BYTES // store.block_size))
         self._in_flight: set[InFlightFetch] = set()
         self._taskless: set[InFlightFetch] = set()
         self._no_taskless = trio.Event()
@@ -500,9 +519,9 @@ class Fetcher:
         on_disk = self.written and opened.origin.can_write
         return self._store.open_backing(self._store.object(opened.id), on_disk=on_disk)
 
-    def settled(self, opened: OpenedObject) -> Settled | None:
+    def reusable(self, opened: OpenedObject) -> WholeVersion | None:
         on_disk = self.written and opened.origin.can_write
-        return self._store.settled(opened.id, passthrough=self.passthrough, on_disk=on_disk)
+        return self._store.reusable(opened.id, passthrough=self.passthrough, on_disk=on_disk)
 
     def _passthrough_ready(self, object_id: ObjectId) -> bool:
         return object_id.size <= WHOLE_BYTES or object_id.digest not in self._withheld
@@ -510,7 +529,7 @@ class Fetcher:
     def soon_cached(self, object_id: ObjectId) -> bool:
         if not self.passthrough or not self._passthrough_ready(object_id):
             return False
-        obj = self._store.look(object_id)
+        obj = self._store.peek(object_id)
         if obj.backing is not None:
             return False
         in_flight = self.transfers.versions.get(object_id.digest)
@@ -617,13 +636,14 @@ class Fetcher:
         stop: int | None = None,
         *,
         prefetched: bool = True,
-        keep: bool = False,
+        as_own: bool = False,
     ) -> int:
         """Fetch all blocks of [start, stop) in the background, before a reader asks for them (`stop` None: the object's
         end). Returns how many bytes this call fetched: what is cached or in flight costs nothing.
 
-        With `prefetched` the store evicts only the lowest priority classes for it; without, as for a reader. `keep`: extents
-        that other nodes own are kept here, too. Raises `NoRoom` when the store takes no more, and what a read raises.
+        With `prefetched` the store evicts only the lowest priority classes for it; without, as for a reader. `as_own`:
+        extents that other nodes own are cached as if this node owned them. Raises `NoRoom` when the store takes no more, and
+        what a read raises.
         Cancelled, it ends the fetches that it began and no reader waits for; what is written stays."""
         self._raise_bounds()
         obj = self._store.object(object_id)
@@ -631,13 +651,13 @@ class Fetcher:
         blocks = blocks_covering(start, max(0, stop - start), self._block_size)
         # Lazy: blocks may be cached meanwhile.
         missing = (b for b in blocks if not self._store.has(obj, b))
-        parts = runs(missing, partial(self._part, object_id))
+        parts = runs(missing, partial(self._part, object_id, self._part_blocks))
         fetched = 0
 
         async def fetch_part(part: tuple[int, int]) -> None:
             nonlocal fetched
             async with self._prefetching:
-                count = await self._prefetch_run(origin, obj, *part, prefetched=prefetched, keep=keep)
+                count = await self._prefetch_run(origin, obj, *part, prefetched=prefetched, as_own=as_own)
             fetched += count
 
         with obj.held():
@@ -677,7 +697,7 @@ class Fetcher:
 
     def whole(self, object_id: ObjectId) -> bool:
         """True if all its blocks are cached."""
-        obj = self._store.look(object_id)
+        obj = self._store.peek(object_id)
         if 0 < object_id.size <= self._block_size:
             return self._store.has(obj, 0)
         blocks = range(block_count(object_id.size, self._block_size))
@@ -693,19 +713,19 @@ class Fetcher:
     ) -> None:
         """Begin to fetch those of the blocks (of one extent) that are missing. Raises `Busy` if no tier takes them.
 
-        A read for a peer is fetched from the origin, and raises `Busy` while the block is in flight from another node: a
-        requesting peer must not wait for a node that waits for a third. A block that is only to be kept (`background`) may
-        come from a node that had it first. No reader reads through two nodes, so nodes never wait in a circle."""
+        A read for a peer is fetched from the origin, and raises `Busy` while the block is in flight from another node (see
+        `InFlightFetch.may_serve`). A block that is only to be cached (`background`) may come from a node that had it first.
+        No reader reads through two nodes, so nodes never wait in a circle."""
         missing = [b for b in blocks if not self._store.has(obj, b)]
         in_flight = self.transfers.of(obj)
         for block in missing:
             fetch = in_flight.get(block)
-            if fetch is not None and ((fetch.asking_peers and not background) or fetch.cache_write.kept):
+            if fetch is not None and not fetch.may_serve(background=background):
                 raise Busy("another node is being asked for it, or no tier takes it")
-        # A peer that reads gets an extent in one reply. From the origin it is fetched in parts, as for a local reader.
+        # For a peer that reads, it is fetched in parts, as for a local reader.
         longest = whole_extent if background else lambda _: self._part_blocks
         for start, stop in runs([b for b in missing if b not in in_flight], longest):
-            cache_write = self._reserve(obj, start, stop, keep=background)
+            cache_write = self._reserve(obj, start, stop, as_own=background)
             if cache_write is None:
                 raise Busy("no tier takes it now")
             cache_write.requester = requester
@@ -714,16 +734,16 @@ class Fetcher:
     # -- beginning and ending fetches --------------------------------------------------------------
 
     def _reserve(
-        self, obj: CachedObject, start: int, stop: int, *, prefetched: bool = False, keep: bool = False
+        self, obj: CachedObject, start: int, stop: int, *, prefetched: bool = False, as_own: bool = False
     ) -> CacheWrite | None:
         """Reserve space for blocks of one extent, in their priority class on this node. None if no tier takes them."""
-        return self._reserve_all([(obj, start, stop)], prefetched=prefetched, keep=keep)[0]
+        return self._reserve_all([(obj, start, stop)], prefetched=prefetched, as_own=as_own)[0]
 
     def _reserve_all(
-        self, wanted: Sequence[Run], *, prefetched: bool = False, keep: bool = False
+        self, wanted: Sequence[Run], *, prefetched: bool = False, as_own: bool = False
     ) -> list[CacheWrite | None]:
         """`_reserve` for runs of several versions, with one search for space unless other nodes may own some of them."""
-        if keep or not self._shared:
+        if as_own or not self._clustered:
             return self._store.begin_writes(wanted, prefetched=prefetched)
         cache_writes = []
         for run in wanted:
@@ -742,14 +762,17 @@ class Fetcher:
     def _join_or_fetch(
         self, opened: OpenedObject, obj: CachedObject, missing: list[int], *, bypass: bool
     ) -> list[InFlightFetch]:
-        """Join or begin the fetches of the blocks `missing`, and return them."""
-        wanted = [] if bypass else missing
-        if opened.id.size <= WHOLE_BYTES and not bypass:
-            wanted = [
-                b for b in range(block_count(opened.id.size, self._block_size)) if not self._store.has(obj, b)
-            ]
-        for start, stop in runs([b for b in wanted if b not in self.transfers.of(obj)]):
-            self._start_fetch(opened.origin, obj, self._reserve(obj, start, stop), prefetched=False)
+        """Join the fetches of the blocks `missing`, beginning those that are not in flight. Returns them. `bypass`: no tier
+        is asked for space."""
+        if not bypass:
+            wanted = missing
+            # Of a small object all blocks are fetched, in one GET.
+            if opened.id.size <= WHOLE_BYTES:
+                blocks = range(block_count(opened.id.size, self._block_size))
+                wanted = [b for b in blocks if not self._store.has(obj, b)]
+            for start, stop in runs([b for b in wanted if b not in self.transfers.of(obj)]):
+                self._start_fetch(opened.origin, obj, self._reserve(obj, start, stop), prefetched=False)
+        # Blocks that no tier takes go to the heap.
         for block in missing:
             if block not in self.transfers.of(obj) and not self._store.has(obj, block):
                 self._start_fetch(opened.origin, obj, self._store.begin_bypass(obj, block), prefetched=False)
@@ -768,6 +791,7 @@ class Fetcher:
         return [fetch for fetch in begun if fetch is not None]
 
     def _read_ahead(self, opened: OpenedObject, obj: CachedObject, offset: int, size: int, pid: int) -> None:
+        """Report a read to prefetch and to readahead, and fetch what readahead predicts."""
         policy = opened.readahead
         if policy is None:
             policy = self._readahead.get(obj.id.digest)
@@ -782,7 +806,7 @@ class Fetcher:
             self._on_read(opened.id, offset, size)
         wanted = policy.observe(pid, offset, size)
         if wanted:
-            self._fetch_ahead(opened.origin, obj, policy, wanted)
+            self._fetch_predicted(opened.origin, obj, policy, wanted)
 
     def _leave_readahead(self, opened: OpenedObject, obj: CachedObject) -> None:
         policy, opened.readahead = opened.readahead, None
@@ -793,17 +817,15 @@ class Fetcher:
                 del self._readahead[obj.id.digest]  # a later reader starts with new streams
                 self._store.left_behind(obj)
 
-    def _fetch_ahead(self, origin: Origin, obj: CachedObject, policy: Readahead, wanted: range) -> None:
+    def _fetch_predicted(self, origin: Origin, obj: CachedObject, policy: Readahead, wanted: range) -> None:
+        """Begin to fetch the blocks that readahead has returned. Never waits; what no tier takes, it tells the policy."""
         in_flight = self.transfers.of(obj)
         blocks = [b for b in wanted if b not in in_flight and not self._store.has(obj, b)]
         # A growing window is fetched from the origin over at least two connections. Full windows come in whole parts.
-        half = len(wanted) // 2 if len(wanted) % self._part_blocks else self._part_blocks
-
-        def part(block: int) -> int:
-            remote_owned = self._upstream.is_remote_owned(obj.id, block)
-            return self._peer_part_blocks if remote_owned else max(1, min(self._part_blocks, half))
-
-        for start, stop in runs(blocks, part):
+        longest = self._part_blocks
+        if len(wanted) % self._part_blocks:
+            longest = max(1, min(self._part_blocks, len(wanted) // 2))
+        for start, stop in runs(blocks, partial(self._part, obj.id, longest)):
             cache_write = None
             if self._prefetch_bytes < self._prefetch_limit:
                 cache_write = self._reserve(obj, start, stop, prefetched=True)
@@ -812,9 +834,10 @@ class Fetcher:
                 break
 
     async def _prefetch_run(
-        self, origin: Origin, obj: CachedObject, start: int, stop: int, *, prefetched: bool, keep: bool
+        self, origin: Origin, obj: CachedObject, start: int, stop: int, *, prefetched: bool, as_own: bool
     ) -> int:
-        """Fetch blocks [start, stop) of one extent, joining what is in flight. Returns the bytes fetched."""
+        """Fetch blocks [start, stop) of one extent, joining what is in flight. Returns the bytes that this call fetched.
+        Each round waits for one fetch, of the first block that is missing."""
         fetched = 0
         wanted = range(start, stop)
         refused: NoRoom | None = None
@@ -822,34 +845,35 @@ class Fetcher:
             missing = [b for b in wanted if not self._store.has(obj, b)]
             if not missing:
                 return fetched
-            joined = fetch = self.transfers.of(obj).get(missing[0])
+            in_flight = self.transfers.of(obj)
+            joined = in_flight.get(missing[0])
+            if joined is not None:
+                await joined.ended()
+                continue  # if it failed, the next round begins a fetch
+            first, end = next(runs([b for b in missing if b not in in_flight]))
+            cache_write = self._reserve(obj, first, end, prefetched=prefetched, as_own=as_own)
+            fetch = self._start_fetch(origin, obj, cache_write, prefetched=True)
             if fetch is None:
-                in_flight = self.transfers.of(obj)
-                first, last = next(runs([b for b in missing if b not in in_flight]))
-                cache_write = self._reserve(obj, first, last, prefetched=prefetched, keep=keep)
-                fetch = self._start_fetch(origin, obj, cache_write, prefetched=True)
-                if fetch is None:
-                    raise refused or NoRoom(f"no tier takes {obj.id.key} now")
+                raise refused or NoRoom(f"no tier takes {obj.id.key} now")
             try:
                 await fetch.ended()
             except trio.Cancelled:
-                if joined is None:
-                    fetch.give_up()
+                fetch.give_up()
                 raise
-            if joined is None:
-                fetched += fetch.cache_write.written - fetch.cache_write.start
-                if isinstance(fetch.error, NoRoom) and refused is None:
-                    refused = fetch.error
-                    continue  # the cache file was dropped, and is made again; or another tier takes the blocks
-                if (failure := fetch.failure()) is not None:
-                    raise failure
-                wanted = range(fetch.cache_write.stop_block, stop)  # it began with the first missing block
+            fetched += fetch.cache_write.written - fetch.cache_write.start
+            if isinstance(fetch.error, NoRoom) and refused is None:
+                # Once more: the cache file was dropped, and is made again; or another tier takes the blocks.
+                refused = fetch.error
+                continue
+            if (failure := fetch.failure()) is not None:
+                raise failure
+            wanted = range(fetch.cache_write.stop_block, stop)
         raise OriginFailed(f"{obj.id.key}: its blocks vanish as fast as they come")
 
-    def _part(self, object_id: ObjectId, block: int) -> int:
-        """How many blocks, from this one on, to fetch in one part."""
+    def _part(self, object_id: ObjectId, of_origin: int, block: int) -> int:
+        """How many blocks, from this one on, to fetch in one part: `of_origin` at most if this node owns it."""
         remote_owned = self._upstream.is_remote_owned(object_id, block)
-        return self._peer_part_blocks if remote_owned else self._part_blocks
+        return self._peer_part_blocks if remote_owned else of_origin
 
     def _start_fetch(
         self,
@@ -867,7 +891,7 @@ class Fetcher:
         if cache_write is None:
             return None
         first = cache_write.start_block
-        asking_peers = self._shared and not origin_only and self._upstream.is_remote_owned(obj.id, first)
+        asking_peers = self._clustered and not origin_only and self._upstream.is_remote_owned(obj.id, first)
         fetch = InFlightFetch(
             self._store,
             self.transfers,
@@ -938,7 +962,7 @@ class Fetcher:
         """The task of a transfer."""
         peers = partial(self._upstream.read, fetch.object.id, fetch.origin) if fetch.asking_peers else None
         try:
-            await fetch.run(peers, self._heap_slots if fetch.cache_write.kept else None)
+            await fetch.run(peers, self._heap_slots if fetch.cache_write.in_heap else None)
         except Exception as exc:  # it could not be ended as it should: prefetch counts on `on_end`
             fetch.error = fetch.error or exc
         except BaseException:
@@ -962,7 +986,7 @@ class Fetcher:
         if error is not None and not isinstance(error, CachefsError | WriteClosed):
             log.error("transfer of %s failed unexpectedly", obj.id.key, exc_info=error)
         if error is None and policy is not None and (wanted := policy.committed()):
-            self._fetch_ahead(fetch.origin, obj, policy, wanted)
+            self._fetch_predicted(fetch.origin, obj, policy, wanted)
         if fetch.on_end is not None:
             fetch.on_end(cache_write.written - cache_write.start, fetch.failure() if error else None)
 

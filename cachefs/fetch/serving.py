@@ -18,7 +18,7 @@ from cachefs.fetch.fetcher import ATTEMPTS, Fetcher, InFlightFetch
 from cachefs.origin import Origin
 from cachefs.peers.cluster import Cluster
 from cachefs.peers.wire import BlockRequest, Busy, NotShared, ServedBlock
-from cachefs.store import Shared, Store
+from cachefs.store import PinnedBlock, Store
 
 LOOKUPS_AT_ONCE = 1024
 """Blocks that are looked up before other tasks get a turn: about 1 ms."""
@@ -48,7 +48,7 @@ class Serving:
         for block in range(request.start_block, request.stop_block):
             if len(found) % LOOKUPS_AT_ONCE == 0:
                 await trio.lowlevel.checkpoint()
-                obj = self.store.look(request.object)
+                obj = self.store.peek(request.object)
             found.append(self.store.has(obj, block))
         return found
 
@@ -72,8 +72,8 @@ class Reply:
         self._object = serving.store.object(request.object)
         self._object.hold()
         self._next = request.start_block
-        self._shared: Shared | None = None  # the next block, once it is ready
-        self._pinned: list[Shared] = []
+        self._ready: PinnedBlock | None = None  # the next block, once it can be taken
+        self._pinned: list[PinnedBlock] = []
 
     def begin(self) -> None:
         """Begin to fetch all missing blocks. Raises `NotShared`, `Busy`."""
@@ -88,20 +88,22 @@ class Reply:
         )
 
     def take(self) -> ServedBlock | None:
-        if not self._ready():
+        if not self._pin_next():
             return None
-        shared, self._shared = self._shared, None
-        assert shared is not None
+        block, self._ready = self._ready, None
+        assert block is not None
         self._next += 1
-        return ServedBlock(shared.fd, shared.offset, shared.length, shared.in_ram, shared.checksum)
+        return ServedBlock(block.fd, block.offset, block.length, block.in_ram, block.checksum)
 
-    def _ready(self, *, checked: bool = False) -> bool:
-        """True if the next block can be taken. It is pinned then."""
-        if self._shared is None:
-            self._shared = self._store.share(self._object, self._next, checked=checked, requester=self._peer)
-            if self._shared is not None:
-                self._pinned.append(self._shared)
-        return self._shared is not None
+    def _pin_next(self, *, checked: bool = False) -> bool:
+        """Pin the next block, unless it is pinned already. True if it can be taken."""
+        if self._ready is None:
+            self._ready = self._store.pin_block(
+                self._object, self._next, checked=checked, requester=self._peer
+            )
+            if self._ready is not None:
+                self._pinned.append(self._ready)
+        return self._ready is not None
 
     async def wait(self) -> None:
         block, start = self._next, self._next * self._request.block_size
@@ -111,11 +113,11 @@ class Reply:
                 # It is cached, but not verified yet, or it is in no tier's file. Reading it changes that.
                 if await self._store.read(self._object, start, length, count=False) is None:
                     continue
-                if self._ready(checked=True):
+                if self._pin_next(checked=True):
                     return
                 raise Busy("no tier takes it now")
             fetch = self._serving.fetcher.transfers.of(self._object).get(block)
-            if fetch is None or (fetch.asking_peers and not self._background) or fetch.cache_write.kept:
+            if fetch is None or not fetch.may_serve(background=self._background):
                 self.begin()
                 continue
             if not self._background:
@@ -124,13 +126,13 @@ class Reply:
             fetch.wake()
             if not self._store.has(self._object, block):
                 _raise_failure(fetch)
-            elif self._ready():
+            elif self._pin_next():
                 return
         raise Busy("its blocks vanish as fast as they come")
 
     def close(self) -> None:
-        for shared in self._pinned:
-            self._store.unshare(self._object, shared)
+        for block in self._pinned:
+            self._store.unpin_block(self._object, block)
         self._pinned.clear()
         self._object.release()
 

@@ -290,7 +290,7 @@ class Comparing:
             return
         self._busy = True
         try:
-            data = await in_thread(partial(cache_write.look, *wanted))
+            data = await in_thread(partial(cache_write.peek, *wanted))
         except BaseException as exc:
             self._busy = False
             if isinstance(exc, OSError):

@@ -351,7 +351,7 @@ class OpenFiles:
             return
         if self.on_open is not None and handle.object.digest in self.awaited:
             return
-        cached = handle.backing or self.reader.settled(handle.opened)
+        cached = handle.backing or self.reader.reusable(handle.opened)
         if cached is None:
             return
         if len(self._known.closed) >= KNOWN_FILES:

@@ -640,16 +640,16 @@ class FileSystem:
         atime_ns: int | None = None,
         mtime_ns: int | None = None,
         fh: int | None = None,
-        clear: bool = False,
+        clear_set_ids: bool = False,
     ) -> tuple[Attributes, float]:
         """Set the attributes that are not None. A new size changes the content; the others are kept on this node alone. A
-        new owner clears the set-uid and set-gid bits of a file, and so does `clear`."""
+        new owner clears the set-uid and set-gid bits of a file, and so does `clear_set_ids`."""
         writing = self._write
         if size is not None:
             nameless = await writing.truncate(ino, size, fh)
             if nameless is not None and not self._files.is_open(ino):
                 return nameless  # it is gone, and an error would have the kernel change the file that has its name now
-        if uid is not None or gid is not None or clear:
+        if uid is not None or gid is not None or clear_set_ids:
             shown, _ = await self.getattr(ino)
             wanted = shown.mode if mode is None else stat.S_IFMT(shown.mode) | mode
             if (clean := without_set_ids(wanted)) != wanted:

@@ -66,7 +66,7 @@ class Reader(Protocol):
     def open_backing(self, opened: Any) -> Backing | None:
         """The version's cache file if all blocks are cached and verified, else None. Give it back with `release_backing`."""
 
-    def settled(self, opened: Any) -> Reusable | None:
+    def reusable(self, opened: Any) -> Reusable | None:
         """How to open a version again that is wholly cached and cannot be opened in passthrough. None if it is not so."""
 
     def restore_backing(self, opened: Any, backing_id: int) -> Backing:

@@ -114,7 +114,7 @@ class Handover:
         self.fd = -1  # the previous daemon's connection
         # The previous daemon's handles, with their slots in the table.
         self.open: list[tuple[int, HandleRecord]] = []
-        self.holds = False  # True if the connection outlives this daemon
+        self.outlives_daemon = False  # True if the connection outlives this daemon
         self.restarts, self._died_at, self.handed_over = 0, 0.0, 0
         self.killed = False  # True if the previous daemon ended by SIGKILL
         self._identity = bytes(_IDENTITY_BYTES)
@@ -165,7 +165,7 @@ class Handover:
             os._exit(0)
         for fd in fds:
             os.set_inheritable(fd, False)
-            self.fd, self.holds = fd, True
+            self.fd, self.outlives_daemon = fd, True
         self.restarts, self._died_at, self.handed_over = holder.DEATHS.unpack_from(self._state)
         self.killed = self.taking_over and holder.KILLED.unpack_from(self._state, holder.KILLED_AT)[0]
         self.table = HandleTable(self._state_fd, _TABLE_AT)
@@ -194,7 +194,7 @@ class Handover:
         self._state[_IDENTITY_AT : _IDENTITY_AT + _IDENTITY_BYTES] = self._identity
         _CONNECTION.pack_into(self._state, _CONNECTION_AT, FORMAT, minor, flags, 0.0, number.encode())
         socket.send_fds(self._socket, [b"/dev/fuse"], [fd])
-        self.holds = True
+        self.outlives_daemon = True
 
     def agreed(self) -> Agreed:
         """The parameters that `hold` recorded, in this daemon or an earlier one."""

@@ -21,6 +21,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from enum import Enum, auto
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -87,7 +88,7 @@ WANTED = (
 
 WANTED_TO_WRITE = WANTED | Init.ATOMIC_O_TRUNC | Init.HANDLE_KILLPRIV_V2
 """Without HANDLE_KILLPRIV_V2 the kernel reads an extended attribute (security.capability) before each write. With it, the
-filesystem has to clear set-uid and set-gid bits itself, at the requests that the kernel marks (`clear` of
+filesystem has to clear set-uid and set-gid bits itself, at the requests that the kernel marks (`clear_set_ids` of
 `Operations.write`)."""
 
 # System call numbers, the same on all architectures but Alpha.
@@ -168,7 +169,7 @@ class Device:
         self._attached: Path | None = None
         self.number = ""  # "major:minor" of the mount; "" where the kernel does not report it
         self._disconnected = False
-        self.held = False  # True if the holder keeps the connection for the next daemon
+        self.outlives_daemon = False  # True if the holder keeps the connection for the next daemon
         self._notifier: Notifier | None = None
 
     # -- mounting and unmounting -------------------------------------------------------------------
@@ -215,7 +216,7 @@ class Device:
     def adopt(cls, fd: int, mountpoint: Path, number: str, *, writable: bool = False) -> Device:
         """Take over the connection of an ended daemon, which is mounted and negotiated."""
         device = cls(fd, writable=writable)
-        device.number, device.held = number, True
+        device.number, device.outlives_daemon = number, True
         device._attached = mountpoint
         os.set_blocking(fd, False)
         return device
@@ -273,7 +274,7 @@ class Device:
         `unmount` the mount stays: alive if the holder keeps the connection, else dead."""
         if self._notifier is not None:
             self._notifier.close()
-        if self.held and not unmount:
+        if self.outlives_daemon and not unmount:
             fd, self.fd = self.fd, -1
             os.close(fd)
             return
@@ -427,8 +428,19 @@ _BACKING_FLAGS, _PAGES_FLAGS = _PASSTHROUGH | _NOFLUSH, _KEEP_CACHE | _NOFLUSH
 _NO_REPLY = (Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT)
 
 
-def _followed(pending: Pending[T], end: Callable[[], None]) -> Pending[T]:
-    """`pending` with a call of `end` after its work."""
+class Then(Enum):
+    """What the loop does after a burst of requests."""
+
+    GO_ON = auto()
+    """Other tasks run, and the loop looks for further requests at once."""
+    SLEEP = auto()
+    """It sleeps until a request comes."""
+    END = auto()
+    """The mount is gone."""
+
+
+def _with_end(pending: Pending[T], end: Callable[[], None]) -> Pending[T]:
+    """`pending`, with a call of `end` after its work, also if that fails."""
 
     async def work() -> T:
         try:
@@ -471,7 +483,7 @@ class NativeBackend:
         self._metrics = metrics
         self._device = device
         self._write = device.write
-        self._walks = self.operations.walks.threads
+        self._on_second_walk = self.operations.walks.threads
         self._zero_open = zero_open
         self._records = records
         self._keep_listings = keep_listings
@@ -532,12 +544,12 @@ class NativeBackend:
 
     def mount(self, mountpoint: Path, name: str, flags: Sequence[str]) -> None:
         """Attach the mount that the device has made, unless it was taken over and is attached already."""
-        if not self._device.held:
+        if not self._device.outlives_daemon:
             self._device.attach(mountpoint)
             if self._records is not None and self.agreed.flags & Init.HAS_RESEND:
                 # The next daemon can answer what this one leaves only if the kernel can repeat it.
                 self._records.handover.hold(self._device.fd, mountpoint, self._device.number, *self.agreed)
-                self._device.held = True
+                self._device.outlives_daemon = True
                 self._device.start_notifier()
 
     async def serve(self, ready: Callable[[], None]) -> None:
@@ -547,16 +559,16 @@ class NativeBackend:
             self._device.repeat_requests()
             self.operations.took_over()
             self._records.handover.answering()
-        self._reopen, self._close_known = self._fs.open_known, self._fs.close_known
+        # Bound methods of the table of known files, so that an open costs one call less.
+        self._open_from_table, self._close_known = self._fs.open_known, self._fs.close_known
         ready()
         async with trio.open_nursery() as self._nursery:
             with self._reading:
-                while True:
+                then = Then.SLEEP
+                while then is not Then.END:
                     await trio.lowlevel.wait_readable(self._device.fd)
-                    while (more := self._serve_burst()) is True:
+                    while (then := self._serve_burst()) is Then.GO_ON:
                         await trio.lowlevel.checkpoint()
-                    if more is None:
-                        break
             if self._reading.cancelled_caught:
                 with trio.move_on_after(FINISH_S):
                     while self._waiting:  # noqa: ASYNC110 (rare)
@@ -595,13 +607,14 @@ class NativeBackend:
 
     # -- the loop ------------------------------------------------------------------------------------
 
-    def _serve_burst(self) -> bool | None:
-        """Answer the requests that have come. True if more are expected at once, after other tasks have run; None if the
-        mount is gone."""
+    def _serve_burst(self) -> Then:
+        """Answer the requests that have come, and poll for further ones while they follow each other closely."""
         clock, read, handle = time.perf_counter, self._device.read, self.handle
-        turn_ends = clock() + SLICE_S
+        slice_ends = clock() + SLICE_S
         while True:
             request = read()
+            if request is None:
+                return Then.END
             now = clock()
             if request:
                 self._gap_s += (min(now - self._answered_at, 1e-3) - self._gap_s) / 8
@@ -611,18 +624,16 @@ class NativeBackend:
                         break
                     handle(request)
                 self._answered_at = now = clock()
-            elif request is not None:
-                if self._waiting or not self._may_poll:
-                    return False
-                if self._parallel_opens_left > 0:
-                    if self._gap_s > SLICE_S / 2 or not self._device.wait():
-                        return False
-                elif self._gap_s > BURST_GAP_S or now - self._answered_at > POLL_S:
-                    return False
-            if request is None:
-                return None
-            if now > turn_ends:
-                return True
+            elif self._waiting or not self._may_poll:
+                return Then.SLEEP  # the tasks that find the answers need this thread
+            elif self._parallel_opens_left > 0:
+                # Several threads open files and need the processor: sleep in poll(2), a millisecond at most.
+                if self._gap_s > SLICE_S / 2 or not self._device.wait():
+                    return Then.SLEEP
+            elif self._gap_s > BURST_GAP_S or now - self._answered_at > POLL_S:
+                return Then.SLEEP
+            if now > slice_ends:
+                return Then.GO_ON
 
     def handle(self, request: memoryview) -> None:
         """Answer one request, now or in a task. Never raises, even for malformed bytes."""
@@ -806,7 +817,7 @@ class NativeBackend:
             gid=gid if valid & Setattr.GID else None,
             atime_ns=atime_ns if valid & (Setattr.ATIME | Setattr.ATIME_NOW) else None,
             mtime_ns=mtime_ns if valid & (Setattr.MTIME | Setattr.MTIME_NOW) else None,
-            clear=bool(valid & Setattr.KILL_SUIDGID),
+            clear_set_ids=bool(valid & Setattr.KILL_SUIDGID),
             fh=fh if valid & Setattr.FH else None,
         )
         self._begin(unique, pending, self._attributes_reply)
@@ -868,7 +879,7 @@ class NativeBackend:
         else:
             self._last_opener, self._parallel_opens_left = thread, PARALLEL_OPENS
         flags, _ = _unpack_open(body)
-        if flags & CHANGE_FLAGS or unique & RESENT or (known := self._reopen(inode, thread)) is None:
+        if flags & CHANGE_FLAGS or unique & RESENT or (known := self._open_from_table(inode, thread)) is None:
             self._open(unique, inode, thread, body)
             return
         fh, handle, records = known.fh, known.handle, self._records
@@ -887,7 +898,7 @@ class NativeBackend:
         finally:
             if not taken:
                 self._drop(fh)
-        if self._walks:
+        if self._on_second_walk:
             self.operations.walks.end(thread)
 
     def _open(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
@@ -896,10 +907,10 @@ class NativeBackend:
         if repeated and not flags & WRITE_FLAGS:
             self._release_unanswered(unique)
         # The kernel marks opens that empty the file. Writes in passthrough are not seen here, so opens for writing count.
-        clear = bool(more & protocol.OPEN_KILL_SUIDGID or (flags & WRITE_FLAGS and self._uid))
-        opened = self.operations.open(thread, inode, flags, clear)
+        clear_set_ids = bool(more & protocol.OPEN_KILL_SUIDGID or (flags & WRITE_FLAGS and self._uid))
+        opened = self.operations.open(thread, inode, flags, clear_set_ids)
         if repeated and flags & WRITE_FLAGS and isinstance(opened, Pending):
-            opened = _followed(opened, partial(self._release_unanswered, unique))
+            opened = _with_end(opened, partial(self._release_unanswered, unique))
         if isinstance(opened, Pending):
             self._begin(
                 unique, opened, self._open_to_write_reply if flags & WRITE_FLAGS else self._open_reply
@@ -917,7 +928,7 @@ class NativeBackend:
         flags &= ~os.O_EXCL  # the previous daemon may have created the file for this request
         pending = self.operations.create_in_task(thread, inode, name, flags, mode, self._uid, self._gid)
         if self._records is not None:
-            pending = _followed(pending, partial(self._release_unanswered, unique))
+            pending = _with_end(pending, partial(self._release_unanswered, unique))
         self._begin(unique, pending, self._create_reply)
 
     def _release_unanswered(self, unique: int) -> None:
@@ -938,22 +949,24 @@ class NativeBackend:
 
     def _write_file(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
         fh, offset, size, write_flags, *_ = protocol.WRITE_IN.unpack_from(body)
-        clear = bool(write_flags & protocol.WRITE_KILL_SUIDGID)
+        clear_set_ids = bool(write_flags & protocol.WRITE_KILL_SUIDGID)
         data = body[protocol.WRITE_IN.size :]
         if len(data) != size:
             raise Malformed(f"a write of {len(data)} bytes that says it has {size}")
         if size <= COPIED or self._device.detached >= MOST_DETACHED:
             self._answer(
-                unique, self.operations.write(thread, fh, offset, bytes(data), size, clear), self._write_reply
+                unique,
+                self.operations.write(thread, fh, offset, bytes(data), size, clear_set_ids),
+                self._write_reply,
             )
             return
         buffer = data.obj
         assert isinstance(buffer, bytearray)
-        pending = self.operations.write(thread, fh, offset, data, len(buffer), clear)
+        pending = self.operations.write(thread, fh, offset, data, len(buffer), clear_set_ids)
         if not isinstance(pending, Pending):
             self._write_reply(unique, pending)
             return
-        pending = _followed(pending, partial(self._device.recycle, buffer))
+        pending = _with_end(pending, partial(self._device.recycle, buffer))
         self._begin(unique, pending, self._write_reply)
         self._device.detach_buffer()  # not earlier, because `_begin` may refuse the write
 

@@ -287,11 +287,15 @@ class Operations:
 
     # -- files -------------------------------------------------------------------------------------
 
-    def open(self, thread: int, inode: int, flags: int, clear: bool = False) -> Opened | Pending[Opened]:
-        """Open a file. `clear`: set-uid and set-gid bits are cleared if the file is emptied, or written in passthrough."""
+    def open(
+        self, thread: int, inode: int, flags: int, clear_set_ids: bool = False
+    ) -> Opened | Pending[Opened]:
+        """Open a file. `clear_set_ids`: set-uid and set-gid bits are cleared if it is emptied, or written in passthrough."""
         self.metrics.fuse_open += 1
         if flags & WRITE_FLAGS and self._writable:
-            return Pending(OPEN_TO_WRITE, thread, partial(self._open_to_write, thread, inode, flags, clear))
+            return Pending(
+                OPEN_TO_WRITE, thread, partial(self._open_to_write, thread, inode, flags, clear_set_ids)
+            )
         try:
             opened = self._fs.open_now(inode, flags, thread)
         except ObjectChanged:
@@ -321,10 +325,10 @@ class Operations:
             self.walks.end(thread)
         return answer
 
-    async def _open_to_write(self, thread: int, inode: int, flags: int, clear: bool) -> Opened:
+    async def _open_to_write(self, thread: int, inode: int, flags: int, clear_set_ids: bool) -> Opened:
         opened = await self._end_walk_after(thread, partial(self._fs.open, inode, flags, thread))
         self.writers.opened(opened[0], inode, thread)
-        if clear:
+        if clear_set_ids:
             self._fs.clear_set_ids(opened[0], later=not flags & os.O_TRUNC)
         return opened
 
@@ -473,23 +477,23 @@ class Operations:
         return Pending(SETATTR, thread, partial(self._end_walk_after, thread, work))
 
     def write(
-        self, thread: int, fh: int, offset: int, data: Buffer, held_bytes: int, clear: bool
+        self, thread: int, fh: int, offset: int, data: Buffer, held_bytes: int, clear_set_ids: bool
     ) -> int | Pending[int]:
         """Write to a file; the answer is the number of bytes written. `held_bytes` is the size of the buffer that `data`
-        lies in. `clear`: clear set-uid and set-gid bits."""
+        lies in. `clear_set_ids`: clear set-uid and set-gid bits."""
         self._require_writable()
         self.metrics.fuse_write += 1
         size = self._fs.write_now(fh, offset, data)
         if size is None:
-            write = partial(self._change, fh, partial(self._write, fh, offset, data, clear))
+            write = partial(self._change, fh, partial(self._write, fh, offset, data, clear_set_ids))
             return Pending(WRITE, thread, write, held_bytes)
-        return self._wrote(fh, size, clear)
+        return self._wrote(fh, size, clear_set_ids)
 
-    async def _write(self, fh: int, offset: int, data: Buffer, clear: bool) -> int:
-        return self._wrote(fh, await self._fs.write(fh, offset, data), clear)
+    async def _write(self, fh: int, offset: int, data: Buffer, clear_set_ids: bool) -> int:
+        return self._wrote(fh, await self._fs.write(fh, offset, data), clear_set_ids)
 
-    def _wrote(self, fh: int, size: int, clear: bool) -> int:
-        if clear:
+    def _wrote(self, fh: int, size: int, clear_set_ids: bool) -> int:
+        if clear_set_ids:
             self._fs.clear_set_ids(fh)
         self.metrics.fuse_write_bytes += size
         return size

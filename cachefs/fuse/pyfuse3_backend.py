@@ -157,7 +157,7 @@ class Pyfuse3Backend(pyfuse3.Operations):
                 gid=attr.st_gid if fields.update_gid else None,
                 atime_ns=attr.st_atime_ns if fields.update_atime else None,
                 mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
-                clear=False,  # here the kernel clears the bits itself, by a mode without them
+                clear_set_ids=False,  # here the kernel clears the bits itself, by a mode without them
                 fh=fh,
             )
 
@@ -217,8 +217,8 @@ class Pyfuse3Backend(pyfuse3.Operations):
 
     async def open(self, inode: int, flags: int, ctx: Any) -> pyfuse3.FileInfo:
         # The kernel does not mark opens that empty a file, and capabilities are unknown here. So root alone keeps the bits.
-        clear = bool(ctx.uid) and bool(flags & os.O_TRUNC)
-        return await self._answer(_file, self.operations.open, ctx.pid, inode, flags, clear)
+        clear_set_ids = bool(ctx.uid) and bool(flags & os.O_TRUNC)
+        return await self._answer(_file, self.operations.open, ctx.pid, inode, flags, clear_set_ids)
 
     async def create(
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: Any

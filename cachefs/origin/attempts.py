@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import trio
 
@@ -75,6 +75,13 @@ every 64th window runs at three quarters of the limit, which costs a store that 
 THROTTLED, FALLING = "throttled", "falling throughput"
 
 
+class Measured(NamedTuple):
+    """The bytes a second that arrived in a window under this limit."""
+
+    limit: int
+    rate: float
+
+
 @dataclass(slots=True)
 class Concurrency:
     """How many requests may be in flight: `limit`, between 1 and `maximum`. Pure; times are seconds of any steady clock.
@@ -90,18 +97,16 @@ class Concurrency:
     _successes: int = 0
     _cut_at: float = float("-inf")
     # The window being measured. It begins after as many transfers as the limit have ended under it.
-    _settling: int = 0
+    _until_window: int = 0  # transfers that must still end
     _since: float | None = None
     _bytes: int = 0
     _requests: int = 0
     _full: bool = True
-    # `_from`: (limit, rate) before the trial under way. `_below`: the same of the last trial of a lower limit. `_windows`:
-    # measured since the last trial. `_down`: the next trial is of a lower limit.
-    _from: tuple[int, float] | None = None
-    _below: tuple[int, float] = (0, 0.0)
-    _windows: int = 0
+    _before_trial: Measured | None = None  # None while no trial is under way
+    _lower: Measured | None = None  # the last trial of a lower limit
+    _windows: int = 0  # measured since the last trial
     _patience: int = PATIENCE
-    _down: bool = True
+    _next_is_lower: bool = True  # the next trial is of a lower limit
 
     def __post_init__(self) -> None:
         self.limit = self._ceiling = self.maximum
@@ -109,10 +114,11 @@ class Concurrency:
     @property
     def reason(self) -> str:
         """`THROTTLED` or `FALLING` while the limit is below its maximum for that reason, else ""."""
-        usual = self._ceiling if self._from is None else self._from[0]
-        if self._from is None and self.limit < self._ceiling:
+        if self._before_trial is not None:
+            return FALLING if self._before_trial.limit < self.maximum else ""
+        if self.limit < self._ceiling:
             return THROTTLED
-        return FALLING if usual < self.maximum else ""
+        return FALLING if self._ceiling < self.maximum else ""
 
     def admits(self, in_flight: int, background: bool) -> bool:
         """True if one more request may start. Background requests leave an eighth of the slots free (guessed), so that a
@@ -150,8 +156,8 @@ class Concurrency:
 
     def finished(self, full: bool, now: float) -> None:
         """A transfer ended, with success or not. `full`: other requests wait for its slot."""
-        if self._settling > 0:
-            self._settling -= 1
+        if self._until_window > 0:
+            self._until_window -= 1
             return
         if self._since is None:
             self._since, self._bytes, self._requests, self._full = now, 0, 0, True
@@ -164,49 +170,54 @@ class Concurrency:
         if not self._full or not self._bytes:
             self._go_back()
         elif self.limit >= self._ceiling:
-            self._judge(self._bytes / elapsed)
+            self._window_ended(self._bytes / elapsed)
         self._since = None
 
-    def _judge(self, rate: float) -> None:
-        if self._from is None:
+    def _window_ended(self, rate: float) -> None:
+        """Note the rate of a window in which the gate was full: end the trial that it belongs to, or perhaps begin one."""
+        before = self._before_trial
+        if before is None:
             self._windows += 1
-            below, rate_below = self._below
-            fell = below < self.limit and rate * CLEARLY_MORE < rate_below
+            known = self._lower
+            fell = known is not None and known.limit < self.limit and rate * CLEARLY_MORE < known.rate
             if fell or self._windows > self._patience:
-                self._try(rate, self.limit > 1 and (self._down or fell or self.limit == self.maximum))
+                lower = self._next_is_lower or fell or self.limit == self.maximum
+                self._begin_trial(rate, lower=lower and self.limit > 1)
             return
-        before, rate_before = self._from
-        down = self.limit < before
-        if down:
-            self._below = (self.limit, rate)
-        if rate > rate_before * CLEARLY_MORE if down else rate * CLEARLY_MORE >= rate_before:
-            self._from = None
+        lower = self.limit < before.limit
+        if lower:
+            self._lower = Measured(self.limit, rate)
+            better = rate > before.rate * CLEARLY_MORE
+        else:
+            better = rate * CLEARLY_MORE >= before.rate
+        if better:
+            self._before_trial = None
             self._patience = 1  # a good direction: try further
         else:
             self._go_back()
             self._patience = min(2 * self._patience, MOST_PATIENCE)
-            self._down = not down
+            self._next_is_lower = not lower
         self._windows = 0
 
-    def _try(self, rate: float, down: bool) -> None:
-        """Begin a trial: measure the next window at another limit."""
-        target = self.limit * 3 // 4 if down else min(self.maximum, self.limit + max(1, self.limit // 8))
+    def _begin_trial(self, rate: float, *, lower: bool) -> None:
+        """Measure the next window at another limit."""
+        target = self.limit * 3 // 4 if lower else min(self.maximum, self.limit + max(1, self.limit // 8))
         if target not in (0, self.limit):
-            self._from = (self.limit, rate)
+            self._before_trial = Measured(self.limit, rate)
             self._move(target)
 
     def _go_back(self) -> None:
-        """End a trial and go back to the limit before it."""
-        if self._from is not None:
-            (before, _), self._from = self._from, None
-            self._move(before)
+        """End a trial, if one is under way, and go back to the limit before it."""
+        if self._before_trial is not None:
+            before, self._before_trial = self._before_trial, None
+            self._move(before.limit)
 
     def _move(self, limit: int) -> None:
         self.limit = self._ceiling = limit
         self._measure_again()
 
     def _measure_again(self) -> None:
-        self._settling, self._since = self.limit, None
+        self._until_window, self._since = self.limit, None
 
 
 # -- the order of requests -------------------------------------------------------------------------
@@ -417,8 +428,12 @@ REFUSALS = (Conflict, NoSuchUpload, NotFound, ObjectChanged, PermissionDenied, U
 Ended = Callable[[Exception | None], None]
 """Called at the end of a read without a task, with its error or None. Never raises."""
 
-Failed = tuple[CachefsError, float]
-"""(error of an attempt, when it began by time.monotonic)."""
+
+class FailedAttempt(NamedTuple):
+    """How an attempt ended, and when it began by `time.monotonic`."""
+
+    error: CachefsError
+    began: float
 
 
 SENT_AT_ONCE = 256 << 10
@@ -512,11 +527,11 @@ class Attempts:
         probe = getattr(client, "probe", lambda: client.list_page(prefix, None, 1))
         self.breaker = Breaker(self.label, probe, on_outage, deadline_s, metrics)
         self._rng = random.Random()
-        self.limit(download_limit, upload_limit)
+        self.set_rate_limits(download=download_limit, upload=upload_limit)
         self._download, self._upload = Throughput(), Throughput()
         self._last_error = ""
 
-    def limit(self, download: int, upload: int) -> None:
+    def set_rate_limits(self, *, download: int, upload: int) -> None:
         """Bound the bytes a second of transfers that begin from now on; 0 is no limit."""
         self.download_limit = RateLimit(download) if download else None
         self.upload_limit = RateLimit(upload) if upload else None
@@ -578,7 +593,7 @@ class Attempts:
         since = self._now()
 
         def over(error: Exception | None) -> None:
-            self.breaker.ended(cancel)
+            self.breaker.attempt_ended(cancel)
             error = transfer.failure(error)
             transfer.shut()
             self._attempt_ended("origin_get", ticket, transfer, since, error)
@@ -592,7 +607,7 @@ class Attempts:
             self.gate.leave(ticket)
             return None
         self._count_request("origin_get", wanted.key, ticket, transfer)
-        self.breaker.asked(cancel, since)
+        self.breaker.attempt_began(cancel, since)
         return cancel
 
     async def read(
@@ -605,11 +620,11 @@ class Attempts:
         *,
         whole: bool = False,
         ticket: Ticket | None = None,
-        failed: Failed | None = None,
+        failed_attempt: FailedAttempt | None = None,
     ) -> None:
         """Deliver exactly bytes [start, stop) of the version `etag` to `sink.write`, in order, from a worker thread.
         `whole`: the range is the whole object. `ticket` is the request's priority ticket, which may be promoted meanwhile
-        (default: demand). `failed`: how an attempt ended that `begin` began; this read repeats it.
+        (default: demand). `failed_attempt` was made by `begin`; this read repeats it, and counts it.
 
         Once this has returned or raised, `sink` is not and will not be called. An exception of the sink is raised unchanged.
         The deadline counts from the last byte that arrived: it ends a read from a silent store, not from a slow one."""
@@ -638,7 +653,15 @@ class Attempts:
 
         if start < stop:
             action = f"reading {self.name(key)}"
-            await self.repeat(attempt, action, "origin_get", key, ticket=ticket, transfer=rest, failed=failed)
+            await self.repeat(
+                attempt,
+                action,
+                "origin_get",
+                key,
+                ticket=ticket,
+                transfer=rest,
+                failed_attempt=failed_attempt,
+            )
         if transfer.sink_error is not None:
             raise transfer.sink_error
 
@@ -652,10 +675,10 @@ class Attempts:
         key: str,
         ticket: Ticket | None = None,
         *,
-        now: Callable[[Sending], Awaitable[T | None]] | None = None,
+        without_thread: Callable[[Sending], Awaitable[T | None]] | None = None,
     ) -> T:
-        """The result of `request`, which sends the first `size` bytes of `source`. Arguments as for `call`; `now` is for a
-        small `source` in memory. An error of `source` is raised unchanged."""
+        """The result of `request`, which sends the first `size` bytes of `source`. Arguments as for `call`;
+        `without_thread` is for a small `source` in memory. An error of `source` is raised unchanged."""
         ticket = ticket or Ticket()
         body: Sending
         in_memory = self.upload_limit is None and size <= SENT_AT_ONCE
@@ -667,7 +690,7 @@ class Attempts:
             return body
 
         async def attempt() -> T | None:
-            found = await now(body) if in_memory and now is not None else None
+            found = await without_thread(body) if in_memory and without_thread is not None else None
             if found is not None:
                 return found
             try:
@@ -692,12 +715,13 @@ class Attempts:
         *,
         retries: int | None = None,
         patience: int = 1,
-        now: Callable[[], Awaitable[T | None]] | None = None,
+        without_thread: Callable[[], Awaitable[T | None]] | None = None,
     ) -> T:
-        """As `repeat`, for an `attempt` that blocks. `now` does the same on the trio thread, or returns None."""
+        """As `repeat`, for an `attempt` that blocks. `without_thread` makes the same request without a worker thread, or
+        returns None, and `attempt` has to make it."""
 
         async def once() -> T:
-            found = await now() if now is not None else None
+            found = await without_thread() if without_thread is not None else None
             return await self.in_thread(attempt) if found is None else found
 
         return await self.repeat(once, action, counter, key, retries=retries, patience=patience)
@@ -713,41 +737,42 @@ class Attempts:
         transfer: Callable[[], Transfer] | None = None,
         retries: int | None = None,
         patience: int = 1,
-        failed: Failed | None = None,
+        failed_attempt: FailedAttempt | None = None,
     ) -> T:
         """Repeat `attempt` until it succeeds, fails for good, or the deadline (times `patience`) has passed. Each attempt is
         counted under the metric `counter`, for the dataset of `key`. `action` begins error messages. `transfer` makes the
         transfer of the next attempt: each has its own, because the thread of an abandoned one may wake up later. Raises
-        `Unreachable` if the origin is out and the request is not sent, or has waited for the origin in vain. `failed`: how
-        a first attempt ended that was made without a task."""
+        `Unreachable` if the origin is out and the request is not sent, or has waited for the origin in vain.
+        `failed_attempt`: a first attempt was made already, and is handled as the first one made here."""
         ticket = ticket or Ticket()
         tries = _Tries(self.backoff.retries if retries is None else retries)
         deadline_s = self.deadline_s * patience
         breaker, waits_until = self.breaker, 0.0
-        waits = counter in READS or breaker.how.wait_s > 0
-        spent_s = time.monotonic() - failed[1] if failed is not None else 0.0
+        not_sent_if_out = counter in READS or breaker.on_outage.wait_s > 0
+        spent_s = time.monotonic() - failed_attempt.began if failed_attempt is not None else 0.0
         with trio.move_on_after(max(0.0, deadline_s - spent_s)) as scope:
             while True:
-                if waits and breaker.is_out:
-                    waits_until = waits_until or trio.current_time() + breaker.how.wait_s
+                if not_sent_if_out and breaker.is_out:
+                    # Waiting for the origin does not count against the deadline, and the attempts count anew after it.
+                    waits_until = waits_until or trio.current_time() + breaker.on_outage.wait_s
                     scope.deadline = math.inf
                     await breaker.admit(action, waits_until)
                     scope.deadline = trio.current_time() + deadline_s
                     tries.failures = tries.refusals = 0
-                moving = None if transfer is None or failed is not None else transfer()
+                moving = None if transfer is None or failed_attempt is not None else transfer()
                 if moving is not None:
                     moving.scope = scope
                 # An outage does not interrupt a body that is being sent, because it may have arrived. The client's timeout
                 # ends it.
-                interruptible = waits and not isinstance(moving, Sending)
+                interruptible = not_sent_if_out and not isinstance(moving, Sending)
                 since = time.monotonic()
                 try:
-                    if failed is not None:
-                        (error, since), failed = failed, None
-                        raise error
+                    if failed_attempt is not None:
+                        (error, since), failed_attempt = failed_attempt, None
+                        raise error  # to the handlers below
                     with breaker.interruptible() if interruptible else nullcontext():
                         return await self._once(attempt, counter, key, ticket, moving, patience)
-                    # An outage has interrupted it.
+                    # Only an outage that has interrupted the attempt leads here.
                     if isinstance(moving, Receiving) and moving.gained:
                         waits_until = 0.0
                         if moving.complete:
@@ -766,7 +791,7 @@ class Attempts:
                         waits_until, scope.deadline = 0.0, trio.current_time() + deadline_s
                     if not isinstance(exc, Throttled):
                         breaker.failed(exc)
-                    if waits and breaker.is_out:
+                    if not_sent_if_out and breaker.is_out:
                         continue
                     if tries.failures > tries.retries:
                         gave_up = f"{action}: gave up after {tries.failures} attempts: {tries.last}"
@@ -795,7 +820,7 @@ class Attempts:
         error: BaseException | None = None
         suspicious = patience == 1  # a patient request expects a long silence
         if suspicious:
-            self.breaker.asked(None, sent_at)
+            self.breaker.attempt_began(None, sent_at)
         try:
             return await attempt()
         except BaseException as exc:
@@ -807,7 +832,7 @@ class Attempts:
             raise error from exc
         finally:
             if suspicious:
-                self.breaker.ended(None)
+                self.breaker.attempt_ended(None)
             self._attempt_ended(counter, ticket, transfer, sent_at, error)
             if transfer is not None:
                 await transfer.close()
@@ -1175,9 +1200,14 @@ class Breaker:
     """The circuit breaker of one origin. `probe` blocks. An outage is found within `deadline_s`, the requests' deadline."""
 
     def __init__(
-        self, name: str, probe: Callable[[], object], how: OnOutage, deadline_s: float, metrics: Metrics
+        self,
+        name: str,
+        probe: Callable[[], object],
+        on_outage: OnOutage,
+        deadline_s: float,
+        metrics: Metrics,
     ) -> None:
-        self.how = how
+        self.on_outage = on_outage
         self._name = name
         self._probe = probe
         self._metrics = metrics
@@ -1197,7 +1227,7 @@ class Breaker:
     @property
     def serves_stale(self) -> bool:
         """True while the origin is out and cached metadata of any age is served."""
-        return self.how.stale and self.is_out
+        return self.on_outage.stale and self.is_out
 
     def heard(self, now: float) -> None:
         outage_s = self._outage.heard(now)
@@ -1211,15 +1241,15 @@ class Breaker:
         self._outage.failed()
         self._watch()
 
-    def asked(self, end: Callable[[], None] | None, now: float) -> None:
+    def attempt_began(self, end: Callable[[], None] | None, now: float) -> None:
         """An attempt begins whose silence is suspicious. `end` is called if the origin is found to be out."""
         self._outage.asked(now)
         self._watch()
         if end is not None:
             self._hanging.add(end)
 
-    def ended(self, end: Callable[[], None] | None) -> None:
-        """An attempt that `asked` reported is over."""
+    def attempt_ended(self, end: Callable[[], None] | None) -> None:
+        """An attempt that `attempt_began` reported is over."""
         self._outage.ended()
         if end is not None:
             self._hanging.discard(end)
@@ -1255,7 +1285,7 @@ class Breaker:
     def status(self) -> dict[str, Any]:
         since = self._outage.since
         return {
-            "on_outage": str(self.how),
+            "on_outage": str(self.on_outage),
             "out_s": None if since is None else round(trio.current_time() - since, 1),
         }
 
@@ -1293,7 +1323,7 @@ class Breaker:
             self.heard(trio.current_time())
         elif self._outage.probed_in_vain(quiet_since, replies):
             self._metrics.origin_outages += 1
-            log.warning("%s; %s", self.complaint(), _CONSEQUENCES[self.how.mode])
+            log.warning("%s; %s", self.complaint(), _CONSEQUENCES[self.on_outage.mode])
             for end in list(self._hanging):
                 end()
 

@@ -137,13 +137,13 @@ class HttpClient:
         exchange, body = self._exchange(request, self.place.sign), request.body
         return self.transport.send(exchange, body if isinstance(body, bytes) else body.chunks())
 
-    async def ask_now(self, request: Request) -> Reply | None:
+    async def ask_without_thread(self, request: Request) -> Reply | None:
         """As `ask`, on the trio thread, for a small body in memory. None, and nothing is sent, if signing it would wait."""
-        reply = await self.exchange_now(request)
+        reply = await self.exchange_without_thread(request)
         return None if reply is None else self.checked(request, reply)
 
-    async def exchange_now(self, request: Request) -> Reply | None:
-        """As `exchange`, where `ask_now` is as `ask`."""
+    async def exchange_without_thread(self, request: Request) -> Reply | None:
+        """As `exchange`, where `ask_without_thread` is as `ask`."""
         sign = self.place.signer()
         if sign is None:
             return None
@@ -182,9 +182,9 @@ class HttpClient:
         reply = self.exchange(Request("HEAD", key))
         return self._described(key, reply), reply.headers
 
-    async def head_now(self, key: str) -> ObjectInfo | None:
-        """The object from a HEAD, where `ask_now` is as `ask`."""
-        reply = await self.exchange_now(Request("HEAD", key))
+    async def head_without_thread(self, key: str) -> ObjectInfo | None:
+        """The object from a HEAD, where `ask_without_thread` is as `ask`."""
+        reply = await self.exchange_without_thread(Request("HEAD", key))
         return None if reply is None else self._described(key, reply)
 
     def _described(self, key: str, reply: Reply) -> ObjectInfo:

@@ -57,11 +57,11 @@ class Origin:
         self._attempts = attempts
         self._probes = Probes(attempts)
         # A client that can ask without a thread has these, too.
-        self._list_now: Callable[..., Awaitable[ListPage | None]] | None
-        self._list_now = getattr(attempts.client, "list_now", None)
-        self._head_now: Callable[[str], Awaitable[ObjectInfo | None]] | None
-        self._head_now = getattr(attempts.client, "head_now", None)
-        self.limit, self.name = attempts.limit, attempts.name
+        self._list_without_thread: Callable[..., Awaitable[ListPage | None]] | None
+        self._list_without_thread = getattr(attempts.client, "list_without_thread", None)
+        self._head_without_thread: Callable[[str], Awaitable[ObjectInfo | None]] | None
+        self._head_without_thread = getattr(attempts.client, "head_without_thread", None)
+        self.set_rate_limits, self.name = attempts.set_rate_limits, attempts.name
         self.read, self.begin = attempts.read, attempts.begin
         self.concurrency = attempts.gate.concurrency.maximum  # the greatest number of requests in flight
         # Compares whole objects with their etags; None if the client does not.
@@ -126,15 +126,25 @@ class Origin:
 
     async def list_page(self, prefix: str, *, token: str | None = None, limit: int = 1000) -> ListPage:
         """One page of the keys and common prefixes directly below `prefix` (a full key prefix, "" or ending in "/")."""
-        ask = partial(self._client.list_page, prefix, token, limit)
-        now = None if self._list_now is None else partial(self._list_now, prefix, token, limit)
-        return await self._attempts.call(ask, f"listing {self.name(prefix)}", "origin_list", prefix, now=now)
+        ask, at_once = partial(self._client.list_page, prefix, token, limit), self._list_without_thread
+        return await self._attempts.call(
+            ask,
+            f"listing {self.name(prefix)}",
+            "origin_list",
+            prefix,
+            without_thread=None if at_once is None else partial(at_once, prefix, token, limit),
+        )
 
     async def head(self, key: str) -> ObjectInfo:
         """Size, mtime and etag of the current object."""
-        head = partial(self._client.head, key)
-        now = None if self._head_now is None else partial(self._head_now, key)
-        return await self._attempts.call(head, f"looking up {self.name(key)}", "origin_head", key, now=now)
+        ask, at_once = partial(self._client.head, key), self._head_without_thread
+        return await self._attempts.call(
+            ask,
+            f"looking up {self.name(key)}",
+            "origin_head",
+            key,
+            without_thread=None if at_once is None else partial(at_once, key),
+        )
 
     async def look(self, key: str) -> tuple[ObjectInfo, str]:
         """The current object and its idempotency token ("": none)."""
@@ -222,7 +232,7 @@ class Origin:
                 "origin_put",
                 key,
                 ticket,
-                now=lambda body: writer.put_now(key, body, sent),
+                without_thread=lambda body: writer.put_without_thread(key, body, sent),
             )
         except Conflict as exc:
             return await self.ours(key, token, size, exc)
@@ -269,8 +279,13 @@ class Origin:
 
     async def delete(self, key: str) -> None:
         """Delete an object; a missing object is no error."""
-        delete, now = partial(self.writer.delete, key), partial(self.writer.delete_now, key)
-        await self._attempts.call(delete, f"deleting {self.name(key)}", "origin_delete", key, now=now)
+        delete, without_thread = (
+            partial(self.writer.delete, key),
+            partial(self.writer.delete_without_thread, key),
+        )
+        await self._attempts.call(
+            delete, f"deleting {self.name(key)}", "origin_delete", key, without_thread=without_thread
+        )
 
     async def delete_many(self, keys: Iterable[str]) -> dict[str, CachefsError]:
         """Delete many objects, `limits.batch` a request. Returns the keys that remain, each with its error. Where

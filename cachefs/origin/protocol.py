@@ -315,7 +315,7 @@ class Writer(Protocol):
     conditions: Conditions
 
     def put(self, key: str, body: Body, preconditions: Preconditions) -> Written: ...
-    async def put_now(self, key: str, body: Body, preconditions: Preconditions) -> Written | None:
+    async def put_without_thread(self, key: str, body: Body, preconditions: Preconditions) -> Written | None:
         """As `put`, on the trio thread, for a small body in memory. None if nothing was sent: use `put`."""
         return None
 
@@ -325,7 +325,7 @@ class Writer(Protocol):
     def delete(self, key: str) -> None:
         """Delete an object; a missing object is no error."""
 
-    async def delete_now(self, key: str) -> bool | None:
+    async def delete_without_thread(self, key: str) -> bool | None:
         """As `delete`, on the trio thread. None if nothing was sent: use `delete`."""
         return None
 

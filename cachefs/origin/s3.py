@@ -359,10 +359,10 @@ class S3Client(HttpClient, Writer):
             reply = self.exchange(request)
         return self._page(request, reply)
 
-    async def list_now(self, prefix: str, token: str | None, limit: int) -> ListPage | None:
+    async def list_without_thread(self, prefix: str, token: str | None, limit: int) -> ListPage | None:
         """As `list_page`, on the trio thread. None if `list_page` must ask: nothing was sent, or the bucket has moved."""
         request = _listing(prefix, token, limit)
-        reply = await self.exchange_now(request)
+        reply = await self.exchange_without_thread(request)
         if reply is None or self._moved(reply):
             return None
         if len(reply.body) < UNREAD_BYTES or next_token(reply.body) is not None:
@@ -394,11 +394,11 @@ class S3Client(HttpClient, Writer):
         with conflicts(preconditions):
             return written(self.ask(self._put(key, body, preconditions)))
 
-    async def put_now(self, key: str, body: Body, preconditions: Preconditions) -> Written | None:
+    async def put_without_thread(self, key: str, body: Body, preconditions: Preconditions) -> Written | None:
         if not isinstance(self.place, Bucket):
             return None
         with conflicts(preconditions):
-            reply = await self.ask_now(self._put(key, body, preconditions))
+            reply = await self.ask_without_thread(self._put(key, body, preconditions))
             return None if reply is None else written(reply)
 
     def _put(self, key: str, body: Body, preconditions: Preconditions) -> Request:
@@ -409,11 +409,11 @@ class S3Client(HttpClient, Writer):
         reply = self.ask(Request("PUT", to, headers=self._source(key, etag), slow=True, about=key))
         return Written(_etag(self.document(reply, key)))
 
-    async def delete_now(self, key: str) -> bool | None:
+    async def delete_without_thread(self, key: str) -> bool | None:
         if not isinstance(self.place, Bucket):
             return None
         with suppress(NotFound):
-            return True if await self.ask_now(Request("DELETE", key)) else None
+            return True if await self.ask_without_thread(Request("DELETE", key)) else None
         return True
 
     def delete_many(self, keys: Sequence[str]) -> dict[str, CachefsError]:

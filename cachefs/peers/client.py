@@ -96,9 +96,9 @@ class Connection:
     used: bool = False  # True once a whole reply was received on it
     # Bytes of the body that were received with the head.
     _early: memoryview = field(default_factory=lambda: memoryview(b""))
-    _handed_over: bool = False
-    _silence_s: float = 0.0
-    _unwanted: bool = False
+    _thread_has_it: bool = False  # a worker thread uses the socket
+    _silence_s: float = 0.0  # how long that thread waits for a byte
+    _unwanted: bool = False  # `close` was called
 
     async def shake_hands(self, deadline_s: float) -> None:
         """Set up TLS, if it is used."""
@@ -186,8 +186,8 @@ class Connection:
             at += count
 
     def fill(self, view: memoryview) -> None:
-        """As `read_into`, for a worker thread, between `hand_over` and `take_back`. Raises `PeerFailed` if no byte came for
-        `silence_s` (see `hand_over`); it may take up to twice that."""
+        """As `read_into`, for a worker thread, between `give_to_thread` and `thread_ended`. Raises `PeerFailed` if no byte
+        came for `silence_s` (see `give_to_thread`); it may take up to twice that."""
         if self._tls is not None:
             for _ in self.read_into(view):
                 poll = select.poll()
@@ -253,28 +253,30 @@ class Connection:
             pass
         return False
 
-    def hand_over(self, silence_s: float) -> None:
-        """Give the connection to a worker thread, which calls `fill`, waiting `silence_s` for a byte, and `take_back`."""
-        self._handed_over = True
+    def give_to_thread(self, silence_s: float) -> None:
+        """Give the connection to a worker thread. It calls `fill`, which waits `silence_s` for a byte, and at last
+        `thread_ended`."""
+        self._thread_has_it = True
         self._silence_s = silence_s
         if self._tls is None:  # with TLS, `fill` polls
             silence = _TIMEVAL.pack(*divmod(int(silence_s * 1e6), 1_000_000))
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, silence)
             self._socket.setblocking(True)
 
-    def take_back(self) -> None:
-        """End the worker thread's use; the thread calls it last. It clears its flag before it reads the other one, so
-        either this call or `close` closes the socket."""
+    def thread_ended(self) -> None:
+        """End the worker thread's use; the thread calls it last."""
         self._socket.setblocking(False)
-        self._handed_over = False
+        # The flag is cleared before the other one is read, so either this call or `close` closes the socket.
+        self._thread_has_it = False
         if self._unwanted:
             self._socket.close()
 
     def close(self) -> None:
-        """Close the socket. While a worker thread has it, only shut it down: the thread then ends at once, and `take_back`
-        closes the socket. A descriptor that is closed while a thread waits on it may be reused for another file."""
+        """Close the socket. While a worker thread has it, only shut it down: the thread then ends at once, and
+        `thread_ended` closes the socket. A descriptor that is closed while a thread waits on it may be reused for another
+        file."""
         self._unwanted = True
-        if self._handed_over:
+        if self._thread_has_it:
             with suppress(OSError):  # not by TLS's shutdown, which would change TLS's state
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
         else:
@@ -427,9 +429,9 @@ class Receiver:
                         return
                 self._buffers.append(buffer)  # after a failure the buffer is dropped
             finally:
-                connection.take_back()
+                connection.thread_ended()
 
-        connection.hand_over(silence_s)
+        connection.give_to_thread(silence_s)
         failure: Exception | None = None
         try:
             async with trio.open_nursery() as nursery:
@@ -441,7 +443,7 @@ class Receiver:
                 nursery.cancel_scope.cancel()
         finally:
             try:
-                claim.pop().take_back()
+                claim.pop().thread_ended()
             except IndexError:
                 pass
             await delivery.close()
@@ -564,14 +566,14 @@ class _Peer:
     """Connections to one address."""
 
     def __init__(self) -> None:
-        self.room = trio.Semaphore(CONNECTIONS_PER_PEER)
+        self.slots = trio.Semaphore(CONNECTIONS_PER_PEER)
         self.ips: list[str] = []  # its IP addresses; empty before the lookup, and after a failure
         # False also once a connection was lost: the name may have another address then, and another node the known one.
         self.looked_up = False
         self.idle: deque[tuple[float, Connection]] = deque()  # (time of last use, connection), oldest first
 
     def in_use(self) -> bool:
-        return bool(self.idle) or self.room.value < CONNECTIONS_PER_PEER
+        return bool(self.idle) or self.slots.value < CONNECTIONS_PER_PEER
 
     def take(self, now: float) -> Connection | None:
         """The most recently used connection that is still usable; None if there is none. Closes those that are not."""
@@ -715,7 +717,7 @@ class Client:
         try:
             target = path if request is None else request.target(path)
             with trio.move_on_after(deadlines.total_s):
-                async with peer.room:
+                async with peer.slots:
                     kept = peer.take(trio.current_time())
                     if kept is not None:
                         try:

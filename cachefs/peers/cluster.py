@@ -36,7 +36,7 @@ T = TypeVar("T")
 ASKED = 2
 """Members that are asked for one range before the origin. If two fail, the fault is not that of one node."""
 
-HASTE = ASKED + 1
+SHARES_OF_TIME = ASKED + 1
 """A peer that sends signs of life may take this fraction (one part in so many) of a reader's time. The rest must suffice
 for the origin, because the peer may be cut off from the origin when this node is not."""
 
@@ -75,7 +75,7 @@ class Cluster:
     deadline_s: float = TOTAL_S
 
     def __post_init__(self) -> None:
-        self.patience_s = self.deadline_s / HASTE
+        self.patience_s = self.deadline_s / SHARES_OF_TIME
         """How long a reader waits for a peer that sends signs of life, queue included."""
         self._now = trio.current_time
         self._health: dict[str, Health] = {}
@@ -94,24 +94,24 @@ class Cluster:
 
     def owner(self, digest: bytes, extent: int) -> Member | None:
         """The owner of the extent; None when it is this node, or there are no members."""
-        names = self._owners(digest, extent)
-        return self.membership.members[names[0]] if names and names[0] not in self.membership.own else None
+        order = self._ring_order(digest, extent)
+        return self.membership.members[order[0]] if order and order[0] not in self.membership.own else None
 
     def keeps(self, digest: bytes, extent: int) -> bool:
-        """True if this node protects its blocks of the extent, because it is one of the owners or stands in for dead ones.
-        A node that serves no blocks protects all."""
-        owners = self._owners(digest, extent)
-        return not self.serves or not owners or self._is_among_first(owners, self.replicas)
+        """True if this node caches the extent as its own: it is one of the replicas, or stands in for dead ones. A node that
+        serves no blocks keeps all that it reads."""
+        order = self._ring_order(digest, extent)
+        return not self.serves or not order or self._is_among_first(order, self.replicas)
 
     def may_fetch(self, digest: bytes, extent: int, rank: int) -> bool:
         """True if this node should fetch the extent for a client that gives it this rank: it has at most this rank by its
         own members too, or would without those that it knows to be dead (which the client may not know)."""
-        return self._is_among_first(self._owners(digest, extent), max(self.replicas, rank + 1))
+        return self._is_among_first(self._ring_order(digest, extent), max(self.replicas, rank + 1))
 
-    def _is_among_first(self, owners: Collection[str], count: int) -> bool:
-        """True if this node is among the first `count` owners that are not dead."""
+    def _is_among_first(self, order: Collection[str], count: int) -> bool:
+        """True if this node is among the first `count` of these members that are not dead."""
         alive = 0
-        for name in owners:
+        for name in order:
             if name in self.membership.own:
                 return True
             alive += self._health_of(name).state != "dead"
@@ -124,11 +124,12 @@ class Cluster:
         `candidates`, the caller must ask each that it takes."""
         # Read once, together: both may be replaced while the caller asks.
         members, own = self.membership.members, self.membership.own
-        for rank, name in enumerate(self._owners(digest, extent)):
+        for rank, name in enumerate(self._ring_order(digest, extent)):
             if name in own or self._health_of(name).may_try(self._now()):
                 yield Candidate(members[name], rank)
 
-    def _owners(self, digest: bytes, extent: int) -> tuple[str, ...]:
+    def _ring_order(self, digest: bytes, extent: int) -> tuple[str, ...]:
+        """The names of the owner, the other replicas and the successors."""
         return self.membership.ring.owners(digest, extent, self.replicas + SUCCESSORS)
 
     # -- requests ------------------------------------------------------------------------------------
@@ -149,7 +150,7 @@ class Cluster:
         in `Pace`. Raises `PeerFailed`, and what the sink raises."""
         request = self._request(version, start, stop, candidate.rank)
         deadline_s = self._health_of(candidate.member.name).read_deadline()
-        await self._judged(
+        await self._ask(
             candidate.member,
             lambda address: self._client.read(
                 address,
@@ -173,7 +174,7 @@ class Cluster:
     async def prefetch(self, candidate: Candidate, version: ObjectId, start: int, stop: int) -> None:
         """Have the member fetch and cache bytes [start, stop) of one extent. Raises `PeerFailed`."""
         request = self._request(version, start, stop, candidate.rank)
-        await self._judged(
+        await self._ask(
             candidate.member,
             lambda address: self._client.prefetch(address, request, working_s=self.deadline_s),
         )
@@ -210,16 +211,18 @@ class Cluster:
                 contained(nursery, f"peer {member}", ask, member)
         return sorted(silent)
 
-    async def _judged(self, member: Member, ask: Callable[[Address], Awaitable[float]]) -> None:
-        """Call `ask`, which returns the seconds to the first sign of life, and record how it ended. Raises as `ask`."""
+    async def _ask(self, member: Member, ask: Callable[[Address], Awaitable[float]]) -> None:
+        """Call `ask`, which returns the seconds to the first sign of life, and record in the member's health how it ended.
+        Raises as `ask`."""
         health, sent_at = self._health_of(member.name), self._now()
         try:
             first_s = await self._reach(member, ask)
         except PeerFailed as exc:
             now, before = self._now(), health.state
             took_long = now - sent_at > LONGEST_DEADLINE_S
+            # A late answer counts as slow, too: the peer may have lost the origin.
             if exc.kind == "timeout" or (took_long and exc.kind in ANSWERS):
-                health.slow(sent_at, now)  # also an answer so late: the peer may have lost the origin
+                health.slow(sent_at, now)
             elif exc.kind in ANSWERS:
                 health.succeeded(now - sent_at)
             # A peer whose origin pauses breaks off its reply behind some blocks: that is no failure.

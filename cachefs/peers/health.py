@@ -43,14 +43,14 @@ ANSWERS, FEWEST = 128, 20
 """The deadline is set by that many recent answers, as soon as there are the fewest: by the second longest, because one may
 be the pause of a process. Derived: of 128 that is about the 98th percentile, of 20 the 95th."""
 
-MARGIN = 2.0
+TIMES_USUAL_ANSWER = 2.0
 """The deadline is so many times that answer: one request in fifty takes longer, and must not be given up."""
 
-TIMES = 4.0
+SLOWER_THAN_ORIGIN = 4.0
 """A peer may take so many times as long as the origin. The rates of both vary by a factor of two around their means, and a
 transfer that is given up costs the origin a request."""
 
-FLOOR_S = 5.0
+ALWAYS_ALLOWED_S = 5.0
 """Any range may take so long. Derived: longer than `client.SILENCE_S`, so that silence is reported as such; and short enough
 to give up two slow peers within the usual `--timeout`."""
 
@@ -58,7 +58,7 @@ ASSUMED_RATE = 4 << 20
 """Assumed bytes a second of an origin that was not read yet; low, so that a slow link is not taken for a slow peer."""
 
 LOOK_EVERY_S = 0.25
-"""How often the pace of a transfer is checked. Derived: a twentieth of `FLOOR_S`."""
+"""How often the pace of a transfer is checked. Derived: a twentieth of `ALWAYS_ALLOWED_S`."""
 
 MAX_PEERS = 2048
 """Rows of counters; a further peer replaces the row used least recently. Derived: twice the nodes that a ring is tested
@@ -127,7 +127,9 @@ class Health:
         """Seconds to wait for the first byte, and between two pieces."""
         if len(self._answers) < FEWEST:
             return LONGEST_DEADLINE_S
-        return min(LONGEST_DEADLINE_S, max(SHORTEST_DEADLINE_S, MARGIN * sorted(self._answers)[-2]))
+        return min(
+            LONGEST_DEADLINE_S, max(SHORTEST_DEADLINE_S, TIMES_USUAL_ANSWER * sorted(self._answers)[-2])
+        )
 
 
 @dataclass(frozen=True)
@@ -143,15 +145,15 @@ class Pace:
     def allowed_s(self, size: int) -> float:
         """Seconds that `size` bytes may take."""
         if not self.origin_rate:
-            return max(FLOOR_S, TIMES * size / ASSUMED_RATE)
-        return max(FLOOR_S, TIMES * (1 + self.others) * size / self.origin_rate)
+            return max(ALWAYS_ALLOWED_S, SLOWER_THAN_ORIGIN * size / ASSUMED_RATE)
+        return max(ALWAYS_ALLOWED_S, SLOWER_THAN_ORIGIN * (1 + self.others) * size / self.origin_rate)
 
     def too_slow(self, size: int, received: int, elapsed_s: float, since_last_s: float) -> bool:
         """True if a transfer of `size` bytes should be given up. At most `received` of them came in `elapsed_s`. The last
         block was complete `since_last_s` ago."""
         if since_last_s > self.patience_s:
             return True
-        if elapsed_s < FLOOR_S or received >= size:
+        if elapsed_s < ALWAYS_ALLOWED_S or received >= size:
             return False
         return received <= 0 or elapsed_s * size / received > self.allowed_s(size)
 

@@ -492,7 +492,8 @@ class _Conversation:
     async def _all_arrived(self, wanted: BlockRequest, served: Served) -> None:
         self._within(REPLY_S)
         for _ in range(wanted.start_block, wanted.stop_block):
-            served.take() or await self._arrived(served, working=True)
+            if served.take() is None:
+                await self._arrived(served, working=True)
 
     async def _stream(self, wanted: BlockRequest, served: Served) -> None:
         """Send head and body. A failure before the first block becomes a status; after it, it breaks off the reply."""

@@ -87,32 +87,32 @@ class _Prefetched:
 @dataclass(slots=True, eq=False)
 class Awaited:
     """The digests of files whose opens must be reported to prefetch (see `FileSystem.watch_opens`). `unread` are predicted
-    shards that were opened and not read yet. `size` is that of both together: the unused bytes."""
+    shards that were opened and not read yet. `unused_bytes` are those of both together."""
 
     everything: bool = False  # plans follow every open
     files: OrderedDict[bytes, _Prefetched] = field(default_factory=OrderedDict)
     unread: dict[bytes, _Prefetched] = field(default_factory=dict)
-    size: int = 0
+    unused_bytes: int = 0
 
     def __contains__(self, digest: object) -> bool:
         return self.everything or digest in self.files
 
     def put(self, file: _Prefetched) -> None:
         self.files[file.object.digest] = file
-        self.size += file.size
+        self.unused_bytes += file.size
 
     def opened(self, digest: bytes) -> _Prefetched | None:
         file = self.files.pop(digest, None)
         if file is not None:
-            self.end(digest)
+            self.stop_counting(digest)
             self.unread[digest] = file
         return file
 
-    def end(self, digest: bytes) -> _Prefetched | None:
+    def stop_counting(self, digest: bytes) -> _Prefetched | None:
         """Stop counting an opened file as unused: it was used, or is not wanted. Returns None if it was not counted."""
         file = self.unread.pop(digest, None)
         if file is not None:
-            self.size -= file.size
+            self.unused_bytes -= file.size
         return file
 
     def drop(self, file: _Prefetched) -> bool:
@@ -120,10 +120,10 @@ class Awaited:
         digest = file.object.digest
         if self.files.get(digest) is file:
             del self.files[digest]
-            self.size -= file.size
+            self.unused_bytes -= file.size
             return True
         if self.unread.get(digest) is file:
-            self.end(digest)
+            self.stop_counting(digest)
         return False
 
 
@@ -160,9 +160,11 @@ class Prefetcher:
         self._now = trio.lowlevel.current_clock().current_time
         fs, fetcher = self._fs, self._fetcher
         paths = self._paths = Paths(volumes)
-        self._plans = FromPlans(fs, self._wanted, self._still_wanted, self.clock, fetcher.look_soon)
+        self._plans = FromPlans(fs, self._wanted, self._still_wanted, self.clock, fetcher.preload)
         self._shards = FromShards(fs, paths, self._still_wanted)
-        self._directories = FromDirectories(fs, paths, self._still_wanted, fetcher.look_soon, fetcher.course)
+        self._directories = FromDirectories(
+            fs, paths, self._still_wanted, fetcher.preload, fetcher.epoch_progress
+        )
         self.hints = Hints(self._plans.plans, PlanStore(directory), self._plans_changed, self.clock)
         self.awaited = Awaited()
         self._nursery: trio.Nursery | None = None
@@ -207,7 +209,7 @@ class Prefetcher:
             self._shards.opened(ino, pid, origin, obj, cold=cold, counts=counts)
             self._wake()
         elif obj.size and file is None and not passthrough and self._still_wanted(obj):
-            self._fetcher.course.comes(obj)
+            self._fetcher.epoch_progress.mark_used(obj)
             walk = self._directories.missed(ino, origin, obj, now)
             if walk is not None and self._nursery is not None:
                 contained(self._nursery, "prefetch", self._count, walk)
@@ -223,7 +225,7 @@ class Prefetcher:
             log.exception("a read could not be followed")
 
     def _use(self, digest: bytes) -> None:
-        file = self.awaited.end(digest)
+        file = self.awaited.stop_counting(digest)
         if file is not None:
             file.used = True
             self._used_bytes += file.fetched
@@ -279,7 +281,7 @@ class Prefetcher:
     async def _start_some(self, nursery: trio.Nursery) -> bool:
         """Begin a group of transfers. True if others may follow, False if there is nothing to begin now."""
         budget = self._budget()
-        if not self._has_slots or self._enough(budget) or self._paused():
+        if not self._has_slots or self._is_full(budget) or self._paused():
             return False
         group = (
             await self._plans.next(self._group)
@@ -293,24 +295,25 @@ class Prefetcher:
         """How many bytes may be unused now."""
         return self.capacity() // UNUSED_SHARE
 
-    def _enough(self, budget: int) -> bool:
-        return self.awaited.size >= budget or len(self.awaited.files) >= MOST_AWAITED
+    def _is_full(self, budget: int) -> bool:
+        """True if as many prefetched files or bytes as allowed wait to be used."""
+        return self.awaited.unused_bytes >= budget or len(self.awaited.files) >= MOST_AWAITED
 
     def _wanted(self, obj: ObjectId) -> bool:
         return bool(obj.size) and obj.digest not in self.awaited.files and not self._fetcher.whole(obj)
 
     def _still_wanted(self, obj: ObjectId) -> bool:
         """`_wanted` for predictions: not a file that was read in this epoch. It may have been evicted."""
-        return self._wanted(obj) and not self._fetcher.course.had(obj)
+        return self._wanted(obj) and not self._fetcher.epoch_progress.was_used(obj)
 
     def _start(self, nursery: trio.Nursery, group: list[Candidate], budget: int) -> None:
         """Begin the transfers of as many candidates as the bounds allow. The rest are put back."""
         now = self._now()
         small: dict[Origin, list[_Prefetched]] = {}
         for number, candidate in enumerate(group):
-            if self._in_flight >= self.slots or self._enough(budget):
+            if self._in_flight >= self.slots or self._is_full(budget):
                 for other in reversed(group[number:]):
-                    other.give_back()
+                    other.postpone()
                 break
             if candidate.found is None:
                 self._in_flight += 1
@@ -418,7 +421,7 @@ class Prefetcher:
                 self.awaited.drop(file)
         for digest, file in list(self.awaited.unread.items()):
             if file.done and file.since < self._now() - UNREAD_S:
-                self.awaited.end(digest)
+                self.awaited.stop_counting(digest)
 
     def _given_up(self, file: _Prefetched) -> bool:
         """True if a file is no longer awaited: it was not opened for `PREFETCHED_S`, and no plan in use names it."""
@@ -432,13 +435,13 @@ class Prefetcher:
 
     def status(self) -> dict[str, Any]:
         """For `cachefs status`: plain values. `paused` is why nothing is fetched, else ""."""
-        full = "enough lies unused" if self._enough(self._budget()) else ""
+        full = "enough lies unused" if self._is_full(self._budget()) else ""
         return {
             "directories": self._directories.status(SHOWN),
             "shards": len(self._shards.shards),
             "plans": [_shown(plan) for _, plan in sorted(self._plans.plans.by_name.items())],
             "in_flight": self._in_flight,
-            "unused_bytes": self.awaited.size,
+            "unused_bytes": self.awaited.unused_bytes,
             "fetched_bytes": self._fetched_bytes,
             "used_bytes": self._used_bytes,
             "unknown_paths": self._unknown,

@@ -25,7 +25,7 @@ from cachefs.prefetch.shards import READ_SHARE, Shards, StreamKey
 if TYPE_CHECKING:
     from cachefs.base.names import ObjectId
     from cachefs.origin import Origin
-    from cachefs.store.eviction import Course
+    from cachefs.store.eviction import EpochProgress
 
 SLICE = 64
 """Names examined between two checkpoints, about 10 µs each."""
@@ -54,7 +54,7 @@ Found: TypeAlias = "tuple[Origin, ObjectId]"
 Wanted = Callable[["ObjectId"], bool]
 """True for a version that is neither cached nor in flight and, unless a plan names it, was not read in this epoch."""
 
-LookSoon = Callable[[Iterable["ObjectId"]], None]
+Preload = Callable[[Iterable["ObjectId"]], None]
 """Called with versions shortly before `Wanted` is called for them, so that the store reads their rows together."""
 
 
@@ -69,8 +69,8 @@ class Candidate:
     walk: _Walk | None = None  # of its directory
     stream: StreamKey | None = None  # of a shard
 
-    def give_back(self) -> None:
-        """Put it back, because it is not fetched now."""
+    def postpone(self) -> None:
+        """Put it back before its fetch has begun, and tell the policy of its directory."""
         self.put_back()
         if self.walk is not None:
             self.walk.policy.failed()
@@ -94,14 +94,14 @@ class FromPlans:
     _wanted: Wanted
     _still_wanted: Wanted
     _clock: Callable[[], float]
-    _look_soon: LookSoon
+    _preload: Preload
     plans: Plans = field(default_factory=Plans)
 
     async def next(self, most: int) -> list[Candidate]:
         examined = 0
         while items := self._take(most):
             known = self._known(items)
-            self._look_soon(found[1] for _, found in known if found is not None)
+            self._preload(found[1] for _, found in known if found is not None)
             group = []
             for item, found in known:
                 wanted = self._still_wanted if item.is_behind else self._wanted
@@ -247,7 +247,7 @@ class _Walk:
     start: bytes
     name: str
     policy: Directory
-    version: int = -1  # of the course, when `policy` was told its epoch
+    version: int = -1  # of the epoch progress, when `policy` was told its epoch
     after: bytes | None = None
     second_half: bool = False
     buffer: deque[Sibling] = field(default_factory=deque)
@@ -262,8 +262,8 @@ class FromDirectories:
     _fs: FileSystem
     _paths: Paths
     _wanted: Wanted
-    _look_soon: LookSoon
-    _course: Course
+    _preload: Preload
+    _epoch_progress: EpochProgress
     _walks: OrderedDict[str, _Walk] = field(default_factory=OrderedDict)
     _eager: OrderedDict[_Walk, None] = field(default_factory=OrderedDict)
 
@@ -279,7 +279,7 @@ class FromDirectories:
             self._walks.popitem(last=False)
         policy = walk.policy
         walk.ino = ino
-        policy.in_epoch(self._course.epoch(obj))
+        policy.in_epoch(self._epoch_progress.epoch(obj))
         policy.missed(now)
         if policy.demanded <= START:
             walk.start = min(walk.start, name.encode())
@@ -291,11 +291,11 @@ class FromDirectories:
 
     def hit(self, walk: _Walk, obj: ObjectId, now: float) -> None:
         """Note that a prefetched file was opened."""
-        policy, version = walk.policy, self._course.version
+        policy, version = walk.policy, self._epoch_progress.version
         # All files of a directory are of one dataset, so its epoch is asked for only if one has begun.
         if walk.version != version or not policy.epoch:
             walk.version = version
-            policy.in_epoch(self._course.epoch(obj))
+            policy.in_epoch(self._epoch_progress.epoch(obj))
         policy.hit(now)
         self._go_on(walk)
 
@@ -357,7 +357,7 @@ class FromDirectories:
         if after == before:
             return False
         files = [file for file in files if file.object.size <= LARGE]
-        self._look_soon(file.object for file in files)
+        self._preload(file.object for file in files)
         walk.buffer.extend(files)
         walk.after = after
         if after is None and not walk.second_half:

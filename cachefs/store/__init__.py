@@ -12,13 +12,13 @@ Callers: `fetch` (reading, cache writes, passthrough), `upload` (files written o
 status).
 """
 
-from cachefs.store.backing import Settled
+from cachefs.store.backing import WholeVersion
 from cachefs.store.catalog import Backing, BackingFile, CachedObject
 from cachefs.store.opening import OpenStore, open_store
 from cachefs.store.ram import SHM, remove_orphans
 from cachefs.store.scrub import scrub
 from cachefs.store.space import CacheWrite, Run, TierWrite, WriteClosed
-from cachefs.store.store import Shared, Store
+from cachefs.store.store import PinnedBlock, Store
 from cachefs.store.tier import Tier
 
 __all__ = [
@@ -28,12 +28,12 @@ __all__ = [
     "CacheWrite",
     "CachedObject",
     "OpenStore",
+    "PinnedBlock",
     "Run",
-    "Settled",
-    "Shared",
     "Store",
     "Tier",
     "TierWrite",
+    "WholeVersion",
     "WriteClosed",
     "open_store",
     "remove_orphans",

@@ -41,12 +41,12 @@ ZEROS = bytes(1 << 20)
 @dataclass(eq=False, slots=True)
 class _File:
     """Content that becomes the cache file of a version. `hashed` returns its checksums, or None if it has changed. `place`
-    moves or writes it to the path of the cache file, in a thread. `here` bytes of it lie on the disk already."""
+    moves or writes it to the path of the cache file, in a thread. `already_there` bytes of it lie on the disk already."""
 
     obj: CachedObject
     hashed: Callable[[], Awaitable[list[int] | None]]
     place: Callable[[], bool]
-    here: int = 0
+    already_there: int = 0
     checksums: list[int] | None = None
 
     @property
@@ -115,7 +115,7 @@ class Adopting:
         ram, ssd = self._tiers.get(RAM), self._tier
         if ram is not None and ram.writable() and ram.takes_files:
             limit = ram.limit_bytes()
-            if ram.kept_bytes + need <= SPILL_ABOVE * limit and ram.counted_bytes() + need <= limit:
+            if ram.own_bytes + need <= SPILL_ABOVE * limit and ram.counted_bytes() + need <= limit:
                 return ram
         return ssd if ssd is not None and ssd.writable() and ssd.takes_files else None
 
@@ -148,7 +148,7 @@ class Adopting:
             return None if written or after.st_size != size else found
 
         try:
-            place = partial(tier.take, path, obj.id.digest)
+            place = partial(tier.move_in, path, obj.id.digest)
             return all(await self._become([_File(obj, hashed, place, status.st_blocks * 512)], tier))
         finally:
             os.close(fd)
@@ -159,8 +159,8 @@ class Adopting:
         reserved, ready = list[_File](), list[_File]()
         try:
             for file in files:
-                if await self._space.fit(tier, file.need, here=file.here):
-                    tier.reserve(file.need, file.here)
+                if await self._space.fit(tier, file.need, already_there=file.already_there):
+                    tier.reserve(file.need, file.already_there)
                     reserved.append(file)
             for file in reserved:
                 file.checksums = await file.hashed()
@@ -206,7 +206,7 @@ class Adopting:
             if obj.copies.get((tier.number, copy.extent)) is copy:
                 self._space.drop(obj, copy, copy.bitmap)
         while tier.disposal.pending(digest):
-            await trio.to_thread.run_sync(tier.disposal.settle, digest, abandon_on_cancel=True)
+            await trio.to_thread.run_sync(tier.disposal.wait_for, digest, abandon_on_cancel=True)
 
     def _is_free(self, obj: CachedObject, tier: Tier) -> bool:
         return not (self._in_the_way(obj, tier) or self._catalog.copies(obj, tier.number))
@@ -302,7 +302,7 @@ class Adopting:
                     # An empty copy was dropped with the first, because an immutable file is dropped as a whole.
                     if copy.bitmap:
                         self._space.drop(old_obj, copy, copy.bitmap)
-                if self._space.evict_for(tier, need, ANY, here=need):
+                if self._space.evict_for(tier, need, ANY, already_there=need):
                     self._put(obj, tier, checksums)
                     self._free_place(obj, tier)
                     # A backing file without users was retired by `drop`.
@@ -321,7 +321,7 @@ class Adopting:
         backing.object, backing.copies = obj, self._catalog.copies(obj, backing.tier.number)
         self._space.pin(*backing.copies)
         self._space.unpin(old_obj, *old_copies)
-        old_obj.rest()
+        old_obj.close_if_unused()
 
     def _copies_of_all(self, obj: CachedObject, tier: Tier) -> list[Copy] | None:
         """The copies of a version in order, if they are all of it, verified, in an immutable file; else None."""

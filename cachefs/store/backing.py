@@ -37,7 +37,7 @@ TO_PREPARE = 256
 """Versions that wait to be gathered and verified. A longer queue would hold files that were opened minutes ago. A bound."""
 
 
-class Settled:
+class WholeVersion:
     """A version that is whole on one tier whose files are not opened in passthrough: the daemon reads it."""
 
     __slots__ = ("_catalog", "_copies", "_object", "blocks")
@@ -161,20 +161,20 @@ class Passthrough:
     def _make_immutable(self, obj: CachedObject, tier: Tier) -> int:
         return tier.make_immutable(obj.id.digest, obj.id.size, partial(obj.is_its_file, tier.number))
 
-    def settled(self, object_id: ObjectId, *, passthrough: bool, on_disk: bool) -> Settled | None:
+    def reusable(self, object_id: ObjectId, *, passthrough: bool, on_disk: bool) -> WholeVersion | None:
         """The version, if it is whole on a tier from which `open` cannot serve it, and no blocks of it lie on one from which
         `open` can. Without `passthrough` that is any tier; with `on_disk`, `open` serves only files of the disk's tier."""
-        obj = self._catalog.look(object_id)
+        obj = self._catalog.peek(object_id)
         if not self._catalog.remembers(obj):
             return None
-        settled = None
+        found = None
         for tier in self._space.tiers:
             if passthrough and tier.passthrough and tier in self._tiers and (tier.blocking or not on_disk):
                 if self._catalog.copies(obj, tier.number):
                     return None  # it may become whole and verified there
-            elif settled is None and (copies := self._whole(obj, tier, verified=False)) is not None:
-                settled = Settled(self._catalog, obj, copies)
-        return settled
+            elif found is None and (copies := self._whole(obj, tier, verified=False)) is not None:
+                found = WholeVersion(self._catalog, obj, copies)
+        return found
 
     def to_make_immutable(self, obj: CachedObject) -> tuple[Tier, list[Copy]] | None:
         """(tier, copies there) that `open` would use, if it would have to make the file immutable, which may wait for a
@@ -233,7 +233,7 @@ class Passthrough:
             if len(self._idle) > IDLE_BACKINGS:
                 self.retire(self._idle.popitem(last=False)[0])
         if obj.fds:
-            obj.rest()
+            obj.close_if_unused()
 
     def _note_end(self, backing: Backing) -> None:
         """Note the use that the last user ends, once between two flushes (a second apart)."""
@@ -254,7 +254,7 @@ class Passthrough:
         if backing.users != users or any(copy.pins != 1 or copy.in_progress for copy in copies):
             return None
         try:
-            fd = tier.give(obj.id.digest, path)
+            fd = tier.move_out(obj.id.digest, path)
         except OSError as exc:
             log.debug("cannot take %s out of the %s tier: %s", obj.id.key, tier.name, exc)
             return None
@@ -262,7 +262,7 @@ class Passthrough:
         obj.backing = None
         self._space.drop_file(obj, tier, "changed")
         self._space.unpin(obj, *backing.copies)
-        obj.rest()
+        obj.close_if_unused()
         return fd
 
     def refuse(self, tier: Tier, reason: str) -> None:
@@ -361,19 +361,19 @@ class Passthrough:
             return False
         if obj.is_immutable(ssd):
             return False  # a crash lost some of its rows; its other blocks can still be read
-        down, kept = (self._catalog.copies(obj, tier.number) for tier in (ram, ssd))
-        if not self._catalog.whole(obj) or any(copy.in_progress for copy in (*down, *kept)):
+        in_ram, on_ssd = (self._catalog.copies(obj, tier.number) for tier in (ram, ssd))
+        if not self._catalog.whole(obj) or any(copy.in_progress for copy in (*in_ram, *on_ssd)):
             return False
-        if any(copy.key in self._eviction.remote_owned for copy in down):
+        if any(copy.key in self._eviction.remote_owned for copy in in_ram):
             return False
         # All are pinned, so that making space for some of them does not evict the others.
-        with self._space.pinned(obj, *down), self._space.pinned(obj, *kept):
-            for copy in down:
+        with self._space.pinned(obj, *in_ram), self._space.pinned(obj, *on_ssd):
+            for copy in in_ram:
                 if not await self._moves.move(obj, copy, ssd, LOWEST):
                     return False
         if self._whole(obj, ssd, verified=False) is None:
             return False
-        for copy in down:
+        for copy in in_ram:
             if copy.bitmap and not copy.pins:
                 self._space.drop(obj, copy, copy.bitmap)
         return True

@@ -161,11 +161,12 @@ class Index:
             self.was_clean and self._db.get("meta", b"trusted") == b"yes"
         )
         self._unreadable = False
-        self._told = True
+        self._has_no_mark = True
         try:
             self._db.write([("meta", b"trusted", None)])
         except NoRoom:
-            self._told = False  # the disk is full and the mark stays, so `close` must leave the index unclean
+            # The disk is full and the mark of the daemon before stays, so `close` must leave the index unclean.
+            self._has_no_mark = False
 
     def load(self, keys: list[CopyKey]) -> list[Copy | None]:
         """The copies of these keys as last written, in their order; None for each without a valid row."""
@@ -273,7 +274,7 @@ class Index:
                 self._db.write([("meta", b"trusted", b"yes")])
         except (NoRoom, CacheUnusable):
             pass
-        self._db.close(clean=whole and self._told)
+        self._db.close(clean=whole and self._has_no_mark)
 
 
 # -- the catalog -----------------------------------------------------------------------------------
@@ -318,7 +319,7 @@ class CachedObject:
     def release(self) -> None:
         self.refs -= 1
         if self.fds and not self.refs:
-            self.rest()
+            self.close_if_unused()
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -328,8 +329,8 @@ class CachedObject:
         finally:
             self.release()
 
-    def rest(self) -> None:
-        """Close its files if it has no users."""
+    def close_if_unused(self) -> None:
+        """Close its files if neither the record nor a copy has users."""
         if self.fds and not self.in_use():
             self.close_files()
 
@@ -351,7 +352,7 @@ class CachedObject:
             self.immutable.add(tier.number)
         return immutable is not False
 
-    def on(self, tier: Tier) -> list[Copy]:
+    def copies_on(self, tier: Tier) -> list[Copy]:
         """Its loaded copies on the tier."""
         return [copy for (number, _), copy in self.copies.items() if number == tier.number and copy]
 
@@ -504,12 +505,12 @@ class Catalog:
         self._trust = trust
         self._objects: OrderedDict[bytes, CachedObject] = OrderedDict()
         self._dirty: dict[CopyKey, Copy] = {}  # in the order of their last use
-        self._removed: dict[CopyKey, int] = {}
-        self._flushing: dict[CopyKey, Copy | int | None] = {}
-        self._loaded = 0
-        # Versions that were looked at lately and are in `_objects` not yet: prefetch looks at files, then fetches them.
-        self._looked_at: dict[bytes, CachedObject] = {}
-        self._looked = 0  # copies that they loaded since the last clearing
+        self._removed: dict[CopyKey, int] = {}  # keys whose row the next flush deletes → stored clock
+        self._flushing: dict[CopyKey, Copy | int | None] = {}  # the values of both, while a flush writes them
+        self._loaded = 0  # copies in the records of `_objects`
+        # Records that only `peek` has made: prefetch peeks at files before it fetches them.
+        self._peeked: dict[bytes, CachedObject] = {}
+        self._peeked_copies = 0  # copies that they loaded since the last clearing
         self._checked = Checked()
         # Noted with each flush, because rows that a start does not read may have the newest clock.
         self.clock = int.from_bytes(index.note(b"clock") or b"", "big") + 1
@@ -539,31 +540,31 @@ class Catalog:
         self._objects.move_to_end(digest)
         return found
 
-    def look(self, object_id: ObjectId) -> CachedObject:
+    def peek(self, object_id: ObjectId) -> CachedObject:
         """The record of a version for a caller that only reads it. It does not become more recently used."""
         found = self._objects.get(object_id.digest)
         if found is None:
-            found = self._looked_at.get(object_id.digest)
+            found = self._peeked.get(object_id.digest)
             if found is None:
                 found = CachedObject(object_id)
-                self._looks({object_id.digest: found})
+                self._remember_peeked({object_id.digest: found})
         found.id = object_id
         return found
 
-    def look_soon(self, versions: Iterable[ObjectId]) -> None:
-        """Prepare `look` for these versions: read the rows of their first extents in one transaction."""
-        looked = {v.digest: CachedObject(v) for v in versions if v.digest not in self._objects}
-        self._load_into(looked, [(tier, digest, 0) for digest in looked for tier in self._tier])
-        self._looks(looked)
+    def preload(self, versions: Iterable[ObjectId]) -> None:
+        """Prepare `peek` for these versions: read the rows of their first extents in one transaction."""
+        records = {v.digest: CachedObject(v) for v in versions if v.digest not in self._objects}
+        self._load_into(records, [(tier, digest, 0) for digest in records for tier in self._tier])
+        self._remember_peeked(records)
 
-    def _looks(self, looked: dict[bytes, CachedObject]) -> None:
-        if len(self._looked_at) > OBJECTS_IN_MEMORY or self._looked > COPIES_IN_MEMORY:
-            self._looked_at.clear()
-            self._looked = 0
-        self._looked_at.update(looked)
+    def _remember_peeked(self, records: dict[bytes, CachedObject]) -> None:
+        if len(self._peeked) > OBJECTS_IN_MEMORY or self._peeked_copies > COPIES_IN_MEMORY:
+            self._peeked.clear()
+            self._peeked_copies = 0
+        self._peeked.update(records)
 
     def idle(self, digest: bytes) -> CachedObject | None:
-        """`look` for a version of which only the digest is known; None while it is in use."""
+        """`peek` for a version of which only the digest is known; None while it is in use."""
         obj = self._objects.get(digest)
         if obj is None:
             return CachedObject(Unnamed(digest))  # type: ignore[arg-type]
@@ -572,15 +573,15 @@ class Catalog:
     def _add(self, digest: bytes, object_id: Any) -> CachedObject:
         if len(self._objects) >= OBJECTS_IN_MEMORY or self._loaded >= COPIES_IN_MEMORY:
             self._forget_some()
-        looked = self._looked_at.pop(digest, None)
-        found = self._objects[digest] = looked or CachedObject(object_id)
-        for (tier, extent), copy in found.copies.items():  # `look` loaded these
+        peeked = self._peeked.pop(digest, None)
+        found = self._objects[digest] = peeked or CachedObject(object_id)
+        for (tier, extent), copy in found.copies.items():  # `peek` loaded these
             self._loaded += copy is not None
             self._checked.discard((tier, digest, extent))
         return found
 
     def remembers(self, obj: CachedObject) -> bool:
-        """True if the record is in memory, and not one that only `look` has made."""
+        """True if the record is in memory, and not one that only `peek` has made."""
         return self._objects.get(obj.id.digest) is obj
 
     def _forget_some(self) -> None:
@@ -620,8 +621,8 @@ class Catalog:
             for key in keys:
                 self._loaded += obj.copies[key[0], key[2]] is not None
                 self._checked.discard(key)  # the loaded copy records it from now on
-        elif self._looked_at.get(digest) is obj:
-            self._looked += len(keys)
+        elif self._peeked.get(digest) is obj:
+            self._peeked_copies += len(keys)
 
     def _load_into(self, records: dict[bytes, CachedObject], keys: list[CopyKey]) -> None:
         """Load the copies of these keys, None for those without a valid row, into the records of their versions."""
@@ -702,9 +703,9 @@ class Catalog:
         if any(copy for (number, _), copy in obj.copies.items() if number == tier and copy):
             return True
         keys = ((tier, obj.id.digest, e) for e in self._index.extents_of(tier, obj.id.digest))
-        return any(not self.unlisted(key) and (tier, key[2]) not in obj.copies for key in keys)
+        return any(not self.is_row_stale(key) and (tier, key[2]) not in obj.copies for key in keys)
 
-    def unlisted(self, key: CopyKey) -> bool:
+    def is_row_stale(self, key: CopyKey) -> bool:
         """True if the index's row of this key is out of date: the copy was removed, or a flush is writing it."""
         return key in self._removed or key in self._flushing
 
@@ -805,7 +806,7 @@ class Catalog:
             if not self.index_error:
                 log.warning("cannot write the cache index, a restart will be colder: %s", exc)
             self.index_error = str(exc)
-            self._take_back(saving, removing, before)
+            self._undo_flush(saving, removing, before)
             return []
         else:
             if self.index_error:
@@ -815,7 +816,7 @@ class Catalog:
         finally:
             self._flushing = {}
 
-    def _take_back(
+    def _undo_flush(
         self, saving: dict[CopyKey, Copy], removing: dict[CopyKey, int], before: dict[CopyKey, int | None]
     ) -> None:
         """After a failed flush: have the next one write all of it, with what has changed since."""
@@ -840,7 +841,7 @@ class Catalog:
 
     def forget_tier(self, tier: int) -> None:
         """Forget all copies of a tier whose files are being removed."""
-        self._looked_at = {}
+        self._peeked = {}
         for obj in self._objects.values():
             for key in [key for key in obj.copies if key[0] == tier]:
                 self._loaded -= obj.copies.pop(key) is not None

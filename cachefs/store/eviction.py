@@ -114,12 +114,12 @@ class AccessFilter:
 SAMPLE = 4096
 """Units remembered of each dataset, 250 bytes each. Derived: 1 % of them are 40 uses, whose number is known to a sixth."""
 
-AGAIN_SHARE = 0.01
+REREFERENCE_SHARE = 0.01
 """Re-references, as a share of the units used in this epoch, that make a new epoch. Units evicted until then are still
 needed: half a percent to one percent of the dataset, measured with the simulator. A smaller share would soon be reached
 by a few files that are read twice."""
 
-AGAIN_LEAST = 4
+FEWEST_REREFERENCES = 4
 """The least number of re-references that make a new epoch. Guessed between two cases: a user reads three files of a small
 dataset again, which is no epoch, and the second epoch of 40 shards is noticed before an eighth of them was read."""
 
@@ -127,7 +127,7 @@ DONE_SHARE = 0.95
 """Once this share of the units of a dataset with epochs was used, the first re-reference begins the next epoch. Waiting for
 more would evict units that are all still needed: of 64 extents, a tenth. Guessed: few units are unused by then."""
 
-AGAIN_DENSITY = 0.25
+REREFERENCE_DENSITY = 0.25
 """Re-references must be this share of the uses since the first of them, so that a few in a hundred, spread over an epoch,
 never make a new one. Guessed."""
 
@@ -159,8 +159,8 @@ class Dataset:
     `start` is when this epoch began, `previous` the `edge` of the epoch before. A unit used between `edge` and `start` may
     have been used in this epoch or in the one before. `sample` maps the known units below the hash `threshold` to their last
     use. `fresh` counts those used in this epoch, `size` those that belonged to the dataset when it began (0: not known).
-    `agains` are the re-references as (count, clock). `noisy`: some units are used again within an epoch. `shared` watches
-    the pairs of units and nodes once a peer has read the dataset."""
+    `rereferences` are (count, clock) each. `noisy`: some units are used again within an epoch. `shared` watches the pairs of
+    units and nodes once a peer has read the dataset."""
 
     start: int = 0
     previous: int = 0
@@ -176,7 +176,7 @@ class Dataset:
     fresh: int = 0
     size: int = 0
     lately: deque[int] = field(default_factory=lambda: deque(maxlen=CORRELATED_MOST))
-    agains: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=SAMPLE))
+    rereferences: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=SAMPLE))
     starts: deque[int] = field(default_factory=lambda: deque([0], maxlen=EPOCHS_REMEMBERED))
     hits: int = 0
     uses: int = 0
@@ -235,7 +235,7 @@ class Dataset:
         self.sample[unit] = (clock, self.count)
         self.lately.append(clock)
         if known is not None and known[0] >= self.start:
-            self.agains.append((self.count, clock))
+            self.rereferences.append((self.count, clock))
             return self._look()
         self.fresh += 1
         if len(self.sample) > SAMPLE:
@@ -247,19 +247,19 @@ class Dataset:
 
     def _look(self) -> bool:
         """Begin an epoch if there have been enough re-references. True if one has begun."""
-        enough = max(AGAIN_LEAST, math.ceil(AGAIN_SHARE * self.fresh))
+        enough = max(FEWEST_REREFERENCES, math.ceil(REREFERENCE_SHARE * self.fresh))
         if self.epochs and not self.noisy and self.size and self.fresh >= DONE_SHARE * self.size:
             enough = 1
-        if len(self.agains) < enough:
+        if len(self.rereferences) < enough:
             return False
-        count, clock = self.agains[-enough]
+        count, clock = self.rereferences[-enough]
         density = enough / (self.count - count + 1)
         if self.noisy and density < EPOCH_SHARE:
-            if len(self.agains) < PATIENCE * enough:
+            if len(self.rereferences) < PATIENCE * enough:
                 return False
-            count, clock = self.agains[-PATIENCE * enough]
+            count, clock = self.rereferences[-PATIENCE * enough]
             density = PATIENCE * enough / (self.count - count + 1)
-        if density < AGAIN_DENSITY:
+        if density < REREFERENCE_DENSITY:
             return False
         self._begin(clock, density)
         return True
@@ -274,7 +274,7 @@ class Dataset:
         before = [used for used in self.lately if used < clock]
         self.edge = before[-min(len(before), math.ceil(self.correlated * self.rate))] if before else clock
         self.number += 1
-        self.agains.clear()
+        self.rereferences.clear()
         self.access_filter = AccessFilter()
         self.last_hit_ratio = self.hit_ratio
         self.hits = self.uses = 0
@@ -288,14 +288,14 @@ class Dataset:
             self.sample = {unit: use for unit, use in self.sample.items() if use[0] >= self.starts[0]}
         self.fresh = self._used_since(self.start)
         self.size = 0
-        self.agains.clear()
+        self.rereferences.clear()
 
     # A row is: the length of the head, the head as JSON, three columns of `sample` as 64-bit integers.
 
     def packed(self) -> bytes:
         """The state as a row for `unpacked`, to keep over restarts."""
         head = {name: getattr(self, name) for name in _PLAIN}
-        head["starts"], head["agains"] = list(self.starts), list(self.agains)[-SAMPLE // 8 :]
+        head["starts"], head["agains"] = list(self.starts), list(self.rereferences)[-SAMPLE // 8 :]
         text = json.dumps(head).encode()
         columns = [array("Q", self.sample)]
         columns += [array("Q", column) for column in zip(*self.sample.values(), strict=True)]
@@ -314,7 +314,7 @@ class Dataset:
             found = cls(**{name: head[name] for name in _PLAIN}, sample=sample)
             found.starts.clear()
             found.starts.extend(head["starts"])
-            found.agains.extend((count, clock) for count, clock in head["agains"])
+            found.rereferences.extend((count, clock) for count, clock in head["agains"])
         except (ValueError, TypeError, KeyError, struct.error):
             return None
         return found
@@ -344,7 +344,7 @@ _LENGTH = struct.Struct(">I")
 SLOTS = 256
 """Nodes that are told apart; further ones share the last slot. A bound of the cost of pairs."""
 
-FIRST_LEAST, FIRST_AGAIN = 256, 0.05
+FIRST_EPOCH_PAIRS, FIRST_EPOCH_REREFERENCES = 256, 0.05
 """In the first epoch, after so many pairs of which at most this share were re-references, the dataset is taken to have
 epochs: uses at random or by popularity have re-references much sooner. Guessed."""
 
@@ -380,8 +380,8 @@ class SharedDataset:
     def epochs(self) -> bool:
         """True if its pairs have epochs, or in the first epoch seem to."""
         pairs = self.pairs
-        first = pairs.number == 1 and pairs.count >= FIRST_LEAST and len(self._requesters) > 1
-        return pairs.epochs or (first and len(pairs.agains) <= FIRST_AGAIN * pairs.count)
+        first = pairs.number == 1 and pairs.count >= FIRST_EPOCH_PAIRS and len(self._requesters) > 1
+        return pairs.epochs or (first and len(pairs.rereferences) <= FIRST_EPOCH_REREFERENCES * pairs.count)
 
     def evictable_first(self, unit: int) -> bool:
         """True if as many nodes have used the unit as are expected to; in the first epoch, all that are known."""
@@ -446,7 +446,7 @@ class Epochs:
     def protects(self, dataset: int, clock: int) -> bool:
         """True if a copy last used at `clock` should still be used in this epoch, unless it is `evictable_first`."""
         found = self._datasets.get(dataset)
-        if found is None or not self._keeps(found):
+        if found is None or not self._has_epochs(found):
             return False
         followed = found.followed
         return (
@@ -460,7 +460,7 @@ class Epochs:
         found = self._datasets.get(dataset)
         if found is None or found.shared is None or found.followed is found:
             return False
-        return self._keeps(found) and found.shared.evictable_first(unit)
+        return self._has_epochs(found) and found.shared.evictable_first(unit)
 
     def start(self, dataset: int) -> int:
         """The clock when its epoch began."""
@@ -469,9 +469,9 @@ class Epochs:
 
     def has_epochs(self, dataset: int) -> bool:
         found = self._datasets.get(dataset)
-        return found is not None and self._keeps(found)
+        return found is not None and self._has_epochs(found)
 
-    def _keeps(self, found: Dataset) -> bool:
+    def _has_epochs(self, found: Dataset) -> bool:
         """True if its units or its pairs have epochs, or are taken to have."""
         has_epochs = found.epochs or (found.shared is not None and found.shared.epochs)
         return self.policy == "epoch" or (self.policy == "auto" and has_epochs)
@@ -481,14 +481,14 @@ class Epochs:
         found = self._datasets.get(dataset)
         return found.followed.number if found is not None else 0
 
-    def comes(self, dataset: int, unit: int) -> None:
+    def mark_used(self, dataset: int, unit: int) -> None:
         """Count the unit as used in this epoch: a reader of this node is about to use it."""
         found = self._datasets.get(dataset) or self._add(dataset, self._now)
         found.access_filter.add(unit)
         if found.shared is not None:
             found.shared.pairs.access_filter.add(unit)  # the pair with this node, see `_mixed`
 
-    def had(self, dataset: int, unit: int) -> bool:
+    def was_used(self, dataset: int, unit: int) -> bool:
         """True if this node's readers have used the unit in this epoch of the dataset, cached or not. For an unused unit,
         less than one answer in a hundred is wrong."""
         found = self._datasets.get(dataset)
@@ -527,7 +527,7 @@ class Epochs:
             yield (
                 dataset,
                 {
-                    "mode": "epoch" if self._keeps(units) else "lru",
+                    "mode": "epoch" if self._has_epochs(units) else "lru",
                     "epoch": found.number,
                     "used_share": round(found.fresh / max(1, found.alive), 3),
                     "footprint_bytes": int(found.alive / each / found.rate * found.unit_bytes),
@@ -640,7 +640,7 @@ class Datasets:
             pass
 
 
-class Course:
+class EpochProgress:
     """How far a version's dataset has come in its epoch, for prefetch."""
 
     def __init__(self, epochs: Epochs, datasets: Datasets) -> None:
@@ -656,13 +656,13 @@ class Course:
         """A number that grows whenever `epoch` may return another one than before, unless that was 0."""
         return self._epochs.version + self._datasets.version
 
-    def had(self, object_id: ObjectId) -> bool:
+    def was_used(self, object_id: ObjectId) -> bool:
         """True if (the beginning of) the version was used in this epoch, cached or not."""
-        return self._epochs.had(self._datasets(object_id), unit_hash(object_id.digest, 0))
+        return self._epochs.was_used(self._datasets(object_id), unit_hash(object_id.digest, 0))
 
-    def comes(self, object_id: ObjectId) -> None:
+    def mark_used(self, object_id: ObjectId) -> None:
         """Count the version as used in this epoch: a reader has opened it."""
-        self._epochs.comes(self._datasets(object_id), unit_hash(object_id.digest, 0))
+        self._epochs.mark_used(self._datasets(object_id), unit_hash(object_id.digest, 0))
 
 
 # -- the order of eviction -------------------------------------------------------------------------
@@ -679,11 +679,11 @@ EVICTABLE_FIRST = 65_536
 """Copies of a tier that are remembered as evictable first, about 200 bytes each. A bound of memory: far fewer are evicted
 before others are added."""
 
-KEPT_AT_ONCE = 1024
+SKIPPED_AT_ONCE = 1024
 """Protected rows, and copies in use, that one search skips before it gives up, about 1 ms. Derived: after an epoch began,
 with a million rows, a thousand searches fail to find the right victim."""
 
-HELD = 4096
+IN_USE_REMEMBERED = 4096
 """Rows remembered because their copies were in use; beyond it the walk starts over. A bound of memory."""
 
 EPOCHS_SAVED_EVERY = 10
@@ -691,7 +691,7 @@ EPOCHS_SAVED_EVERY = 10
 a flush in each. What a crash loses of it makes the next epoch look a little less like one."""
 
 
-class Class(enum.IntEnum):
+class PriorityClass(enum.IntEnum):
     """Priority classes, the lowest is evicted first."""
 
     REMOTE_OWNED = 0
@@ -704,41 +704,50 @@ class Class(enum.IntEnum):
     """A copy that waits for its first reader, or that should still be used in this epoch."""
 
 
-Classes = tuple[Class, ...]
+Classes = tuple[PriorityClass, ...]
 """Classes that may be evicted to free space, in their order."""
 
 NOTHING: Classes = ()
-REMOTE_OWNED: Classes = (Class.REMOTE_OWNED,)
-ANY_REMOTE_OWNED: Classes = (Class.REMOTE_OWNED, Class.REMOTE_PREFETCHED)
-LOWEST: Classes = (Class.REMOTE_OWNED, Class.EVICTABLE)
-ANY: Classes = tuple(Class)
-OURS: Classes = (Class.EVICTABLE, Class.PROTECTED)
+REMOTE_OWNED: Classes = (PriorityClass.REMOTE_OWNED,)
+ANY_REMOTE_OWNED: Classes = (PriorityClass.REMOTE_OWNED, PriorityClass.REMOTE_PREFETCHED)
+LOWEST: Classes = (PriorityClass.REMOTE_OWNED, PriorityClass.EVICTABLE)
+ANY: Classes = tuple(PriorityClass)
+OURS: Classes = (PriorityClass.EVICTABLE, PriorityClass.PROTECTED)
 
 Victim = tuple[CachedObject, Copy]
 """A version, and the copy of one of its extents that is evicted."""
 
-Verdict = bool | None
-"""Whether a row's copy can be evicted: True, or False if not now; None if it is gone, or the row is out of date."""
+
+class Verdict(enum.Enum):
+    """What a search does with a row whose class may be evicted."""
+
+    EVICT = enum.auto()
+    LATER = enum.auto()
+    """The copy is in use: the row is looked at again after the next flush."""
+    STALE = enum.auto()
+    """The copy is gone, or has another clock by now, so the next flush replaces the row."""
 
 
 class Walk:
-    """A search of a tier's rows in the order of their clocks. `keep(key, clock, dataset)` is true for rows to skip. Rows
-    that are looked at again have an empty cursor."""
+    """A search of a tier's rows in the order of their clocks. `skips(key, clock, dataset)` is true for rows that are passed
+    without a verdict, because their class is not searched for. They are not looked at again before `restart` or `add`.
 
-    def __init__(self, index: Index, tier: int, keep: Callable[[CopyKey, int, int], bool]) -> None:
+    The search goes on where it was. Rows behind it that are to be looked at again have an empty cursor."""
+
+    def __init__(self, index: Index, tier: int, skips: Callable[[CopyKey, int, int], bool]) -> None:
         self._index = index
         self._tier = tier
-        self._keep = keep
-        self._rows: deque[Row] = deque()
-        self._held: list[Row] = []
-        self._after = b""
+        self._skips = skips
+        self._rows: deque[Row] = deque()  # read from the index, and not passed yet
+        self._again: list[Row] = []  # to look at again after the next flush
+        self._after = b""  # cursor of the last row passed
         self.passed = -1
         """Clock of the last row passed: a row at or below it is only looked at again after `add`."""
 
     def first(self, judge: Callable[[CopyKey, int], Verdict], older_than: int | None) -> CopyKey | None:
-        """The first copy that `judge` allows to evict; None if there is none below the clock `older_than`, or after
-        `KEPT_AT_ONCE` skipped rows. The same copy is found again until it is evicted."""
-        kept = 0
+        """The first copy whose verdict is EVICT; None if there is none below the clock `older_than`, or after
+        `SKIPPED_AT_ONCE` skipped rows. The same copy is found again until it is evicted."""
+        skipped = 0
         while True:
             if not self._rows:
                 self._rows.extend(self._index.oldest(self._tier, self._after, 256))
@@ -748,37 +757,37 @@ class Walk:
             _, key, clock, dataset = row
             if older_than is not None and clock >= older_than:
                 return None
-            if self._keep(key, clock, dataset):
-                kept += 1
+            if self._skips(key, clock, dataset):
+                skipped += 1
             else:
                 verdict = judge(key, clock)
-                if verdict:
+                if verdict is Verdict.EVICT:
                     return key
-                if verdict is not None:
-                    self._held.append((b"", key, clock, dataset))
+                if verdict is Verdict.LATER:
+                    self._again.append((b"", key, clock, dataset))
             self._rows.popleft()
             if row[0]:
                 self._after, self.passed = row[0], clock
-            if kept >= KEPT_AT_ONCE:
+            if skipped >= SKIPPED_AT_ONCE:
                 return None
 
     def add(self, key: CopyKey, clock: int, dataset: int) -> None:
         """Have a row that was passed looked at again after the next flush. The search will reach any other row by itself."""
         if clock <= self.passed:
-            self._held.append((b"", key, clock, dataset))
+            self._again.append((b"", key, clock, dataset))
 
     def flushed(self) -> None:
-        """After a flush, when the rows are up to date: look at the held rows again, then go on where the walk was."""
-        if len(self._held) > HELD:
+        """After a flush, when the rows are up to date: look at the rows in `_again`, then go on where the walk was."""
+        if len(self._again) > IN_USE_REMEMBERED:
             self.restart()
             return
-        self._held += (row for row in self._rows if not row[0])  # no search has reached these
-        self._rows = deque(sorted(self._held, key=lambda row: row[2]))
-        self._held = []
+        self._again += (row for row in self._rows if not row[0])  # no search has reached these
+        self._rows = deque(sorted(self._again, key=lambda row: row[2]))
+        self._again = []
 
     def restart(self) -> None:
         self._rows.clear()
-        self._held.clear()
+        self._again.clear()
         self._after, self.passed = b"", -1
 
 
@@ -808,10 +817,10 @@ class Keys:
             keys.move_to_end(key)
 
     def oldest(self, tier: int) -> Iterator[CopyKey]:
-        """Up to `KEPT_AT_ONCE` keys of a tier, least recently used first. Each becomes the most recently used one when the
-        caller asks for the next, so that another search looks at it last."""
+        """Up to `SKIPPED_AT_ONCE` keys of a tier, least recently used first. Each becomes the most recently used one when
+        the caller asks for the next, so that another search looks at it last."""
         keys = self.tiers.get(tier, OrderedDict())
-        for _ in range(min(len(keys), KEPT_AT_ONCE)):
+        for _ in range(min(len(keys), SKIPPED_AT_ONCE)):
             key = next(iter(keys))
             yield key
             self.used(key)
@@ -846,15 +855,18 @@ class Eviction:
         self._now = now
         self.epochs = Epochs(policy)
         self.datasets = Datasets()
-        self.course = Course(self.epochs, self.datasets)
+        self.epoch_progress = EpochProgress(self.epochs, self.datasets)
         self.remote_owned = Keys()
         self._evictable_first = Keys(EVICTABLE_FIRST)
-        self._waiting: OrderedDict[CopyKey, Waiting] = OrderedDict()
-        self._evictable = {
-            tier.number: Walk(index, tier.number, lambda *row: self.class_of(*row) is not Class.EVICTABLE)
+        self._waiting: OrderedDict[CopyKey, Waiting] = OrderedDict()  # prefetched, and not read yet
+        # By tier: the search for copies of the class EVICTABLE, and the one for any of this node's own copies.
+        self._evictable_walks = {
+            tier.number: Walk(
+                index, tier.number, lambda *row: self.class_of(*row) is not PriorityClass.EVICTABLE
+            )
             for tier in tiers
         }
-        self._any = {
+        self._any_walks = {
             tier.number: Walk(index, tier.number, lambda key, *_: key in self.remote_owned) for tier in tiers
         }
         self._flush_lock = trio.Lock()
@@ -865,10 +877,10 @@ class Eviction:
 
     # -- a copy's place ----------------------------------------------------------------------------
 
-    def class_of(self, key: CopyKey, clock: int, dataset: int) -> Class:
+    def class_of(self, key: CopyKey, clock: int, dataset: int) -> PriorityClass:
         if key in self.remote_owned:
-            return Class.REMOTE_PREFETCHED if key in self._waiting else Class.REMOTE_OWNED
-        return Class.PROTECTED if self._wanted(key, clock, dataset) else Class.EVICTABLE
+            return PriorityClass.REMOTE_PREFETCHED if key in self._waiting else PriorityClass.REMOTE_OWNED
+        return PriorityClass.PROTECTED if self._wanted(key, clock, dataset) else PriorityClass.EVICTABLE
 
     def _wanted(self, key: CopyKey, clock: int, dataset: int) -> bool:
         return key in self._waiting or (
@@ -904,7 +916,7 @@ class Eviction:
             copy.dataset_version = self.datasets.version  # read after the call, which may raise it
         unit = unit_hash(copy.digest, copy.extent)
         if self.remote_owned.tiers and copy.key in self.remote_owned:
-            self.epochs.comes(copy.dataset, unit)
+            self.epochs.mark_used(copy.dataset, unit)
             return
         length = self._catalog.extent_bytes(copy)
         self.epochs.used(copy.dataset, unit, copy.clock, length, hit=hit, requester=requester)
@@ -933,13 +945,13 @@ class Eviction:
     def _give_up(self, key: CopyKey) -> None:
         """End the wait of a prefetched copy for its first reader."""
         waited = self._waiting.pop(key)
-        self._evictable[key[0]].add(key, waited.clock, waited.dataset)
+        self._evictable_walks[key[0]].add(key, waited.clock, waited.dataset)
 
-    def own(self, copy: Copy) -> bool:
+    def make_own(self, copy: Copy) -> bool:
         """Make the copy this node's own. True if another node owned it until now."""
         if not self.remote_owned.tiers or not self.remote_owned.discard(copy.key):
             return False
-        self._evictable[copy.tier].add(copy.key, copy.clock, copy.dataset)
+        self._evictable_walks[copy.tier].add(copy.key, copy.clock, copy.dataset)
         return True
 
     def moved(self, source: Copy, target: Copy) -> None:
@@ -970,10 +982,10 @@ class Eviction:
         moved to another tier, so pinned copies count, too."""
         self._look_again()
         for one in classes:
-            if one in (Class.REMOTE_OWNED, Class.REMOTE_PREFETCHED):
-                found = self._remote_owned_victim(tier, waiting=one is Class.REMOTE_PREFETCHED)
+            if one in (PriorityClass.REMOTE_OWNED, PriorityClass.REMOTE_PREFETCHED):
+                found = self._remote_owned_victim(tier, waiting=one is PriorityClass.REMOTE_PREFETCHED)
             else:
-                found = self._first(tier, one is Class.EVICTABLE, older_than, moving)
+                found = self._first(tier, older_than, evictable=one is PriorityClass.EVICTABLE, moving=moving)
             if found is not None:
                 return found
         return None
@@ -992,38 +1004,40 @@ class Eviction:
                     return obj, copy
         return None
 
-    def _first(self, tier: int, evictable: bool, older_than: int | None, moving: bool) -> Victim | None:
-        """The first of this node's own copies; of class EVICTABLE if `evictable`, or of any."""
+    def _first(self, tier: int, older_than: int | None, *, evictable: bool, moving: bool) -> Victim | None:
+        """The first of this node's own copies; of class EVICTABLE if `evictable`, or of any. It is searched for in three
+        places, in this order: the rows of the index, the copies that are evictable first, the copies without an up-to-date
+        row."""
         catalog = self._catalog
 
         def judge(key: CopyKey, clock: int) -> Verdict:
-            if catalog.unlisted(key):
-                return None
+            if catalog.is_row_stale(key):
+                return Verdict.STALE
             obj = catalog.by_digest(key[1])
             copy = catalog.copy(obj, key[0], key[2])
             if copy is None:
                 catalog.damaged(key, clock)
-                return None
+                return Verdict.STALE
             if copy.clock != clock:
-                return None
-            return self._can_go(obj, copy, moving)
+                return Verdict.STALE
+            return Verdict.EVICT if self._can_go(obj, copy, moving) else Verdict.LATER
 
         # Rows first: a copy touched since the last flush is younger than each row that is up to date.
-        key = (self._evictable if evictable else self._any)[tier].first(judge, older_than)
+        key = (self._evictable_walks if evictable else self._any_walks)[tier].first(judge, older_than)
         if key is not None:
             obj = catalog.by_digest(key[1])
             return obj, obj.copies[key[0], key[2]]  # type: ignore[return-value]
-        first = (
-            catalog.copy(catalog.by_digest(d), t, e)
-            for t, d, e in self._evictable_first.oldest(tier)
+        evictable_first = (
+            catalog.copy(catalog.by_digest(digest), number, extent)
+            for number, digest, extent in self._evictable_first.oldest(tier)
             if evictable
         )
-        young = (
+        without_row = (
             copy
-            for copy in chain(first, catalog.unwritten())
+            for copy in chain(evictable_first, catalog.unwritten())
             if copy is not None and copy.tier == tier and copy.bitmap and copy.key not in self.remote_owned
         )
-        for copy in islice(young, KEPT_AT_ONCE):
+        for copy in islice(without_row, SKIPPED_AT_ONCE):
             protected = evictable and self._wanted(copy.key, copy.clock, copy.dataset)
             if (older_than is None or copy.clock < older_than) and not protected:
                 obj = catalog.by_digest(copy.digest)
@@ -1035,14 +1049,14 @@ class Eviction:
         if copy.pins or (copy.pinned and not moving):
             return False
         tier = self._tier[copy.tier]
-        return not (obj.is_immutable(tier) and any(other.pins for other in obj.on(tier)))
+        return not (obj.is_immutable(tier) and any(other.pins for other in obj.copies_on(tier)))
 
     def _look_again(self) -> None:
         """Start the walks over if an epoch has begun: copies that were skipped may have lost their protection."""
         if self._seen_version != self.epochs.version:
             self._seen_version = self.epochs.version
             self._evictable_first.tiers.clear()
-            for walk in self._evictable.values():
+            for walk in self._evictable_walks.values():
                 walk.restart()
 
     # -- the index ---------------------------------------------------------------------------------
@@ -1058,11 +1072,11 @@ class Eviction:
                 return
             try:
                 for key, clock, dataset in await self._catalog.flush(self._notes(closing)):
-                    self._evictable[key[0]].add(key, clock, dataset)
+                    self._evictable_walks[key[0]].add(key, clock, dataset)
             finally:
-                for walk in self._evictable.values():
+                for walk in self._evictable_walks.values():
                     walk.flushed()
-                for walk in self._any.values():
+                for walk in self._any_walks.values():
                     walk.restart()
 
     def _notes(self, closing: bool) -> dict[bytes, bytes]:

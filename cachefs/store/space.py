@@ -61,7 +61,7 @@ VICTIMS_AT_ONCE = 512
 OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors of opening or reading a file that say nothing about the file: descriptors or memory have run out."""
 
-IN_FLIGHT_BYTES = 64 << 20
+HEAP_IN_FLIGHT_BYTES = 64 << 20
 """The most that may be in flight to the heap. Derived: 1 GB/s with a round trip of 60 ms has 60 MB in flight."""
 
 HEAP_BYTES = 32 << 20
@@ -113,13 +113,19 @@ class Space:
         self._tiers = {tier.number: tier for tier in tiers}
 
     def evict_for(
-        self, tier: Tier, need: int, classes: Classes, *, older_than: int | None = None, here: int = 0
+        self,
+        tier: Tier,
+        need: int,
+        classes: Classes,
+        *,
+        older_than: int | None = None,
+        already_there: int = 0,
     ) -> bool:
         """Evict copies of these classes, last used before the clock `older_than`, until `need` bytes and an inode for them
         are free. True if they are. It stops after `VICTIMS_AT_ONCE` copies, so that no reader waits for the eviction of
-        thousands of files; another call goes on. `here` of the bytes lie on the tier's disk already."""
+        thousands of files; another call goes on. `already_there` of the bytes lie on the tier's disk already."""
         for _ in range(VICTIMS_AT_ONCE):
-            limit = tier.limit_bytes(here)
+            limit = tier.limit_bytes(already_there)
             fits = tier.counted_bytes() + need <= limit
             if fits and (tier.takes_files or not need):
                 return True
@@ -138,11 +144,11 @@ class Space:
                 self.metrics.evicted_blocks += self.drop(obj, copy, copy.bitmap)
         return False
 
-    async def fit(self, tier: Tier, need: int, *, here: int = 0) -> bool:
+    async def fit(self, tier: Tier, need: int, *, already_there: int = 0) -> bool:
         """`evict_for` with all classes, repeated with checkpoints between, so that readers go on."""
         while True:
             used = tier.used_bytes
-            if self.evict_for(tier, need, ANY, here=here):
+            if self.evict_for(tier, need, ANY, already_there=already_there):
                 return True
             if tier.used_bytes >= used:
                 return False
@@ -188,18 +194,18 @@ class Space:
         """Keep the copy until a user unpins it, or let it be evicted again, as old as a copy used now."""
         if copy.pinned != pinned:
             copy.pinned = pinned
-            self.own(copy)
+            self.make_own(copy)
             held = self.bytes(copy, copy.bitmap)
             self._tiers[copy.tier].pinned_bytes += held if pinned else -held
             self.eviction.touch(copy)
 
-    def own(self, copy: Copy) -> None:
+    def make_own(self, copy: Copy) -> None:
         """Make a remote-owned copy one of this node's own."""
-        if self.eviction.own(copy):
+        if self.eviction.make_own(copy):
             held = self.bytes(copy, copy.bitmap | copy.in_progress | copy.forgotten)
             self._tiers[copy.tier].remote_owned_bytes -= held
 
-    def remote_owned(self, copy: Copy) -> None:
+    def mark_remote_owned(self, copy: Copy) -> None:
         """Mark a copy as owned by another node, unless it has bytes already or is pinned."""
         if not (copy.bitmap or copy.in_progress or copy.forgotten or copy.pinned):
             self.eviction.remote_owned.add(copy.key)
@@ -300,7 +306,7 @@ class Space:
 
     def _free_file(self, obj: CachedObject, tier: Tier) -> None:
         """Unlink a file that is leaving, unless it is still in use."""
-        copies = obj.on(tier)
+        copies = obj.copies_on(tier)
         if any(copy.pins for copy in copies):
             return
         freed = 0
@@ -514,8 +520,8 @@ class Moves:
         self._wake = trio.Event()
         self._promotions: OrderedDict[CopyKey, None] = OrderedDict()
 
-    def filled(self) -> None:
-        """Wake the task if RAM, which has new blocks, is too full."""
+    def spill_if_full(self) -> None:
+        """Wake the task if RAM is too full: it has new blocks, or copies that can be moved now."""
         if self._too_full():
             self._wake.set()
 
@@ -559,7 +565,8 @@ class Moves:
             elif not copy.bitmap:
                 continue  # its file could not be read, so it was dropped
             elif copy.pinned or (
-                self._ram.used_bytes <= self._ram.limit_bytes() and not self._goes_first(copy, protected)
+                self._ram.used_bytes <= self._ram.limit_bytes()
+                and not self._is_older_than_ssd(copy, protected)
             ):
                 return  # SSD does not take it, and RAM has room for it: keep serving from RAM
             else:
@@ -572,10 +579,10 @@ class Moves:
 
     def _too_full(self) -> bool:
         """True if this node's own copies take too much of RAM. Remote-owned ones are evicted on demand."""
-        return self._ram.kept_bytes > SPILL_ABOVE * self._ram.limit_bytes()
+        return self._ram.own_bytes > SPILL_ABOVE * self._ram.limit_bytes()
 
-    def _goes_first(self, copy: Copy, protected: bool) -> bool:
-        """True if SSD refused the copy because every copy that it could evict was used later."""
+    def _is_older_than_ssd(self, copy: Copy, protected: bool) -> bool:
+        """True if SSD has refused the copy because every copy that it could evict was used later."""
         if protected or not self._ssd.writable():
             return False
         return self._eviction.victim(self._ssd.number, LOWEST) is not None
@@ -710,10 +717,11 @@ class WriteClosed(Exception):
 class CacheWrite:
     """Blocks [start_block, stop_block) of one version, delivered in order from the first byte on.
 
-    `kept`: its bytes can be read after it was closed. `waits`: writing may wait for a disk. `prefetched`: no reader waits
+    `in_heap`: it goes to the heap, because no tier takes it; its bytes can be read after it was closed. `waits`: writing may
+    wait for a disk. `prefetched`: no reader waits
     for it or has read it yet. `counted`: its use was counted. `requester` is the requesting peer."""
 
-    kept = False
+    in_heap = False
     waits = False
     prefetched = False
     requester = ""
@@ -801,9 +809,9 @@ class CacheWrite:
     def read(self, offset: int, size: int) -> bytes:
         """Written bytes (offset + size <= written), for a reader."""
         self.prefetched = False
-        return self.look(offset, size)
+        return self.peek(offset, size)
 
-    def look(self, offset: int, size: int) -> bytes:
+    def peek(self, offset: int, size: int) -> bytes:
         """Written bytes, for a caller that is no reader: it is no use of them."""
         raise NotImplementedError
 
@@ -846,7 +854,7 @@ class TierWrite(CacheWrite):
             self.error = exc
             raise NoRoom(f"{self.tier.name} tier: {exc.strerror}") from exc
 
-    def look(self, offset: int, size: int) -> bytes:
+    def peek(self, offset: int, size: int) -> bytes:
         return os.pread(self.fd, size, offset)
 
 
@@ -854,7 +862,7 @@ class HeapWrite(CacheWrite):
     """A cache write into memory, for readers whose blocks no tier can take. `leaving` are the tiers that cannot because an
     immutable file of the version waits there for its removal."""
 
-    kept = True
+    in_heap = True
 
     def __init__(
         self, size: int, block_size: int, start: int, stop: int, leaving: frozenset[int] = frozenset()
@@ -869,13 +877,13 @@ class HeapWrite(CacheWrite):
         at = offset - self.start
         self._buffer[at : at + len(view)] = view
 
-    def look(self, offset: int, size: int) -> bytes:
+    def peek(self, offset: int, size: int) -> bytes:
         at = offset - self.start
         return bytes(memoryview(self._buffer)[at : at + size])
 
 
 class CacheWrites:
-    """Cache writes into the tiers, or into the heap if no tier has room: beginning, settling and ending them."""
+    """Cache writes into the tiers, or into the heap if no tier has space: beginning, settling and ending them."""
 
     def __init__(self, space: Space, moves: Moves | None) -> None:
         self._catalog = space.catalog
@@ -899,17 +907,21 @@ class CacheWrites:
         for obj, _, _ in wanted:
             obj.hold()
         try:
-            for tier, evict in self._places(prefetched, remote_owned):
-                together = len(left) > 1 and self._makes_room(
-                    tier, [wanted[n] for n in left], evict, prefetched, remote_owned
+            for tier, evict in self._places(prefetched=prefetched, remote_owned=remote_owned):
+                together = len(left) > 1 and self._evict_for(
+                    [wanted[n] for n in left], tier, evict, prefetched=prefetched, remote_owned=remote_owned
                 )
                 before = len(left)
                 for n in left:
-                    if together or self._makes_room(tier, [wanted[n]], evict, prefetched, remote_owned):
-                        cache_writes[n] = self._write_in(tier, *wanted[n], prefetched, remote_owned)
+                    if together or self._evict_for(
+                        [wanted[n]], tier, evict, prefetched=prefetched, remote_owned=remote_owned
+                    ):
+                        cache_writes[n] = self._write_in(
+                            tier, *wanted[n], prefetched=prefetched, remote_owned=remote_owned
+                        )
                 left = [n for n in left if cache_writes[n] is None]
                 if tier.number == RAM and self._moves is not None and len(left) < before:
-                    self._moves.filled()
+                    self._moves.spill_if_full()
                 if not left:
                     break
         finally:
@@ -917,7 +929,7 @@ class CacheWrites:
                 obj.release()
         return cache_writes
 
-    def _places(self, prefetched: bool, remote_owned: bool) -> Iterator[tuple[Tier, Classes]]:
+    def _places(self, *, prefetched: bool, remote_owned: bool) -> Iterator[tuple[Tier, Classes]]:
         """(tier, classes that may be evicted there) in the order to try: the lowest classes of all tiers come before the
         others of any tier."""
         if remote_owned:
@@ -928,7 +940,7 @@ class CacheWrites:
         yield from ((tier, REMOTE_OWNED) for tier in tiers[:-1])
         if not prefetched:
             # This node's own copies may take RAM up to the share where spilling begins, in place of remote-owned ones.
-            short = [tier for tier in first if tier.kept_bytes < SPILL_ABOVE * tier.limit_bytes()]
+            short = [tier for tier in first if tier.own_bytes < SPILL_ABOVE * tier.limit_bytes()]
             yield from ((tier, NOTHING) for tier in last)
             yield from ((tier, ANY_REMOTE_OWNED) for tier in short)
         yield from ((tier, LOWEST) for tier in reversed(tiers))
@@ -936,20 +948,22 @@ class CacheWrites:
             yield from ((tier, ANY_REMOTE_OWNED) for tier in first)
             yield from ((tier, ANY) for tier in last)
 
-    def _makes_room(
-        self, tier: Tier, wanted: Sequence[Run], evict: Classes, prefetched: bool, remote_owned: bool
+    def _evict_for(
+        self, wanted: Sequence[Run], tier: Tier, evict: Classes, *, prefetched: bool, remote_owned: bool
     ) -> bool:
         """True if the tier has space for all of these, after evicting copies of the classes `evict` if need be."""
         block = self._block_size
         needs = [allocated(min(obj.id.size, stop * block) - start * block) for obj, start, stop in wanted]
         largest = max(needs)
-        left = self._space.left_to_readers(tier, largest) if prefetched and evict == LOWEST else 0
-        if remote_owned and prefetched:
-            left = max(largest, tier.limit_bytes() // READERS_SHARE)
-        return self._space.evict_for(tier, sum(needs) + left, evict)
+        left_free = 0
+        if prefetched and remote_owned:
+            left_free = max(largest, tier.limit_bytes() // READERS_SHARE)
+        elif prefetched and evict == LOWEST:
+            left_free = self._space.left_to_readers(tier, largest)
+        return self._space.evict_for(tier, sum(needs) + left_free, evict)
 
     def _write_in(
-        self, tier: Tier, obj: CachedObject, start: int, stop: int, prefetched: bool, remote_owned: bool
+        self, tier: Tier, obj: CachedObject, start: int, stop: int, *, prefetched: bool, remote_owned: bool
     ) -> TierWrite | None:
         """Begin a cache write on a tier that has space for it. None if its file is being removed, or a move writes the
         blocks."""
@@ -967,9 +981,9 @@ class CacheWrites:
         cache_write = TierWrite(tier, copy, open_file, obj.id.size, self._block_size, start, stop)
         cache_write.prefetched = prefetched
         if remote_owned:
-            self._space.remote_owned(copy)
+            self._space.mark_remote_owned(copy)
         elif self._eviction.remote_owned.tiers:
-            self._space.own(copy)
+            self._space.make_own(copy)
         copy.pins += 1
         self._space.reserve(copy, bits)
         return cache_write
@@ -986,11 +1000,11 @@ class CacheWrites:
             return
         if isinstance(cache_write, HeapWrite):
             # If an immutable file was removed since, `unlink` dropped the heap's blocks, so that a new file gets them all.
-            # This block is not kept then, either.
-            kept = cache_write.leaving <= obj.leaving
+            # The heap does not take this block then, either.
+            file_is_there = cache_write.leaving <= obj.leaving
             for block, _ in completed:
                 length = block_length(block, obj.id.size, self._block_size)
-                if kept:
+                if file_is_there:
                     self._space.heap.put(
                         obj.id.digest, block, cache_write.read(block * self._block_size, length)
                     )
@@ -1045,9 +1059,9 @@ class CacheWrites:
             self._space.failed(tier, cache_write.error, unwritten)
         self._space.unpin(obj, copy)
         if not obj.refs:
-            obj.rest()
+            obj.close_if_unused()
         if tier.number == RAM and self._moves is not None:
-            self._moves.filled()  # the copy has lost its pin, so it can be moved
+            self._moves.spill_if_full()  # the copy has lost its pin, so it can be moved
 
 
 def _bits(start: int, stop: int) -> int:

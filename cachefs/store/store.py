@@ -37,7 +37,7 @@ Piece = tuple[int, int, int]
 """(block, offset, length): one block's share of a range of bytes."""
 
 
-class Shared(NamedTuple):
+class PinnedBlock(NamedTuple):
     """A verified block, as a range of an open file; `checksum` is its xxh3_64."""
 
     copy: Copy
@@ -95,10 +95,10 @@ class Store:
         self.backing_files = Passthrough(self.space, files, self._moves, self._verify)
         adopting = Adopting(self.space)
 
-        self.object, self.look = self.catalog.object, self.catalog.look
-        self.look_soon, self.whole = self.catalog.look_soon, self.catalog.whole
+        self.object, self.peek = self.catalog.object, self.catalog.peek
+        self.preload, self.whole = self.catalog.preload, self.catalog.whole
         self.datasets = self.eviction.datasets
-        self.course, self.left_behind = self.eviction.course, self.eviction.left_behind
+        self.epoch_progress, self.left_behind = self.eviction.epoch_progress, self.eviction.left_behind
         self.flush = self.eviction.flush
         self.pin, self.unpin, self.evict = self.pins.pin, self.pins.unpin, self.pins.evict
         self.begin_writes, self.begin_bypass = cache_writes.begin, cache_writes.bypass
@@ -108,7 +108,7 @@ class Store:
         self.open_backing, self.reopen_backing = self.backing_files.open, self.backing_files.reopen
         self.release_backing, self.restore_backing = self.backing_files.release, self.backing_files.restore
         self.take_out = self.backing_files.take_out
-        self.settled = self.backing_files.settled
+        self.reusable = self.backing_files.reusable
         self.to_make_immutable = self.backing_files.to_make_immutable
         self.make_immutable, self.refuse = self.backing_files.make_immutable, self.backing_files.refuse
         self.prepare_later = self.backing_files.prepare_later
@@ -127,7 +127,7 @@ class Store:
 
     def cached_bytes(self, object_id: ObjectId) -> int:
         """How many bytes of the version lie in any tier."""
-        obj = self.look(object_id)
+        obj = self.peek(object_id)
         held: dict[int, int] = {}
         for copy in self.catalog.all_copies(obj):
             held.update(self.catalog.ranges(copy, copy.bitmap))
@@ -147,7 +147,7 @@ class Store:
                 "remote_owned": copy.key in self.eviction.remote_owned,
                 "in_use": copy.pins > 0,
             }
-            for copy in self.catalog.all_copies(self.look(object_id))
+            for copy in self.catalog.all_copies(self.peek(object_id))
         ]
 
     @property
@@ -182,10 +182,10 @@ class Store:
         parts: list[Buffer] = []
         for block, at, length in self._pieces(offset, size):
             part: Buffer | None
-            kept = self.space.heap.blocks.get((obj.id.digest, block))
-            if kept is not None:
+            in_heap = self.space.heap.blocks.get((obj.id.digest, block))
+            if in_heap is not None:
                 start = at - block * self.block_size
-                part = memoryview(kept)[start : start + length]
+                part = memoryview(in_heap)[start : start + length]
             elif first == last:
                 return None
             else:
@@ -240,11 +240,11 @@ class Store:
         for block, at, length in self._pieces(offset, size):
             copy = self.catalog.find(obj, block)
             if copy is None:
-                kept = self.space.heap.blocks.get((obj.id.digest, block))
-                if kept is None:
+                in_heap = self.space.heap.blocks.get((obj.id.digest, block))
+                if in_heap is None:
                     return None
                 start = at - block * self.block_size
-                parts.append(kept[start : start + length])
+                parts.append(in_heap[start : start + length])
                 continue
             check = self._check_always or not copy.verified >> (block % BLOCKS_PER_EXTENT) & 1
             last = parts[-1] if parts else b""
@@ -285,6 +285,7 @@ class Store:
             obj.release()
 
         try:
+            # Tier numbers grow from fast to slow: of two tiers, the slower one has a disk that may hang.
             return await tiers[max(tiers)].disk.run(take, finish)
         except TimeoutError:
             return None
@@ -337,12 +338,12 @@ class Store:
 
     # -- serving other nodes -----------------------------------------------------------------------
 
-    def share(
+    def pin_block(
         self, obj: CachedObject, block: int, *, checked: bool = False, requester: str = ""
-    ) -> Shared | None:
+    ) -> PinnedBlock | None:
         """The place of a block, if it is cached and verified (or was `checked` just now by `read`); else None. Its bytes
-        stay there until `unshare`; the caller must hold the object until then. It counts as a use of the `requester`, and
-        promotes nothing."""
+        stay there until `unpin_block`; the caller must hold the object until then. It counts as a use of the `requester`,
+        and promotes nothing."""
         copy = self.catalog.find(obj, block)
         if copy is None:
             return None
@@ -361,10 +362,12 @@ class Store:
         self.eviction.touch(copy)
         self.eviction.used(obj, copy, hit=True, requester=requester)
         length = block_length(block, obj.id.size, self.block_size)
-        return Shared(copy, fd, block * self.block_size, length, not tier.blocking, copy.checksums[position])
+        return PinnedBlock(
+            copy, fd, block * self.block_size, length, not tier.blocking, copy.checksums[position]
+        )
 
-    def unshare(self, obj: CachedObject, shared: Shared) -> None:
-        self.space.unpin(obj, shared.copy)
+    def unpin_block(self, obj: CachedObject, block: PinnedBlock) -> None:
+        self.space.unpin(obj, block.copy)
 
     # -- passthrough (see backing.py) --------------------------------------------------------------
 

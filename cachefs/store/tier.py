@@ -15,7 +15,7 @@ for the disk runs in a worker thread and is recorded while it runs (`busy`). A c
 
 Removing a large file, or punching holes into it, takes the file system seconds. So the trio thread only queues the
 removal, and one thread (`Disposal`) carries out the queue in its order. Until the jobs of a file are done, its bytes are
-counted as `going_bytes`, and a thread that writes the same version again waits for them (`settle`).
+counted as `going_bytes`, and a thread that writes the same version again waits for them (`Disposal.wait_for`).
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class Disposal:
         """True if a removal of the version is not done yet."""
         return digest in self._pending
 
-    def settle(self, digest: bytes) -> None:
+    def wait_for(self, digest: bytes) -> None:
         """Wait until all removals of the version are done. Blocking. OSError(ETIMEDOUT) if the disk is down."""
         with self._changed:
             while not self._changed.wait_for(lambda: digest not in self._pending, LOOK_EVERY_S):
@@ -265,7 +265,7 @@ class Disposal:
     # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Start the thread if it is not running. If that fails, the next job or a waiting `settle` tries again."""
+        """Start the thread if it is not running. If that fails, the next job or a waiting `wait_for` tries again."""
         if not self._running:
             self._running = True
             try:
@@ -457,13 +457,13 @@ class Tier:
 
     # -- limits and health -------------------------------------------------------------------------
 
-    def limit_bytes(self, here: int = 0) -> int:
-        """How many bytes the tier may use now: the cap, or less if the disk has too little free space. `here` are bytes that
-        lie on the disk already and are about to become the tier's."""
+    def limit_bytes(self, already_there: int = 0) -> int:
+        """How many bytes the tier may use now: the cap, or less if the disk has too little free space. `already_there` are
+        bytes that lie on the disk already and are about to become the tier's."""
         if self._clock() >= self._free_read_again_at:
             self._read_free()
         # Bytes that this tier took since the reading came out of the same free space.
-        room = self._used_at_reading + here + self._free_bytes - self._keep_free_bytes
+        room = self._used_at_reading + already_there + self._free_bytes - self._keep_free_bytes
         return max(0, min(self.cap_bytes, room))
 
     def spare_bytes(self) -> int:
@@ -543,8 +543,8 @@ class Tier:
             self.errors_in_a_row = 0
 
     @property
-    def kept_bytes(self) -> int:
-        """Used bytes of extents that no other node owns."""
+    def own_bytes(self) -> int:
+        """Used bytes of this node's own extents: those that no other node owns."""
         return self.used_bytes - self.remote_owned_bytes
 
     def counted_bytes(self) -> int:
@@ -555,12 +555,12 @@ class Tier:
 
     # -- accounting --------------------------------------------------------------------------------
 
-    def reserve(self, count: int, here: int = 0) -> None:
-        """Count `count` bytes as used before they are written. `here` of them lie on the disk already, so they take no free
-        space."""
+    def reserve(self, count: int, already_there: int = 0) -> None:
+        """Count `count` bytes as used before they are written. `already_there` of them lie on the disk already, so they take
+        no free space."""
         self.used_bytes += count
         self.unlisted_bytes += count
-        self._used_at_reading += here
+        self._used_at_reading += already_there
 
     def freed(self, count: int) -> None:
         """Unlisted bytes are freed: they are no longer used."""
@@ -618,7 +618,7 @@ class Tier:
         """Open the version's file to write blocks into it; returns the descriptor. Unless it is `known` to exist, it may be
         created, for `size` bytes. Blocking: waits for its pending removals, too. OSError(ENOENT) if it does not exist, or
         `is_its_file` is False for it; OSError(EROFS) if it is immutable."""
-        self.disposal.settle(digest)
+        self.disposal.wait_for(digest)
         with self.disk.busy():
             fd = None if known else self.new_file(digest, size)
             made = fd is not None
@@ -651,7 +651,7 @@ class Tier:
                 continue
             self._free_files -= 1
 
-    def take(self, file: Path, digest: bytes) -> bool:
+    def move_in(self, file: Path, digest: bytes) -> bool:
         """Rename `file`, on the same file system, to the version's file, replacing any, and make it immutable. False if the
         file system keeps no modes; then, and after an OSError, the file is at its old path."""
         path = self._file(digest)
@@ -688,7 +688,7 @@ class Tier:
             if not kept:
                 os.unlink(self._file(digest))
 
-    def give(self, digest: bytes, path: Path) -> int:
+    def move_out(self, digest: bytes, path: Path) -> int:
         """Rename the version's file to `path`, on the same file system, and make it writable. Returns a read-only
         descriptor. After an OSError the file is at its old path."""
         fd = os.open(self._file(digest), os.O_RDONLY | os.O_NOFOLLOW)

@@ -122,7 +122,7 @@ class ScriptedOrigin:
         *,
         whole: bool = False,
         ticket: Ticket | None = None,
-        failed: object = None,
+        failed_attempt: object = None,
     ) -> None:
         get = Get(key, start, stop, whole, ticket is not None and ticket.background, ticket)
         self.gets.append(get)

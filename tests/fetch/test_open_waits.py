@@ -34,7 +34,7 @@ class InFlight(NamedTuple):
 
 
 @pytest.mark.parametrize(
-    ("here", "in_flight_fetches", "kept", "soon"),
+    ("here", "in_flight_fetches", "in_heap", "soon"),
     [
         ({0, 1, 2, 3}, {}, False, False),  # it is whole
         ({0, 1}, {}, False, False),  # nothing comes
@@ -46,10 +46,10 @@ class InFlight(NamedTuple):
     ],
 )
 def test_soon_is_when_all_of_it_may_be_here_within_the_wait(
-    here: set[int], in_flight_fetches: dict[int, float], kept: bool, soon: bool
+    here: set[int], in_flight_fetches: dict[int, float], in_heap: bool, soon: bool
 ) -> None:
     under_way = {
-        block: InFlight(left, SimpleNamespace(kept=kept)) for block, left in in_flight_fetches.items()
+        block: InFlight(left, SimpleNamespace(in_heap=in_heap)) for block, left in in_flight_fetches.items()
     }
     obj: Any = SimpleNamespace(id=ObjectId("s", "k", "e", 4 * BLOCK - 5))
     store: Any = SimpleNamespace(block_size=BLOCK, has=lambda obj, block: block in here)

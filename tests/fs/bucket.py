@@ -229,7 +229,7 @@ class Bytes:
         self.warm.add(opened)
         return content_of(self.bucket, opened)[offset : offset + size]
 
-    def settled(self, opened: ObjectId) -> None:
+    def reusable(self, opened: ObjectId) -> None:
         """None is: no file is known."""
 
     def cached_bytes(self, obj: ObjectId) -> int:

@@ -367,7 +367,7 @@ class Program:
 
     async def truncate(self, ino: int, size: int) -> None:
         keep = dict.fromkeys(("mode", "uid", "gid", "atime_ns", "mtime_ns", "fh"))
-        pending = self.operations.setattr(self.thread, ino, size=size, clear=False, **keep)
+        pending = self.operations.setattr(self.thread, ino, size=size, clear_set_ids=False, **keep)
         await self._answer(pending)
 
     async def stat(self, ino: int) -> Any:
@@ -609,7 +609,7 @@ async def test_what_a_second_walk_finds_can_be_changed(what: str, passthrough: b
                 flags = os.O_RDWR | (os.O_TRUNC if what == "empty" else 0)
                 return (await answer(operations.open(1, ino, flags)))[0]
             news = nothing | ({"size": 2} if what == "truncate" else {"mode": 0o600})
-            return (await answer(operations.setattr(1, ino, clear=False, **news)))[0]
+            return (await answer(operations.setattr(1, ino, clear_set_ids=False, **news)))[0]
 
         async def replace(data: bytes) -> None:
             await mount.write("new", data)

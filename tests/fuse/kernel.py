@@ -96,7 +96,7 @@ class BackingFile:
         return False
 
 
-class Settled:
+class WholeVersion:
     """A `Reusable`: it is warm, and has no backing file."""
 
     blocks = 1
@@ -156,8 +156,8 @@ class FakeCache(Bytes):
             self.backings[opened.key] = BackingFile(self, opened.key)
         return self.backings[opened.key]
 
-    def settled(self, opened: ObjectId) -> Settled | None:
-        return Settled(self, opened) if opened in self.warm and opened.key not in self.whole else None
+    def reusable(self, opened: ObjectId) -> WholeVersion | None:
+        return WholeVersion(self, opened) if opened in self.warm and opened.key not in self.whole else None
 
     def reopen_backing(self, backing: BackingFile) -> None:
         backing.users += 1

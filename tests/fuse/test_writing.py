@@ -241,7 +241,7 @@ CASES: dict[str, tuple[int, bytes, tuple[Any, ...]]] = {
     "chown of a file with set-uid bits": (
         Op.SETATTR,
         setattr_in(Setattr.UID | Setattr.KILL_SUIDGID, uid=4),
-        ("setattr", DIRECTORY, {"uid": 4, "clear": True}),
+        ("setattr", DIRECTORY, {"uid": 4, "clear_set_ids": True}),
     ),
     "a time of the last use alone": (
         Op.SETATTR,

@@ -18,7 +18,7 @@ from cachefs.peers import client as client_module
 from cachefs.peers import server as server_module
 from cachefs.peers.auth import Key, Signer, Verifier
 from cachefs.peers.client import IDLE_S, LITTLE, Client
-from cachefs.peers.health import FLOOR_S, PeerTable
+from cachefs.peers.health import ALWAYS_ALLOWED_S, PeerTable
 from cachefs.peers.server import Server
 from cachefs.peers.wire import Address, Busy, Kind, NotShared, PeerFailed
 from tests.peers.exchange import (
@@ -264,7 +264,7 @@ async def test_a_sink_is_not_called_after_a_cancelled_read_has_returned() -> Non
 
 @in_trio
 async def test_a_read_that_takes_too_long_in_all_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "TOTAL_S", 0.2 - FLOOR_S)
+    monkeypatch.setattr(client_module, "TOTAL_S", 0.2 - ALWAYS_ALLOWED_S)
     plan_store, sink, client = PlanStore(), Kept(), Client()
     plan_store.held_back = 1
     version = plan_store.put(content(4 * MIB))

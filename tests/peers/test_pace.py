@@ -18,7 +18,7 @@ from cachefs.base.names import ObjectId
 from cachefs.origin.attempts import TransferRate
 from cachefs.peers import health
 from cachefs.peers.client import Client
-from cachefs.peers.health import FLOOR_S, TIMES, Pace
+from cachefs.peers.health import ALWAYS_ALLOWED_S, SLOWER_THAN_ORIGIN, Pace
 from cachefs.peers.wire import PeerFailed
 from tests.fetch.scripted import content
 from tests.peers.exchange import KIB, MIB, Kept, asking, in_jumping_time, in_trio, scripted
@@ -46,10 +46,10 @@ def test_a_peer_that_is_clearly_slower_is_given_up_by_the_time_it_may_take(
     judged = Pace(rate, others)
     elapsed_s = judged.allowed_s(size) * 1.01
     assert judged.too_slow(size, size - 1, elapsed_s, 0.0)
-    assert judged.allowed_s(size) == max(FLOOR_S, TIMES * (1 + others) * size / rate)
+    assert judged.allowed_s(size) == max(ALWAYS_ALLOWED_S, SLOWER_THAN_ORIGIN * (1 + others) * size / rate)
 
 
-@given(SIZES, st.floats(0, 100), st.floats(0, FLOOR_S * 0.99))
+@given(SIZES, st.floats(0, 100), st.floats(0, ALWAYS_ALLOWED_S * 0.99))
 def test_nothing_is_judged_early(size: int, patience_s: float, elapsed_s: float) -> None:
     assert Pace(1e9, 0, patience_s).too_slow(size, 0, elapsed_s, elapsed_s) == (elapsed_s > patience_s)
 
@@ -117,7 +117,7 @@ async def test_a_byte_a_second_is_given_up_after_seconds() -> None:
         with pytest.raises(PeerFailed) as caught:
             await client.read(address, asking(version_of(data)), sink, deadline_s=0.5, pace=Pace(50e6))
         assert caught.value.kind == "slow" and not sink.parts
-        assert trio.current_time() - begun < FLOOR_S + 1
+        assert trio.current_time() - begun < ALWAYS_ALLOWED_S + 1
     client.close()
 
 
@@ -150,7 +150,7 @@ async def test_a_peer_on_a_slow_network_is_waited_for_as_long_as_the_origin_woul
 async def test_what_came_before_a_long_body_became_slow_is_kept(
     monkeypatch: pytest.MonkeyPatch, drop: int, every_s: float
 ) -> None:
-    monkeypatch.setattr(health, "FLOOR_S", 0.5)
+    monkeypatch.setattr(health, "ALWAYS_ALLOWED_S", 0.5)
     data, client, sink = content(1, 16 * MIB), Client(), Kept()
     async with scripted(dripping(data, MIB, drop, every_s, at_once=2 * MIB + 500)) as address:
         with pytest.raises(PeerFailed) as caught:
@@ -163,7 +163,7 @@ async def test_what_came_before_a_long_body_became_slow_is_kept(
 
 @in_trio
 async def test_a_sink_that_is_slow_is_not_the_peers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "FLOOR_S", 0.3)
+    monkeypatch.setattr(health, "ALWAYS_ALLOWED_S", 0.3)
 
     class Slow(Kept):
         def write_block(self, data: memoryview, checksum: int) -> None:
@@ -185,7 +185,7 @@ async def test_a_sink_that_is_slow_is_not_the_peers_fault(monkeypatch: pytest.Mo
 async def test_the_origin_takes_over_the_rest_and_the_slow_peer_is_left_alone(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch, drop: int
 ) -> None:
-    monkeypatch.setattr(health, "FLOOR_S", 0.5)
+    monkeypatch.setattr(health, "ALWAYS_ALLOWED_S", 0.5)
     async with nodes(cache_dir, 2, deadline_s=15.0) as cluster:
         slow, reader = cluster
         cluster.origin.transfer_rate = 50e6
@@ -216,7 +216,7 @@ async def test_a_slow_network_leaves_the_peer_healthy(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both send 400 KB/s."""
-    monkeypatch.setattr(health, "FLOOR_S", 0.3)
+    monkeypatch.setattr(health, "ALWAYS_ALLOWED_S", 0.3)
     async with nodes(cache_dir, 2) as cluster:
         slow, reader = cluster
         cluster.origin.transfer_rate = 400e3

@@ -57,10 +57,10 @@ class Line:
     def received(self) -> int:
         return self.read * BLOCK
 
-    def hand_over(self, silence_s: float) -> None:
+    def give_to_thread(self, silence_s: float) -> None:
         self.passthrough += 1
 
-    def take_back(self) -> None:
+    def thread_ended(self) -> None:
         self.returned += 1
 
 

@@ -20,7 +20,7 @@ async def bring_all(node: Node, object_id: ObjectId) -> int:
     """As a job with --cluster does it: the bytes that only others have now."""
 
     async def here(start: int, stop: int) -> None:
-        await node.fetcher.prefetch(node.origin, object_id, start, stop, prefetched=False, keep=True)  # type: ignore[arg-type]
+        await node.fetcher.prefetch(node.origin, object_id, start, stop, prefetched=False, as_own=True)  # type: ignore[arg-type]
 
     return await node.fetcher.prefetch_everywhere(object_id, 0, object_id.size, here)
 

@@ -62,7 +62,7 @@ async def test_a_shuffled_epoch_fetches_each_file_once_and_in_time() -> None:
         assert w.metrics.prefetch_used_files == w.metrics.prefetch_files > 3000
         assert shop.most_in_flight > 40
         assert seconds < 4000 * 0.02 / 4 / 4  # of virtual time: a quarter of what four workers alone take
-        assert not w.prefetcher.awaited.files and not w.prefetcher.awaited.size
+        assert not w.prefetcher.awaited.files and not w.prefetcher.awaited.unused_bytes
 
 
 async def test_a_wanted_twentieth_costs_a_tenth_more() -> None:
@@ -152,15 +152,19 @@ async def test_who_turns_to_looking_wastes_a_few_shards_and_is_not_said_to_use_t
             await w.read(name)
             await trio.sleep(1)
         status = w.prefetcher.status()
-        assert status["fetched_bytes"] - status["used_bytes"] == w.prefetcher.awaited.size == 2 * LARGE_FILE
+        assert (
+            status["fetched_bytes"] - status["used_bytes"]
+            == w.prefetcher.awaited.unused_bytes
+            == 2 * LARGE_FILE
+        )
         for name in names[12:]:
             await w.look(name, LARGE_FILE - 64 * KIB, 64 * KIB)
             await trio.sleep(0.1)
         whole = {key for key, start, stop in shop.gets if stop - start > MIB}
         assert len(whole) <= 12 + MOST_UNREAD + AHEAD
-        assert w.prefetcher.awaited.size > (len(whole) - 12) * (LARGE_FILE - 64 * KIB - 1)
+        assert w.prefetcher.awaited.unused_bytes > (len(whole) - 12) * (LARGE_FILE - 64 * KIB - 1)
         await trio.sleep(2 * SWEEP_EVERY_S + UNREAD_S)
-        assert w.prefetcher.awaited.size == 0  # no reader comes for them
+        assert w.prefetcher.awaited.unused_bytes == 0  # no reader comes for them
 
 
 async def test_that_all_was_read_in_an_epoch_does_not_vouch_for_the_next() -> None:
@@ -226,7 +230,7 @@ async def test_ahead_of_a_plan_is_bounded_by_bytes_and_goes_on_with_use() -> Non
             await w.read(names[number])
             if number % 20 == 0:
                 await trio.sleep(0.05)
-                assert w.prefetcher.awaited.size <= 100_000 + 56_000
+                assert w.prefetcher.awaited.unused_bytes <= 100_000 + 56_000
         assert Counter(shop.got) == Counter(names)
         assert w.metrics.misses == 0
 
@@ -403,11 +407,11 @@ async def test_what_is_never_opened_is_awaited_through_an_evaluation_and_then_gi
     async with world(shop) as w:
         await w.read_all(names[:3], workers=1)
         await w.quiet()
-        assert (unused := w.prefetcher.awaited.size)
+        assert (unused := w.prefetcher.awaited.unused_bytes)
         await trio.sleep(9 * 60)
-        assert w.prefetcher.awaited.size == unused
+        assert w.prefetcher.awaited.unused_bytes == unused
         await trio.sleep(6 * 60)
-        assert not w.prefetcher.awaited.size
+        assert not w.prefetcher.awaited.unused_bytes
 
 
 async def test_the_plan_of_a_dead_job_is_in_nobodys_way() -> None:
@@ -416,11 +420,11 @@ async def test_the_plan_of_a_dead_job_is_in_nobodys_way() -> None:
         planned, others = ([f"{d}/{i:04}" for i in range(400)] for d in "ab")
         await announce(w.prefetcher, planned, range(400))
         await w.quiet()
-        fetched, unused = len(shop.gets), w.prefetcher.awaited.size
+        fetched, unused = len(shop.gets), w.prefetcher.awaited.unused_bytes
         await trio.sleep(QUIET_S - 10)
-        assert w.prefetcher.awaited.size == unused > 7 * MIB
+        assert w.prefetcher.awaited.unused_bytes == unused > 7 * MIB
         await trio.sleep(PREFETCHED_S + SWEEP_EVERY_S)
-        assert not w.prefetcher.awaited.size and len(shop.gets) == fetched
+        assert not w.prefetcher.awaited.unused_bytes and len(shop.gets) == fetched
         await w.read_all(others[:200], workers=4, think=0.05)
         assert w.metrics.prefetch_used_files > 100
         assert set(shop.got) & set(planned) == set(planned[:fetched])
@@ -437,7 +441,7 @@ async def test_the_plan_of_a_dead_job_is_in_nobodys_way() -> None:
         await announce(w.prefetcher, planned, range(400)[::-1], epoch=1)
         assert not w.fs._files._known.closed
         await w.quiet()
-        assert w.prefetcher.awaited.everything and w.prefetcher.awaited.size > 7 * MIB
+        assert w.prefetcher.awaited.everything and w.prefetcher.awaited.unused_bytes > 7 * MIB
 
 
 async def test_files_that_lie_unused_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -517,7 +521,7 @@ async def test_a_group_ends_where_enough_lies_unused_and_goes_on_from_there() ->
     async with world(shop, budget=101 * 1000) as w:
         await announce(w.prefetcher, names, range(300))
         await w.quiet()
-        assert len(shop.got) == 101 and w.prefetcher.awaited.size == 101 * 1000
+        assert len(shop.got) == 101 and w.prefetcher.awaited.unused_bytes == 101 * 1000
         await w.read_all(names, workers=1)
         assert Counter(shop.got) == Counter(names) and w.metrics.prefetch_used_files == 300
 
@@ -531,7 +535,7 @@ async def test_files_that_no_listing_has_keep_both_bounds() -> None:
         await announce(w.prefetcher, names, range(12))
         await w.quiet()
         assert max(in_flight) == 6
-        assert len(set(shop.got)) == 4 and w.prefetcher.awaited.size == 64 * MIB
+        assert len(set(shop.got)) == 4 and w.prefetcher.awaited.unused_bytes == 64 * MIB
         await w.look(shop.got[0], 0, 1)
         await w.quiet()
         assert len(set(shop.got)) == 5

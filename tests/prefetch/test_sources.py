@@ -31,7 +31,7 @@ class TreeQueries:
         return files, names[-1] if len(names) == limit else None
 
 
-class Course(eviction.Course):
+class EpochProgress(eviction.EpochProgress):
     """Of one data set, in epoch `number`."""
 
     number, version, asked = 1, 0, 0
@@ -60,7 +60,7 @@ async def test_a_pass_shows_each_name_once_but_for_the_slice_where_it_began(firs
         offered.append(obj.key.encode()[2:])
         return False
 
-    source = FromDirectories(fs, Paths([volume]), wanted, lambda versions: None, Course())
+    source = FromDirectories(fs, Paths([volume]), wanted, lambda versions: None, EpochProgress())
     for _ in range(START):
         source.missed(INO, origin, _version(NAMES[first]), 0.0)
     assert not await source.next(8)
@@ -75,7 +75,7 @@ def test_directories_are_forgotten_by_time_and_by_number() -> None:
     origin: Any = SimpleNamespace(prefix="", source="s3://b")
     volume: Any = SimpleNamespace(name="", origin=origin)
     fs: Any = None
-    source = FromDirectories(fs, Paths([volume]), lambda obj: True, lambda versions: None, Course())
+    source = FromDirectories(fs, Paths([volume]), lambda obj: True, lambda versions: None, EpochProgress())
 
     def demanded(directory: int, now: float) -> int:
         source.missed(INO, origin, ObjectId("s3://b", f"{directory}/f", '"1"', 100), now)
@@ -91,16 +91,16 @@ def test_an_epoch_is_asked_for_at_a_hit_only_if_one_may_have_begun() -> None:
     origin: Any = SimpleNamespace(prefix="", source="s3://b")
     volume: Any = SimpleNamespace(name="", origin=origin)
     fs: Any = None
-    course = Course()
-    source = FromDirectories(fs, Paths([volume]), lambda obj: True, lambda versions: None, course)
-    course.number = 0  # nothing is known of the data set
+    progress = EpochProgress()
+    source = FromDirectories(fs, Paths([volume]), lambda obj: True, lambda versions: None, progress)
+    progress.number = 0  # nothing is known of the data set
     source.missed(INO, origin, _version(b"a"), 0.0)
     walk = next(iter(source._walks.values()))
-    course.number = 1  # its first use does not change the version
+    progress.number = 1  # its first use does not change the version
     for _ in range(3):
         source.hit(walk, _version(b"b"), 0.0)
-    assert (walk.policy.epoch, course.asked, walk.policy.demanded) == (1, 2, 4)
-    course.number, course.version = 2, 1
+    assert (walk.policy.epoch, progress.asked, walk.policy.demanded) == (1, 2, 4)
+    progress.number, progress.version = 2, 1
     for _ in range(3):
         source.hit(walk, _version(b"b"), 0.0)
-    assert (walk.policy.epoch, course.asked, walk.policy.demanded) == (2, 3, 3)
+    assert (walk.policy.epoch, progress.asked, walk.policy.demanded) == (2, 3, 3)

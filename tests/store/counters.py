@@ -13,7 +13,7 @@ from cachefs.base.names import block_length
 from cachefs.store import Store
 from cachefs.store import catalog as index
 from cachefs.store.catalog import Copy
-from cachefs.store.eviction import Class
+from cachefs.store.eviction import PriorityClass
 from cachefs.store.tier import RAM, allocated
 
 
@@ -170,8 +170,8 @@ def check_remembered(store: Store, known: dict[Any, Copy]) -> None:
         assert copy.tier != RAM or not copy.first_use, f"{copy.key}: a use of a copy that is not promoted"
         assert not (copy.pinned and copy.key in order.remote_owned), f"{copy.key}: pinned for another node"
     assert catalog.recent == catalog.clock, "a flush begins with what was used until then"
-    assert not catalog._objects.keys() & catalog._looked_at.keys(), "a version has two bookkeepings"
-    for obj in catalog._looked_at.values():
+    assert not catalog._objects.keys() & catalog._peeked.keys(), "a version has two bookkeepings"
+    for obj in catalog._peeked.values():
         assert not obj.refs and not obj.fds and not obj.leaving and obj.backing is None, obj.id.key
         for (tier, extent), copy in obj.copies.items():
             row = known.get((tier, obj.id.digest, extent))
@@ -191,15 +191,15 @@ def check_places(store: Store, copies: dict[Any, Copy]) -> None:
     for tier in store.tiers:
         if order._seen_version != order.epochs.version:
             continue  # the next search starts from the beginning
-        for walk in (order._evictable[tier.number], order._any[tier.number]):
-            assert not walk._held, "a flush leaves nothing for the next"
-        walk = order._evictable[tier.number]
+        for walk in (order._evictable_walks[tier.number], order._any_walks[tier.number]):
+            assert not walk._again, "a flush leaves nothing for the next"
+        walk = order._evictable_walks[tier.number]
         held = {(key, clock) for _, key, clock, _ in walk._rows}
         for _, key, clock, dataset in store.catalog._index.oldest(tier.number, b"", 1 << 20):
-            evictable = order.class_of(key, clock, dataset) is Class.EVICTABLE
+            evictable = order.class_of(key, clock, dataset) is PriorityClass.EVICTABLE
             if evictable and clock <= walk.passed and key not in order._evictable_first:
                 assert (key, clock) in held, f"{key}: no search finds it"
-        assert order._any[tier.number].passed == -1, "all of them are looked at again after a flush"
+        assert order._any_walks[tier.number].passed == -1, "all of them are looked at again after a flush"
 
 
 def check_order(store: Store, known: dict[Any, Copy]) -> None:

@@ -344,7 +344,9 @@ async def test_parts_that_were_cached_are_superseded(cache_dir: Path, tier: str)
         reader = lab.fetcher.open(lab.origin, object_id)  # type: ignore[arg-type]
         assert await adopt(lab, object_id)
         assert spread(lab, object_id, SSD) == whole(len(data))
-        assert not any(copy.key in lab.store.eviction.remote_owned for copy in obj.on(lab.store.tiers[-1]))
+        assert not any(
+            copy.key in lab.store.eviction.remote_owned for copy in obj.copies_on(lab.store.tiers[-1])
+        )
         lab.check_accounts()
         assert await lab.read_open(reader, 0, len(data)) == data
         lab.fetcher.close(reader)
@@ -364,14 +366,14 @@ async def test_parts_that_somebody_reads_are_not_torn(cache_dir: Path) -> None:
         await lab.quiet()
         obj = lab.store.object(object_id)
         obj.refs += 1
-        assert lab.store.share(obj, 0) is None  # its file is not open
+        assert lab.store.pin_block(obj, 0) is None  # its file is not open
         assert await lab.store.read(obj, 0, BLOCK) == data[:BLOCK]
-        shared = lab.store.share(obj, 0)
+        shared = lab.store.pin_block(obj, 0)
         assert shared is not None
         obj.refs -= 1
         assert not await adopt(lab, object_id)
         assert os.pread(shared.fd, shared.length, shared.offset) == data[:BLOCK]
-        lab.store.unshare(obj, shared)
+        lab.store.unpin_block(obj, shared)
         lab.check_accounts()
         assert await adopt(lab, object_id)
 
@@ -816,7 +818,7 @@ async def test_the_old_name_of_a_copy_is_removed_after_its_writer_has_the_file(
         assert fd is not None and disposal.pending(old.digest)
         os.close(fd)
         monkeypatch.setattr(Disposal, "_begin", begin)
-        disposal.settle(old.digest)
+        disposal.wait_for(old.digest)
         assert path.read_bytes() == data
         path.unlink()
         lab.check_accounts()
@@ -954,7 +956,7 @@ async def test_what_a_disk_does_after_it_was_given_up_is_undone(
 
             return slow
 
-        for name in ("take", "put", "link"):
+        for name in ("move_in", "put", "link"):
             monkeypatch.setattr(tier, name, slowly(getattr(tier, name)))
         taken: list[bool] = []
 

@@ -84,7 +84,7 @@ async def test_looks_at_large_files_keep_few_copies_in_memory(
         for _ in range(2):
             for object_id in ids:
                 assert lab.fetcher.cached_bytes(object_id) == object_id.size
-                looked_at = lab.store.catalog._looked_at.values()
+                looked_at = lab.store.catalog._peeked.values()
                 assert sum(len(obj.copies) for obj in looked_at) <= 40 + extents
 
 
@@ -102,7 +102,7 @@ async def test_versions_that_are_looked_at_together_are_loaded_once(
         monkeypatch.setattr(
             lab.store.catalog._index, "load", lambda keys: transactions.append(keys) or load(keys)
         )
-        lab.store.look_soon(ids)
+        lab.store.preload(ids)
         assert [lab.fetcher.whole(object_id) for object_id in ids] == [True] * 20 + [False] * 20
         assert len(transactions) == 1
         assert lab.store.catalog._loaded == held(lab) == 0

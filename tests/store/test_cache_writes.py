@@ -61,7 +61,7 @@ def check(cache_write: CacheWrite, start: int, stop: int, lengths: list[int], wa
         at += length
         assert cache_write.written == at
         for offset in range(first, at):
-            assert cache_write.look(offset, at - offset) == content(offset, at)
+            assert cache_write.peek(offset, at - offset) == content(offset, at)
         if number % 3 == 0:
             taken += cache_write.take_completed()
             assert cache_write.settled == len(taken)
@@ -85,7 +85,7 @@ def check(cache_write: CacheWrite, start: int, stop: int, lengths: list[int], wa
 def test_what_comes_in_pieces_is_in_the_heap_as_it_is(how: tuple[int, int, list[int], int]) -> None:
     filled = HeapWrite(SIZE, BLOCK, *how[:2])
     check(filled, *how)
-    assert filled.kept and not filled.waits
+    assert filled.in_heap and not filled.waits
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_who_reads_what_comes_ahead_wants_it(tier: Tier) -> None:
     filled = TierWrite(tier, Copy(RAM, b"", 0, SIZE), lambda: os.open(path, os.O_RDWR), SIZE, BLOCK, 0, 1)
     filled.prefetched = True
     filled.write(b"12345678")
-    assert filled.look(2, 3) == b"345" and not filled.wanted
+    assert filled.peek(2, 3) == b"345" and not filled.wanted
     assert filled.read(2, 3) == b"345" and filled.wanted
     filled.close()
     os.close(filled.fd)

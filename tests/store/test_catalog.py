@@ -64,12 +64,12 @@ class World:
         if not here:  # a pin is known by a copy
             store.unpin(obj)
             self.pinned.discard(object_id)
-        obj.rest()
+        obj.close_if_unused()
         self.check(object_id)
 
     def check(self, object_id: ObjectId) -> None:
         store, here = self.lab.store, self.here[object_id]
-        obj = store.look(object_id)
+        obj = store.peek(object_id)
         assert {b for b in range(-(-object_id.size // BLOCK)) if store.has(obj, b)} == here
         assert store.cached_bytes(object_id) == sum(min(BLOCK, object_id.size - b * BLOCK) for b in here)
         assert store.catalog.has_copies(obj, SSD) is bool(here)
@@ -189,7 +189,7 @@ async def test_memory_is_bounded(cache_dir: Path, monkeypatch: pytest.MonkeyPatc
                     assert cache_write is not None
                     cache_write.write(bytes(BLOCK))
                     lab.store.end_write(obj, cache_write)
-                    obj.rest()
+                    obj.close_if_unused()
                     await lab.store.flush()
                 most = max(most, len(rows._objects))
                 assert rows._loaded <= 16 and len(rows._objects) <= 16

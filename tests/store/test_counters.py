@@ -117,7 +117,7 @@ def borrow(lab: Lab, object_id: Any, block: int, *, whole: bool = True) -> bool:
     length = min(BLOCK, object_id.size - block * BLOCK)
     cache_write.write(bytes(length if whole else length // 2))
     lab.store.end_write(obj, cache_write)
-    obj.rest()
+    obj.close_if_unused()
     return whole
 
 
@@ -130,11 +130,11 @@ async def test_a_copy_whose_bytes_a_reader_still_has_becomes_no_remote_owned_one
         await lab.quiet()
         obj, (ram,) = lab.store.object(object_id), lab.store.tiers
         with obj.held():
-            shared = lab.store.share(obj, 0)
+            shared = lab.store.pin_block(obj, 0)
             assert shared is not None and lab.store.evict(obj) == BLOCK
             assert borrow(lab, object_id, 0)
             assert (ram.used_bytes, ram.remote_owned_bytes) == (BLOCK, 0)
-            lab.store.unshare(obj, shared)
+            lab.store.unpin_block(obj, shared)
         await settled(lab)
         assert lab.store.evict(obj) == BLOCK
         assert (ram.used_bytes, ram.remote_owned_bytes) == (0, 0)
@@ -165,7 +165,7 @@ async def test_no_two_fills_write_one_block(cache_dir: Path) -> None:
         again = begin_write(lab.store, obj, 4, 6)
         assert again is not None, "it did not come, so it may come again"
         lab.store.end_write(obj, again)
-        obj.rest()
+        obj.close_if_unused()
         await settled(lab)
         assert lab.used() == 2 * BLOCK
 
@@ -186,7 +186,7 @@ async def test_what_did_not_come_is_no_use(cache_dir: Path) -> None:
         cache_write.write(content(1, 2 * BLOCK)[: BLOCK + 1])
         lab.store.end_write(obj, cache_write)
         assert lab.store.catalog.clock > clock and len(lab.store.eviction_status()["datasets"]) == 1
-        obj.rest()
+        obj.close_if_unused()
 
 
 @in_trio
@@ -243,10 +243,10 @@ async def test_what_is_remote_owned_becomes_ones_own_with_all_that_it_counts(cac
         assert tier.remote_owned_bytes == tier.used_bytes == 3 * BLOCK
         own = begin_write(lab.store, obj, 8, 9)
         assert own is not None
-        assert (tier.remote_owned_bytes, tier.kept_bytes) == (0, 4 * BLOCK), "an extent is kept as a whole"
+        assert (tier.remote_owned_bytes, tier.own_bytes) == (0, 4 * BLOCK), "an extent is kept as a whole"
         for cache_write in (coming, own):
             lab.store.end_write(obj, cache_write)
-        obj.rest()
+        obj.close_if_unused()
         await settled(lab)
         assert (tier.remote_owned_bytes, tier.used_bytes) == (0, 0)
 
@@ -274,7 +274,7 @@ async def test_what_is_remote_owned_and_dropped_counts_no_more(cache_dir: Path, 
         assert tier.remote_owned_bytes == tier.used_bytes == (4 * BLOCK if while_used else 0)
         if coming is not None:
             lab.store.end_write(obj, coming)
-        obj.rest()
+        obj.close_if_unused()
         await settled(lab)
         assert tier.remote_owned_bytes == tier.used_bytes == 0
 
@@ -316,7 +316,7 @@ async def test_what_rows_and_files_disagree_about_is_put_right_and_told(cache_di
         obj = lab.store.object(object_id)
         for block in (0, 1, 5, 9, 20):
             assert borrow(lab, object_id, block)
-        lab.store.space.own(lab.store.catalog.copies(obj, tier.number)[0])
+        lab.store.space.make_own(lab.store.catalog.copies(obj, tier.number)[0])
         file = tier.file_path(object_id.digest)
 
         async def reclaim() -> int:
@@ -472,13 +472,13 @@ def _outdated_look(lab: Lab) -> None:
     obj = next(iter(catalog._objects.values()))
     while catalog._objects:
         catalog._forget_some()
-    [copy] = catalog.copies(catalog.look(obj.id), SSD)
+    [copy] = catalog.copies(catalog.peek(obj.id), SSD)
     copy.bitmap |= 2
 
 
 def _passed_over(lab: Lab) -> None:
     """A search has come further than it should have."""
-    lab.store.eviction._evictable[SSD].passed = 1 << 40
+    lab.store.eviction._evictable_walks[SSD].passed = 1 << 40
 
 
 def _another_wait(lab: Lab) -> None:
@@ -516,13 +516,15 @@ DAMAGES: dict[str, Callable[[Lab], None]] = {
     "one that was checked, twice": lambda lab: lab.store.catalog._checked.add(_first(lab).key),
     "another clock of its use": _add(_first, "used", -1),
     "a clock behind it": _add(lambda lab: lab.store.catalog, "clock", -1),
-    "two bookkeepings": lambda lab: lab.store.catalog._looked_at.update(lab.store.catalog._objects),
+    "two bookkeepings": lambda lab: lab.store.catalog._peeked.update(lab.store.catalog._objects),
     "an outdated look": _outdated_look,
     "the heap": _add(lambda lab: lab.store.space.heap, "_bytes", 1),
     "one that no search finds": _passed_over,
     "one that waits as another": _another_wait,
-    "a row that is held": lambda lab: lab.store.eviction._any[SSD]._held.append((b"", NOT_THERE, 1, 0)),
-    "a search that goes on": lambda lab: setattr(lab.store.eviction._any[SSD], "passed", 0),
+    "a row that is held": lambda lab: lab.store.eviction._any_walks[SSD]._again.append(
+        (b"", NOT_THERE, 1, 0)
+    ),
+    "a search that goes on": lambda lab: setattr(lab.store.eviction._any_walks[SSD], "passed", 0),
     "an idle passthrough file": _kept_idle,
     "a call on the disk": lambda lab: _tier(lab).disk._calls.update({"call": 0.0}),
 }

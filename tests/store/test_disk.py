@@ -218,7 +218,7 @@ def test_what_is_to_go_goes_once_a_thread_can_be_started(
     (tmp_path / "one").touch()
     disposal.remove(b"1", str(tmp_path / "one"), (), 0)
     assert disposal.pending(b"1") and begun == [True]
-    disposal.settle(b"1")
+    disposal.wait_for(b"1")
     assert not (tmp_path / "one").exists() and len(begun) == 3
 
 

@@ -105,7 +105,7 @@ async def everything(lab: Lab) -> list[ObjectId]:
         assert await lab.read(object_id) == content(name, SIZES[name])
     await lab.quiet()
     for object_id in (*ids.values(), moved):
-        store.object(object_id).rest()
+        store.object(object_id).close_if_unused()
     return list(ids.values())
 
 
@@ -133,7 +133,7 @@ async def test_each_call_fails_once(tmp_path: Path, name: str, error: int) -> No
                     obj = lab.store.object(object_id)
                     found = await lab.store.read(obj, 0, object_id.size)
                     assert found is None or bytes(found) == content(object_id.key, object_id.size)
-                    obj.rest()
+                    obj.close_if_unused()
         remove_ram(place)
         if failing.calls < number:
             return

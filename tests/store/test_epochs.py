@@ -127,7 +127,7 @@ class Rules:
             self.fresh += 1
             return False
         self.again.append(len(self.uses) - 1)
-        enough = max(eviction.AGAIN_LEAST, math.ceil(eviction.AGAIN_SHARE * self.fresh))
+        enough = max(eviction.FEWEST_REREFERENCES, math.ceil(eviction.REREFERENCE_SHARE * self.fresh))
         if self.epochs and not self.noisy and self.size and self.fresh >= eviction.DONE_SHARE * self.size:
             enough = 1
         for count in (enough, eviction.PATIENCE * enough) if self.noisy else (enough,):
@@ -137,7 +137,7 @@ class Rules:
             density = count / (len(self.uses) - first)
             if not self.noisy or density >= eviction.EPOCH_SHARE or count > enough:
                 break
-        if density < eviction.AGAIN_DENSITY:
+        if density < eviction.REREFERENCE_DENSITY:
             return False
         self._begin(self.uses[first][1], density)
         return True
@@ -427,7 +427,7 @@ def test_what_an_epoch_has_had_is_known_of_all_units(policy: str, count: int) ->
     keys = [unit_hash(random.Random(unit).randbytes(8), 0) for unit in range(count)]
 
     def had(units: Iterable[int]) -> int:
-        return sum(watched.epochs.had(1, keys[unit]) for unit in units)
+        return sum(watched.epochs.was_used(1, keys[unit]) for unit in units)
 
     first, second = orders(count, 2)
     assert watched.epochs.number(1) == 0 and not had(first)

@@ -143,7 +143,7 @@ async def test_what_is_fetched_ahead_displaces_nothing_that_is_wanted(cache_dir:
         ) is not None:
             cache_write.write(b"y" * BLOCK)
             store.end_write(obj, cache_write)
-            obj.rest()
+            obj.close_if_unused()
             cache_writes.append(ids[32 + began])
             began += 1
             if began % 3 == 0:
@@ -190,7 +190,7 @@ async def test_what_a_reader_left_behind_does_not_keep_the_rest_out(cache_dir: P
             assert cache_write is not None, number
             cache_write.write(data)
             store.end_write(obj, cache_write)
-            obj.rest()
+            obj.close_if_unused()
             await store.flush()
         obj = store.object(lab.origin.put("e/9", b"y"))
         assert begin_write(store, obj, 0, 1, prefetched=True) is None, (
@@ -216,7 +216,7 @@ async def test_a_reader_that_joins_makes_what_came_ahead_a_used_one(cache_dir: P
             if how == "read":
                 cache_write.read(0, 10)
             store.end_write(obj, cache_write)
-            obj.rest()
+            obj.close_if_unused()
             copy = store.catalog.copy(obj, 1, 0)
             assert copy is not None
             states.append(store.eviction.protected(copy))

@@ -18,12 +18,12 @@ from cachefs.store.catalog import Copy, CopyKey, Row
 from cachefs.store.eviction import (
     ANY,
     ANY_REMOTE_OWNED,
-    HELD,
-    KEPT_AT_ONCE,
+    IN_USE_REMEMBERED,
     LOWEST,
     OURS,
-    Class,
+    SKIPPED_AT_ONCE,
     Keys,
+    PriorityClass,
     Verdict,
     Walk,
 )
@@ -58,7 +58,11 @@ def walk_over(rows: Rows, kept: set[int]) -> Walk:
 
 
 def always(key: CopyKey, clock: int) -> Verdict:
-    return True
+    return Verdict.EVICT
+
+
+def unless(exception: bool, verdict: Verdict) -> Verdict:
+    return verdict if exception else Verdict.EVICT
 
 
 def test_kept_rows_are_read_once_however_many_are_evicted() -> None:
@@ -67,9 +71,11 @@ def test_kept_rows_are_read_once_however_many_are_evicted() -> None:
     searches = 1
     while walk.first(always, None) is None:
         searches += 1
-        assert searches <= 40_000 // KEPT_AT_ONCE + 1, "each search passes over so many, and the next goes on"
+        assert searches <= 40_000 // SKIPPED_AT_ONCE + 1, (
+            "each search passes over so many, and the next goes on"
+        )
     for gone in range(40_000, 45_000):
-        found = walk.first(lambda key, clock, now=gone: clock >= now or None, None)
+        found = walk.first(lambda key, clock, now=gone: unless(clock < now, Verdict.STALE), None)
         assert found == key_of(gone)
         if gone % 100 == 0:
             for clock in range(40_000, gone):
@@ -84,7 +90,7 @@ def test_what_was_in_use_is_found_after_the_next_flush() -> None:
     busy = {2, 3}
 
     def judge(key: CopyKey, clock: int) -> Verdict:
-        return clock not in busy
+        return unless(clock in busy, Verdict.LATER)
 
     assert walk.first(judge, None) == key_of(4)
     busy.clear()
@@ -92,7 +98,7 @@ def test_what_was_in_use_is_found_after_the_next_flush() -> None:
     walk.flushed()
     assert walk.first(judge, None) == key_of(2)
     del rows.rows[2]
-    assert walk.first(lambda key, clock: clock != 2 or None, None) == key_of(3)
+    assert walk.first(lambda key, clock: unless(clock == 2, Verdict.STALE), None) == key_of(3)
 
 
 def test_a_row_that_comes_in_below_is_found() -> None:
@@ -108,9 +114,9 @@ def test_a_row_that_comes_in_below_is_found() -> None:
 
 
 def test_too_many_held_rows_begin_the_walk_again() -> None:
-    rows = Rows(dict.fromkeys(range(HELD + 10), 1))
+    rows = Rows(dict.fromkeys(range(IN_USE_REMEMBERED + 10), 1))
     walk = walk_over(rows, set())
-    assert walk.first(lambda key, clock: False, None) is None
+    assert walk.first(lambda key, clock: Verdict.LATER, None) is None
     walk.flushed()
     assert walk.first(always, None) == key_of(0)
 
@@ -131,8 +137,8 @@ def test_the_search_is_that_of_a_plain_one(kept: set[int], busy: list[set[int]],
 
             def judge(key: CopyKey, clock: int, used: set[int] = used) -> Verdict:
                 if clock not in rows.rows:
-                    return None
-                return clock not in used
+                    return Verdict.STALE
+                return unless(clock in used, Verdict.LATER)
 
             older = None if limit > 60 else limit
             can = [c for c in sorted(rows.rows) if c not in kept | used and (older is None or c < older)]
@@ -151,13 +157,13 @@ async def test_what_another_node_owned_has_its_place_when_it_is_ours(cache_dir: 
         await lab.store.flush()
 
         def evictable() -> bytes:
-            victim = lab.store.eviction.victim(RAM, (Class.EVICTABLE,))
+            victim = lab.store.eviction.victim(RAM, (PriorityClass.EVICTABLE,))
             assert victim is not None
             return victim[0].id.digest
 
         assert evictable() == own.digest
         (copy,) = lab.store.catalog.copies(lab.store.object(other), RAM)
-        lab.store.space.own(copy)
+        lab.store.space.make_own(copy)
         assert put(lab, lab.origin.put("next", bytes(BLOCK)))  # something to flush
         await lab.store.flush()
         assert evictable() == other.digest
@@ -195,7 +201,7 @@ def test_keys_are_kept_by_tier_in_the_order_of_their_use() -> None:
 
 
 def test_one_search_passes_over_so_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eviction, "KEPT_AT_ONCE", 2)
+    monkeypatch.setattr(eviction, "SKIPPED_AT_ONCE", 2)
     keys = Keys()
     all_keys = [(1, bytes([n]) * 16, 0) for n in range(5)]
     for key in all_keys:
@@ -225,10 +231,10 @@ async def test_what_goes_next_is_the_copy_with_the_lowest_key(cache_dir: Path) -
             assert put(lab, object_id, prefetched=n % 2 == 0, remote_owned=True)
         copies = [c for i in (*used, *others) for c in catalog.copies(catalog.object(i), 1)]
 
-        def place(copy: Copy) -> tuple[int, Class, int]:
+        def place(copy: Copy) -> tuple[int, PriorityClass, int]:
             return copy.tier, eviction.class_of(copy.key, copy.clock, copy.dataset), copy.clock
 
-        assert {place(copy)[1] for copy in copies} == set(Class)
+        assert {place(copy)[1] for copy in copies} == set(PriorityClass)
         lowest = sum(place(copy)[1] in LOWEST for copy in copies)
         assert eviction.victim(1, ()) is None
         gone = []
@@ -257,12 +263,12 @@ class Order:
         self.busy: set[CopyKey] = set()
         lab.store.eviction._now = lambda: self.now
 
-    def class_of(self, copy: Copy) -> Class:
+    def class_of(self, copy: Copy) -> PriorityClass:
         waits = copy.key in self.waiting
         if copy.key in self.remote:
-            return Class.REMOTE_PREFETCHED if waits else Class.REMOTE_OWNED
+            return PriorityClass.REMOTE_PREFETCHED if waits else PriorityClass.REMOTE_OWNED
         protected = self.lab.store.eviction.epochs.protects(copy.dataset, copy.clock)
-        return Class.PROTECTED if waits or protected else Class.EVICTABLE
+        return PriorityClass.PROTECTED if waits or protected else PriorityClass.EVICTABLE
 
     def touched(self, key: CopyKey) -> None:
         self.waiting.pop(key, None)
@@ -287,11 +293,13 @@ class Order:
         while self.waiting and next(iter(self.waiting.values())) < self.now:
             del self.waiting[next(iter(self.waiting))]
 
-    def victim(self, classes: tuple[Class, ...], older_than: int | None) -> CopyKey | None:
+    def victim(self, classes: tuple[PriorityClass, ...], older_than: int | None) -> CopyKey | None:
         for one in classes:
-            if one in (Class.REMOTE_OWNED, Class.REMOTE_PREFETCHED):
+            if one in (PriorityClass.REMOTE_OWNED, PriorityClass.REMOTE_PREFETCHED):
                 for key in list(self.remote):
-                    if (one is Class.REMOTE_PREFETCHED or key not in self.waiting) and key not in self.busy:
+                    if (
+                        one is PriorityClass.REMOTE_PREFETCHED or key not in self.waiting
+                    ) and key not in self.busy:
                         return key
                     self.remote.remove(key)
                     self.remote.append(key)
@@ -302,7 +310,7 @@ class Order:
                 if key not in self.remote
                 and key not in self.busy
                 and (older_than is None or copy.clock < older_than)
-                and (one is Class.PROTECTED or self.class_of(copy) is Class.EVICTABLE)
+                and (one is PriorityClass.PROTECTED or self.class_of(copy) is PriorityClass.EVICTABLE)
             ]
             if found:
                 return min(found)[1]
@@ -344,7 +352,7 @@ async def test_what_goes_next_is_as_the_plain_rules_say(
                     store.left_behind(obj)
                     order.waiting.pop(key, None)
                 elif here and what == 4:
-                    store.space.own(order.copies[key])
+                    store.space.make_own(order.copies[key])
                     order.remote = [other for other in order.remote if other != key]
                 elif here and what == 5 and key not in order.busy:
                     store.space.drop(obj, order.copies[key], 1)
@@ -383,7 +391,7 @@ async def test_what_goes_next_is_as_the_plain_rules_say(
                     order.touched(key)
             clocks = [copy.clock for copy in order.copies.values()]
             for classes in rng.sample(
-                [(), *((one,) for one in Class), LOWEST, ANY, OURS, ANY_REMOTE_OWNED], 5
+                [(), *((one,) for one in PriorityClass), LOWEST, ANY, OURS, ANY_REMOTE_OWNED], 5
             ):
                 older_than = rng.choice([None, None, *clocks])
                 for copy in order.copies.values():
@@ -419,14 +427,16 @@ async def test_a_file_that_goes_whole_goes_for_others_when_all_of_it_is_theirs(
             lab.store.end_write(obj, cache_write)
         if immutable:
             os.close(tier.make_immutable(object_id.digest, object_id.size))
-        victim = lab.store.eviction.victim(RAM, (Class.REMOTE_OWNED,))
+        victim = lab.store.eviction.victim(RAM, (PriorityClass.REMOTE_OWNED,))
         assert (victim is not None and victim[1].extent == 0) is goes
-        assert lab.store.eviction.victim(RAM, (Class.REMOTE_OWNED,)) == victim, "until it has gone"
+        assert lab.store.eviction.victim(RAM, (PriorityClass.REMOTE_OWNED,)) == victim, "until it has gone"
         # A user of one part keeps a file that goes whole.
         first, second = lab.store.catalog.copies(obj, RAM)
         lab.store.space.pin(second)
-        assert (lab.store.eviction.victim(RAM, (Class.REMOTE_OWNED,)) is not None) is (goes and not immutable)
+        assert (lab.store.eviction.victim(RAM, (PriorityClass.REMOTE_OWNED,)) is not None) is (
+            goes and not immutable
+        )
         lab.store.space.unpin(obj, second)
         freed = lab.store.space.drop(obj, first, 1)
         assert freed == (17 if immutable else 1) and tier.used_bytes == (0 if immutable else 16 * BLOCK)
-        obj.rest()
+        obj.close_if_unused()

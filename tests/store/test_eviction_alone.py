@@ -11,7 +11,7 @@ import trio
 
 from cachefs.base.names import ObjectId
 from cachefs.store.catalog import Copy, CopyKey, unit_hash
-from cachefs.store.eviction import EPOCHS_SAVED_EVERY, PREFETCHED_S, Class, Eviction, Policy, Waiting
+from cachefs.store.eviction import EPOCHS_SAVED_EVERY, PREFETCHED_S, Eviction, Policy, PriorityClass, Waiting
 from cachefs.store.tier import RAM, SSD
 
 
@@ -117,45 +117,47 @@ def test_a_use_ends_the_wait_and_lets_others_go_first() -> None:
         found.prefetched(copy)
         found.remote_owned.add(copy.key)
         assert copy.used == 0 and found._waiting[copy.key] == Waiting(100.0 + PREFETCHED_S, copy.clock, 7)
-        assert found.class_of(copy.key, copy.clock, 7) is Class.REMOTE_PREFETCHED and found.protected(copy)
+        assert found.class_of(copy.key, copy.clock, 7) is PriorityClass.REMOTE_PREFETCHED and found.protected(
+            copy
+        )
     found.touch(copies[0])
     assert list(found._waiting) == [copy.key for copy in copies[1:]] and copies[0].used == copies[0].clock
     assert list(found.remote_owned.tiers[SSD]) == [copies[n].key for n in (1, 2, 0)]
-    assert found.class_of(copies[0].key, 9, 7) is Class.REMOTE_OWNED
-    assert found.own(copies[1]) and not found.own(copies[1])
-    assert found.class_of(copies[1].key, 9, 7) is Class.PROTECTED, "it waits still"
+    assert found.class_of(copies[0].key, 9, 7) is PriorityClass.REMOTE_OWNED
+    assert found.make_own(copies[1]) and not found.make_own(copies[1])
+    assert found.class_of(copies[1].key, 9, 7) is PriorityClass.PROTECTED, "it waits still"
     found.left_behind(SimpleNamespace(copies={(1, 0): copies[1], (1, 1): None, (0, 0): copies[0]}))
     assert list(found._waiting) == [copies[2].key]
-    assert found.class_of(copies[1].key, 9, 7) is Class.EVICTABLE
+    assert found.class_of(copies[1].key, 9, 7) is PriorityClass.EVICTABLE
 
 
 @pytest.mark.parametrize("passed", [0, 4, 5, 6])
 def test_what_waits_no_longer_or_is_ours_is_looked_at_if_the_search_has_passed_it(passed: int) -> None:
     found, copy = order(), copy_of(5)
-    found._evictable[SSD].passed = passed
+    found._evictable_walks[SSD].passed = passed
     found.remote_owned.add(copy.key)
-    assert found.own(copy)
+    assert found.make_own(copy)
     found._waiting[copy.key] = Waiting(1.0, 5, 7)
     found._give_up(copy.key)
     held = [(b"", copy.key, 5, 7)] if passed >= 5 else []
-    assert found._evictable[SSD]._held == held * 2 and not found._evictable[RAM]._held
+    assert found._evictable_walks[SSD]._again == held * 2 and not found._evictable_walks[RAM]._again
 
 
 def test_an_epoch_that_begins_begins_the_searches_and_forgets_what_is_evictable_first() -> None:
     found = order()
     found._evictable_first.add(copy_of(1).key)
-    for walk in found._evictable.values():
+    for walk in found._evictable_walks.values():
         walk.passed = 9
     found._look_again()
-    assert copy_of(1).key in found._evictable_first and found._evictable[SSD].passed == 9
+    assert copy_of(1).key in found._evictable_first and found._evictable_walks[SSD].passed == 9
     found.epochs.version += 1
     found._look_again()
     assert copy_of(1).key not in found._evictable_first
-    assert [walk.passed for walk in found._evictable.values()] == [-1, -1]
-    for walk in found._evictable.values():
+    assert [walk.passed for walk in found._evictable_walks.values()] == [-1, -1]
+    for walk in found._evictable_walks.values():
         walk.passed = 9
     found._look_again()
-    assert found._evictable[SSD].passed == 9
+    assert found._evictable_walks[SSD].passed == 9
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,7 @@ def test_an_epoch_that_begins_begins_the_searches_and_forgets_what_is_evictable_
 def test_what_is_in_use_or_pinned_cannot_go(pins: int, pinned: int, others: int, immutable: int) -> None:
     found, copy, other = order(), copy_of(1), copy_of(2)
     copy.pins, copy.pinned, other.pins = pins, bool(pinned), others
-    obj = SimpleNamespace(is_immutable=lambda tier: bool(immutable), on=lambda tier: [copy, other])
+    obj = SimpleNamespace(is_immutable=lambda tier: bool(immutable), copies_on=lambda tier: [copy, other])
     for moving in (False, True):
         can = not pins and (moving or not pinned) and not (immutable and others)
         assert found._can_go(obj, copy, moving) is can

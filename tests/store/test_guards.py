@@ -39,7 +39,7 @@ def cache_object(
     if begun is not None:
         begun.write(bytes(begun.stop - begun.start if count is None else count))
         lab.store.end_write(obj, begun)
-    obj.rest()
+    obj.close_if_unused()
     return begun
 
 
@@ -124,20 +124,20 @@ async def test_a_share_is_a_use_whoever_it_is_for(cache_dir: Path) -> None:
             [copy] = lab.store.catalog.copies(obj, RAM)
             uses, clock = lab.store.eviction.epochs._now, copy.clock
             await lab.store.flush()
-            shared = lab.store.share(obj, 0, requester=requester)
+            shared = lab.store.pin_block(obj, 0, requester=requester)
             assert shared is not None and copy.pins == 1 and shared.in_ram
             assert (shared.offset, shared.length, shared.checksum) == (0, BLOCK, copy.checksums[0])
-            lab.store.unshare(obj, shared)
+            lab.store.unpin_block(obj, shared)
             assert copy.clock > clock and lab.store.eviction.epochs._now > uses and not copy.pins
             known = lab.store.eviction.epochs._datasets[copy.dataset]
             assert known.uses == known.hits + 1, "all but the cache write found it here"
         copy.verified = 0
-        assert lab.store.share(obj, 0) is None and not copy.pins, "it has yet to be verified"
-        shared = lab.store.share(obj, 0, checked=True)
+        assert lab.store.pin_block(obj, 0) is None and not copy.pins, "it has yet to be verified"
+        shared = lab.store.pin_block(obj, 0, checked=True)
         assert shared is not None, "just now, by a read"
-        lab.store.unshare(obj, shared)
-        obj.rest()
-        assert lab.store.share(obj, 1) is None
+        lab.store.unpin_block(obj, shared)
+        obj.close_if_unused()
+        assert lab.store.pin_block(obj, 1) is None
 
 
 @in_trio
@@ -450,7 +450,7 @@ async def test_verified_blocks_that_lie_together_are_read_at_once(
         calls.clear()
         assert await lab.store.read(obj, BLOCK + 1, 4 * BLOCK) == data[BLOCK + 1 : 5 * BLOCK + 1]
         assert calls == [(BLOCK + 1, 4 * BLOCK)], "it is checked once"
-        obj.rest()
+        obj.close_if_unused()
 
 
 @in_trio
@@ -571,4 +571,4 @@ async def test_a_version_that_was_met_by_its_digest_gets_its_name(cache_dir: Pat
         object_id = lab.origin.put("k", content(1, BLOCK))
         obj = lab.store.catalog.by_digest(object_id.digest)
         assert lab.store.object(object_id) is obj and obj.id == object_id
-        obj.rest()
+        obj.close_if_unused()

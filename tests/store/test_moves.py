@@ -13,7 +13,7 @@ import trio
 from cachefs.base.names import ObjectId
 from cachefs.store import space
 from cachefs.store.catalog import Copy
-from cachefs.store.eviction import ANY, NOTHING, PREFETCHED_S, Class
+from cachefs.store.eviction import ANY, NOTHING, PREFETCHED_S, PriorityClass
 from cachefs.store.space import PROMOTED_AT_MOST, REUSE_AFTER_S, SPILL_ABOVE
 from cachefs.store.tier import RAM, SSD
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
@@ -31,7 +31,7 @@ def put(lab: Lab, object_id: ObjectId, data: bytes, tier: int = RAM, **how: bool
     assert cache_write is not None and cache_write.copy.tier == tier  # type: ignore[attr-defined]
     cache_write.write(data)
     store.end_write(obj, cache_write)
-    obj.rest()
+    obj.close_if_unused()
     copy = store.catalog.copy(obj, tier, 0)
     assert copy is not None and store.tiers is tiers
     return copy
@@ -68,7 +68,9 @@ async def test_a_copy_takes_its_age_and_its_wait_along(cache_dir: Path, ahead: b
         assert (there.key in waiting) is (copy.key in waiting) is ahead
         if ahead:
             assert waiting[there.key].until == waiting[copy.key].until == 1000.0 + PREFETCHED_S
-            assert lab.store.eviction.class_of(there.key, there.clock, there.dataset) is Class.PROTECTED
+            assert (
+                lab.store.eviction.class_of(there.key, there.clock, there.dataset) is PriorityClass.PROTECTED
+            )
         lab.store.space.drop(obj, copy, copy.bitmap)
         assert await lab.read(object_id) == data and not lab.origin.gets
 
@@ -110,7 +112,7 @@ async def test_what_cannot_be_moved_says_so_and_changes_nothing(
             case "leaving":
                 obj.leaving.add(SSD)
             case "full":
-                monkeypatch.setattr(ssd, "limit_bytes", lambda here=0: 2 * BLOCK - 1)
+                monkeypatch.setattr(ssd, "limit_bytes", lambda already_there=0: 2 * BLOCK - 1)
             case "unreadable":
                 path.unlink()
             case "unwritable":

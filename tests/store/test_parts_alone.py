@@ -193,7 +193,7 @@ def catalog_with(index: Any) -> tuple[Catalog, CachedObject, dict[tuple[int, int
     rows._loaded = 2
     rows._dirty = {copy.key: copy for copy in copies.values()}
     rows._removed = {(tier, bytes(16), 7): 5 for tier in (RAM, SSD)}
-    rows._looked_at = {bytes(16): CachedObject(object_id)}
+    rows._peeked = {bytes(16): CachedObject(object_id)}
     rows._checked.add((SSD, bytes(16), 9))
     return rows, obj, copies
 
@@ -210,7 +210,7 @@ def test_a_tier_that_is_given_up_leaves_nothing_in_memory(tmp_path: Path, tier: 
     rows.forget_tier(tier)
     assert obj.copies == {(other, 0): copies[other, 0], (other, 1): None} and rows._loaded == 1
     assert list(rows._dirty) == [copies[other, 0].key] and list(rows._removed) == [(other, bytes(16), 7)]
-    assert list(obj.fds) == [other] and not rows._looked_at and (SSD, bytes(16), 9) not in rows._checked
+    assert list(obj.fds) == [other] and not rows._peeked and (SSD, bytes(16), 9) not in rows._checked
     assert index.told == [("forget", tier, b"")] and bool(rows.index_error) is fails
     obj.close_files()
 
@@ -421,15 +421,15 @@ def test_what_is_still_to_go_is_waited_for_unless_its_disk_is_down(
     going._changed = threading.Condition(threading.RLock())
     (tmp_path / "f").touch()
     going.remove(b"digest", str(tmp_path / "f"), (), 5)
-    going.settle(b"other")
+    going.wait_for(b"other")
     assert going.pending(b"digest") is (number > 0)
     disk.down = True
     if number:
         with pytest.raises(TimeoutError):
-            going.settle(b"digest")
+            going.wait_for(b"digest")
         assert going.pending(b"digest") and (tmp_path / "f").exists()
     disk.down = False
-    going.settle(b"digest")
+    going.wait_for(b"digest")
     assert not going.pending(b"digest") and not (tmp_path / "f").exists() and not refused[0]
 
 
@@ -487,8 +487,8 @@ class Room:
     def counted_bytes(self) -> int:
         return self.used_bytes + self.going
 
-    def limit_bytes(self, here: int = 0) -> int:
-        self.here.append(here)
+    def limit_bytes(self, already_there: int = 0) -> int:
+        self.here.append(already_there)
         return self.limit
 
     @property
@@ -566,7 +566,7 @@ def test_one_call_makes_no_more_room_than_a_reader_waits_for(monkeypatch: pytest
     monkeypatch.setattr(made, "drop", room.drop)
     there: Any = room
     assert not made.evict_for(there, 40, (1,)) and len(room.gone) == 3  # type: ignore[arg-type]
-    assert made.evict_for(there, 40, (1,), here=7) and len(room.gone) == 4  # type: ignore[arg-type]
+    assert made.evict_for(there, 40, (1,), already_there=7) and len(room.gone) == 4  # type: ignore[arg-type]
     assert room.here[-1] == 7
 
 

@@ -430,7 +430,7 @@ async def test_a_file_in_use_is_taken_out_with_its_users_and_the_cache_forgets_i
         path.write_bytes(b"x" * size)
         assert mapping[:] == b"x" * size, "it is the same file"
         mapping.close()
-        await trio.to_thread.run_sync(passthrough.tier.disposal.settle, object_id.digest)
+        await trio.to_thread.run_sync(passthrough.tier.disposal.wait_for, object_id.digest)
         assert not there.exists() and backend.retired == []
         assert store.cached_bytes(object_id) == lab.used() == passthrough.tier.registered == 0
         lab.check_accounts()
@@ -824,13 +824,13 @@ async def test_what_is_whole_in_memory_only_stays_so_until_it_changes(
     monkeypatch.setattr(catalog, "OBJECTS_IN_MEMORY", 16)
     async with running(cache_dir, ram=16 * MIB) as lab:
         object_id = lab.origin.put("k", content(1, 6 * BLOCK))
-        assert lab.store.settled(object_id, passthrough=True, on_disk=True) is None, "it is not here"
+        assert lab.store.reusable(object_id, passthrough=True, on_disk=True) is None, "it is not here"
         await cache_object(lab, object_id)
         drop(lab, object_id, RAM, 0, 0b1)
-        assert lab.store.settled(object_id, passthrough=True, on_disk=True) is None, "it is not whole"
+        assert lab.store.reusable(object_id, passthrough=True, on_disk=True) is None, "it is not whole"
         await cache_object(lab, object_id)
-        assert lab.store.settled(object_id, passthrough=True, on_disk=False) is None, "passthrough takes it"
-        settled = lab.store.settled(object_id, passthrough=True, on_disk=True)
+        assert lab.store.reusable(object_id, passthrough=True, on_disk=False) is None, "passthrough takes it"
+        settled = lab.store.reusable(object_id, passthrough=True, on_disk=True)
         assert settled is not None and settled.reuse()
         if change == "evicted":
             drop(lab, object_id, RAM, 0, 0b1)
@@ -848,11 +848,11 @@ async def test_without_passthrough_what_is_whole_on_any_tier_is_settled(cache_di
     async with running(cache_dir) as lab:
         object_id = lab.origin.put("k", content(1, 6 * BLOCK))
         await cache_object(lab, object_id)
-        assert lab.store.settled(object_id, passthrough=True, on_disk=True) is None
-        settled = lab.store.settled(object_id, passthrough=False, on_disk=True)
+        assert lab.store.reusable(object_id, passthrough=True, on_disk=True) is None
+        settled = lab.store.reusable(object_id, passthrough=False, on_disk=True)
         assert settled is not None and settled.reuse()
         lab.store.refuse(lab.store.tiers[0], "the kernel does not take it")
-        assert lab.store.settled(object_id, passthrough=True, on_disk=True) is not None
+        assert lab.store.reusable(object_id, passthrough=True, on_disk=True) is not None
 
 
 @in_trio
@@ -863,7 +863,7 @@ async def test_what_lies_where_passthrough_could_serve_it_is_not_settled(cache_d
         await cache_object(lab, object_id)
         await split(lab, object_id)
         await cache_object(lab, object_id)
-        assert lab.store.settled(object_id, passthrough=True, on_disk=True) is None
+        assert lab.store.reusable(object_id, passthrough=True, on_disk=True) is None
 
 
 # -- making ready --------------------------------------------------------------------------------------
@@ -961,7 +961,7 @@ async def test_a_block_that_is_dropped_while_it_is_verified_is_not_verified(
         assert not await lab.store.backing_files._prepare(obj)
         (copy,) = lab.store.catalog.copies(obj, SSD)
         assert (copy.bitmap, copy.verified) == (0b101, 0b101)
-        obj.rest()
+        obj.close_if_unused()
 
 
 @in_trio

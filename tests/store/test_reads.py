@@ -110,7 +110,7 @@ async def test_what_is_read_is_what_there_is(cache_dir: Path, seed: int, verify:
             if 0 in places or not size:
                 assert bytes(await store.read(obj, 5, size) or b"") == data[5 : 5 + size]
         assert metrics.checksum_failures == 0
-        obj.rest()
+        obj.close_if_unused()
 
 
 def unverified_now(store: Store, obj: object) -> set[tuple[int, int]]:
@@ -141,7 +141,7 @@ async def test_where_the_blocks_of_a_version_are_is_told(cache_dir: Path) -> Non
         copies = store.catalog.all_copies(obj)
         copies[0].verified = 0b01
         store.pin(obj)
-        store.space.own(copies[1])
+        store.space.make_own(copies[1])
         coming = begin_write(store, obj, 3, 5)
         assert coming is not None
         rest = {"tier": "ram", "pinned": True, "remote_owned": False}
@@ -152,13 +152,13 @@ async def test_where_the_blocks_of_a_version_are_is_told(cache_dir: Path) -> Non
         assert store.cached_bytes(object_id) == 3 * BLOCK
         store.end_write(obj, coming)
         store.unpin(obj)
-        obj.rest()
+        obj.close_if_unused()
         other = lab.origin.put("o", content(1, BLOCK))
         cache_write = begin_write(store, store.object(other), 0, 1, remote_owned=True)
         assert cache_write is not None
         cache_write.write(content(1, BLOCK))
         store.end_write(store.object(other), cache_write)
-        store.object(other).rest()
+        store.object(other).close_if_unused()
         [row] = store.layout(other)
         assert (row["remote_owned"], row["pinned"], row["in_use"], row["blocks"]) == (True, False, False, 1)
         assert store.layout(lab.origin.put("none", b"1")) == []

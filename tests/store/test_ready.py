@@ -69,9 +69,9 @@ async def test_what_lies_in_two_tiers_comes_together_unless_something_is_against
             case "failing":
                 ssd.errors_in_a_row, ssd._retry_at = 1, 1e18
             case "too large":
-                monkeypatch.setattr(ssd, "limit_bytes", lambda here=0: SIZE - 1)
+                monkeypatch.setattr(ssd, "limit_bytes", lambda already_there=0: SIZE - 1)
             case "exactly as large":
-                monkeypatch.setattr(ssd, "limit_bytes", lambda here=0: SIZE)
+                monkeypatch.setattr(ssd, "limit_bytes", lambda already_there=0: SIZE)
             case "immutable":
                 os.chmod(ssd.file_path(object_id.digest), 0o400)
             case "missing":
@@ -114,7 +114,7 @@ async def test_what_lies_in_two_tiers_comes_together_unless_something_is_against
             assert spread(lab, object_id, RAM) == [0b11 if why == "in use" else 0, 0]
         monkeypatch.undo()
         if why == "owned by others":
-            lab.store.space.own(above[1])
+            lab.store.space.make_own(above[1])
         if why == "in use":
             lab.store.space.unpin(obj, above[0])
         if why == "immutable":

@@ -37,7 +37,7 @@ def come(lab: Lab, obj: CachedObject, data: bytes, first: int, stop: int) -> Non
     assert cache_write is not None
     cache_write.write(data[cache_write.start : cache_write.stop])
     lab.store.end_write(obj, cache_write)
-    obj.rest()
+    obj.close_if_unused()
 
 
 def state(lab: Lab, *ids: ObjectId) -> list[object]:
@@ -125,8 +125,8 @@ async def test_a_file_goes_on_under_a_new_name_unless_something_is_against_it(
         if why == "new arrives":
             store.end_write(obj, coming)
         ssd.errors_in_a_row = 0
-        was.rest()
-        obj.rest()
+        was.close_if_unused()
+        obj.close_if_unused()
         lab.check_accounts()
 
 
@@ -236,7 +236,7 @@ async def test_a_file_is_taken_out_unless_something_is_against_it(cache_dir: Pat
             aside.rename(there)
         if why:
             store.release_backing(backing)
-        obj.rest()
+        obj.close_if_unused()
         lab.check_accounts()
 
 
@@ -268,7 +268,7 @@ async def test_a_block_is_given_to_another_node_unless_it_is_doubtful(
                 store.space.drop(obj, last, 0b100)
             await store.flush()
             clock = last.clock
-            shared = store.share(obj, 18, checked=why == "checked")
+            shared = store.pin_block(obj, 18, checked=why == "checked")
             refused = why in ("missing", "not verified", "always checked", "lost") or (
                 why == "not open" and tier == "ssd"
             )
@@ -283,7 +283,7 @@ async def test_a_block_is_given_to_another_node_unless_it_is_doubtful(
                 assert (shared.offset, shared.length, shared.in_ram) == (18 * BLOCK, 5, tier == "ram")
                 assert os.pread(shared.fd, 5, shared.offset) == data[-5:]
                 assert shared.checksum == last.checksums[2]
-                store.unshare(obj, shared)
+                store.unpin_block(obj, shared)
                 assert last.pins == 0
         if why == "lost":
             for copy in copies(lab, obj, only.number):

@@ -1,4 +1,4 @@
-"""Datasets of which a part is sampled, against the same rules over that part; what a row keeps of them; their course."""
+"""Datasets of which a part is sampled, against the same rules over that part; what a row keeps of them; their progress."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from cachefs.base.names import ObjectId
 from cachefs.store import eviction
 from cachefs.store.catalog import UNITS, unit_hash
 from cachefs.store.eviction import (
-    FIRST_AGAIN,
-    FIRST_LEAST,
+    FIRST_EPOCH_PAIRS,
+    FIRST_EPOCH_REREFERENCES,
     MOST,
-    Course,
     Dataset,
     Datasets,
+    EpochProgress,
     Epochs,
     SharedDataset,
 )
@@ -111,16 +111,16 @@ def test_a_use_is_a_separate_one_after_so_many_of_others(
 @pytest.mark.parametrize("slots", [[5], [0], [0, 5], [1, 2, 3]])
 def test_in_the_first_epoch_pairs_decide_where_several_nodes_read(slots: list[int]) -> None:
     shared, clock = SharedDataset(1), 1
-    for number in range(FIRST_LEAST):
+    for number in range(FIRST_EPOCH_PAIRS):
         assert not shared.epochs
         clock += 1
         shared.used((number // len(slots) + 1) << 40, slots[number % len(slots)], clock, 5, False)
-    assert shared.pairs.count == FIRST_LEAST and shared.epochs is (len(slots) > 1)
+    assert shared.pairs.count == FIRST_EPOCH_PAIRS and shared.epochs is (len(slots) > 1)
     for number in range(len(slots) * 20):  # pairs that come again
         clock += 1
         shared.used((number // len(slots) + 1) << 40, slots[number % len(slots)], clock, 5, False)
         if shared.pairs.number == 1:
-            few = len(shared.pairs.agains) <= FIRST_AGAIN * shared.pairs.count
+            few = len(shared.pairs.rereferences) <= FIRST_EPOCH_REREFERENCES * shared.pairs.count
             assert shared.epochs is (len(slots) > 1 and few)
 
 
@@ -147,11 +147,11 @@ def test_a_row_keeps_the_last_re_references_alone(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(eviction, "SAMPLE", 32)
     for count in (0, 3, 4, 5, 20, 40):
         dataset = Dataset.begun(1)
-        dataset.agains.extend((number, 2 * number) for number in range(count))
+        dataset.rereferences.extend((number, 2 * number) for number in range(count))
         again = Dataset.unpacked(dataset.packed())
         assert again is not None
-        assert list(again.agains) == list(dataset.agains)[-4:]
-        assert again.agains.maxlen == dataset.agains.maxlen == 32
+        assert list(again.rereferences) == list(dataset.rereferences)[-4:]
+        assert again.rereferences.maxlen == dataset.rereferences.maxlen == 32
         assert list(again.starts) == [1] and again.starts.maxlen == eviction.EPOCHS_REMEMBERED
 
 
@@ -194,12 +194,12 @@ async def test_a_copy_is_of_the_dataset_that_its_version_is_of_now(cache_dir: Pa
 
 def test_what_prefetch_asks_is_asked_of_the_beginning_of_a_version() -> None:
     epochs, datasets = Epochs(), Datasets()
-    course = Course(epochs, datasets)
+    progress = EpochProgress(epochs, datasets)
     one, other = (ObjectId("s", f"d/{n}", "1", 1) for n in range(2))
-    assert (course.epoch(one), course.had(one)) == (0, False)
+    assert (progress.epoch(one), progress.was_used(one)) == (0, False)
     epochs.used(datasets(one), unit_hash(one.digest, 1), 1, 1, hit=False)
-    assert (course.epoch(one), course.had(one)) == (1, False), "a later part of it was used"
+    assert (progress.epoch(one), progress.was_used(one)) == (1, False), "a later part of it was used"
     epochs.used(datasets(one), unit_hash(one.digest, 0), 2, 1, hit=False)
-    assert course.had(one) and not course.had(other)
-    course.comes(other)
-    assert course.had(other)
+    assert progress.was_used(one) and not progress.was_used(other)
+    progress.mark_used(other)
+    assert progress.was_used(other)

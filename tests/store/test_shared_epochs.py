@@ -37,7 +37,7 @@ def put(lab: Lab, object_id: ObjectId, requester: str = "", **how: bool) -> bool
     cache_write.requester = requester
     cache_write.write(bytes(object_id.size))
     lab.store.end_write(obj, cache_write)
-    obj.rest()
+    obj.close_if_unused()
     return True
 
 
@@ -49,13 +49,13 @@ async def use(lab: Lab, object_id: ObjectId, requester: str) -> bool:
         return False
     if not requester:
         assert await lab.store.read(obj, 0, object_id.size) is not None
-        obj.rest()
+        obj.close_if_unused()
         return True
     obj.refs += 1
     assert await lab.store.read(obj, 0, 1, count=False) is not None  # so its file is open
-    shared = lab.store.share(obj, 0, requester=requester)
+    shared = lab.store.pin_block(obj, 0, requester=requester)
     assert shared is not None
-    lab.store.unshare(obj, shared)
+    lab.store.unpin_block(obj, shared)
     obj.release()
     return True
 
@@ -112,12 +112,12 @@ async def test_what_waits_here_for_others_gives_way_to_what_is_kept(cache_dir: P
         number = 0
         while put(lab, lab.origin.put(f"other/{number}", bytes(BLOCK)), prefetched=True, remote_owned=True):
             number += 1
-        assert ram.kept_bytes == 0 and ram.remote_owned_bytes == ram.used_bytes >= 30 * BLOCK
+        assert ram.own_bytes == 0 and ram.remote_owned_bytes == ram.used_bytes >= 30 * BLOCK
         own = [lab.origin.put(f"own/{n}", bytes(BLOCK)) for n in range(60)]
         for object_id in own:
             assert put(lab, object_id)
-        assert ssd.kept_bytes == 32 * BLOCK
-        assert ram.kept_bytes >= 28 * BLOCK, "nine tenths of it"
+        assert ssd.own_bytes == 32 * BLOCK
+        assert ram.own_bytes >= 28 * BLOCK, "nine tenths of it"
         assert sum(lab.store.cached_bytes(i) for i in own) == 60 * BLOCK
         lab.check_accounts()
 
@@ -149,7 +149,7 @@ def test_each_node_reads_everything_and_an_epoch_is_one(count: int) -> None:
     # A filter is wrong now and then; the first uses of an epoch were counted for the one before.
     assert len(first - all_had) <= count // 100 and len(all_had - first) <= max(8, 0.2 * len(all_had))
     here = {unit for unit, requesters in had.items() if "" in requesters}
-    assert abs(sum(epochs.had(1, key(unit)) for unit in range(count)) - len(here)) <= 0.03 * count + 2
+    assert abs(sum(epochs.was_used(1, key(unit)) for unit in range(count)) - len(here)) <= 0.03 * count + 2
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.2])
@@ -244,16 +244,18 @@ class Plain:
         self.units[dataset] = watch = Watch(self.now, noisy=False)
         return watch
 
-    def comes(self, dataset: int, unit: int) -> None:
+    def mark_used(self, dataset: int, unit: int) -> None:
         (self.units.get(dataset) or self.add(dataset)).seen.add(unit)
         if dataset in self.pairs:
             self.pairs[dataset].seen.add(unit * policy.SLOTS)
 
     def pairs_have_epochs(self, dataset: int) -> bool:
         pairs = self.pairs[dataset]
-        first = len(pairs.starts) == 1 and len(pairs.uses) >= policy.FIRST_LEAST
+        first = len(pairs.starts) == 1 and len(pairs.uses) >= policy.FIRST_EPOCH_PAIRS
         first = first and len(self.nodes[dataset]) > 1
-        return pairs.epochs or (first and len(pairs.again) <= policy.FIRST_AGAIN * len(pairs.uses))
+        return pairs.epochs or (
+            first and len(pairs.again) <= policy.FIRST_EPOCH_REREFERENCES * len(pairs.uses)
+        )
 
     def decides(self, dataset: int) -> Watch | None:
         units, pairs = self.units.get(dataset), self.pairs.get(dataset)
@@ -282,7 +284,7 @@ class Plain:
         had = sum(unit * policy.SLOTS + slot in pairs.seen for slot in slots)
         return had >= (min(self.each[dataset], len(slots)) or len(slots))
 
-    def had(self, dataset: int, unit: int) -> bool:
+    def was_used(self, dataset: int, unit: int) -> bool:
         found = self.decides(dataset)
         if found is None:
             return False
@@ -354,7 +356,7 @@ def lives(rng: random.Random, nodes: list[str], units: int) -> Iterator[tuple[st
 def test_all_that_is_said_is_by_the_rules(monkeypatch: pytest.MonkeyPatch, seed: int, how: str) -> None:
     """Several datasets, of which too many are in use now and then."""
     monkeypatch.setattr(policy, "TRACKED", 3)
-    monkeypatch.setattr(policy, "FIRST_LEAST", 30)
+    monkeypatch.setattr(policy, "FIRST_EPOCH_PAIRS", 30)
     monkeypatch.setattr(policy, "SLOTS", 4 if seed % 2 else 256)  # the last slot is shared
     rng = random.Random(f"{seed} {how}")
     epochs, plain, clock = Epochs(how), Plain(how), 0  # type: ignore[arg-type]
@@ -378,8 +380,8 @@ def test_all_that_is_said_is_by_the_rules(monkeypatch: pytest.MonkeyPatch, seed:
             assert epochs.version == plain.version
             if rng.random() < 0.1:
                 ahead = rng.choice(units[dataset])
-                epochs.comes(dataset, ahead)
-                plain.comes(dataset, ahead)
+                epochs.mark_used(dataset, ahead)
+                plain.mark_used(dataset, ahead)
         for number in range(5):
             found = plain.decides(number)
             said = (epochs.number(number), epochs.start(number), epochs.has_epochs(number))
@@ -393,5 +395,5 @@ def test_all_that_is_said_is_by_the_rules(monkeypatch: pytest.MonkeyPatch, seed:
                 assert epochs.protects(number, at) == plain.protects(number, at)
             for unit in rng.sample(units[number], 4):
                 assert epochs.evictable_first(number, unit) == plain.evictable_first(number, unit)
-                assert epochs.had(number, unit) == plain.had(number, unit)
+                assert epochs.was_used(number, unit) == plain.was_used(number, unit)
         assert list(epochs.status()) == list(plain.status().items())

@@ -33,7 +33,7 @@ def put(lab: Lab, object_id: ObjectId) -> None:
         assert cache_write is not None
         cache_write.write(bytes(cache_write.stop - cache_write.start))
         lab.store.end_write(obj, cache_write)
-    obj.rest()
+    obj.close_if_unused()
 
 
 @pytest.mark.parametrize(

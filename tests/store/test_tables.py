@@ -116,7 +116,7 @@ async def test_uses_beside_what_others_own_are_uses(cache_dir: Path) -> None:
         assert put(lab, other, remote_owned=True) and put(lab, own)
         known = lab.store.eviction.epochs._datasets
         assert [dataset.uses for dataset in known.values()] == [0, 1]
-        assert lab.store.eviction.course.had(other), "its reader has come for it"
+        assert lab.store.eviction.epoch_progress.was_used(other), "its reader has come for it"
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -175,10 +175,10 @@ def test_rows_of_another_length_name_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept", [0, 89, 90, 91, 100])
 def test_ram_spills_above_a_share(kept: int) -> None:
-    ram = SimpleNamespace(kept_bytes=kept, limit_bytes=lambda: 100, number=RAM)
+    ram = SimpleNamespace(own_bytes=kept, limit_bytes=lambda: 100, number=RAM)
     parts = SimpleNamespace(catalog=None, eviction=None, metrics=None)
     moves = Moves(parts, ram, "ssd", lambda: 0.0)  # type: ignore[arg-type]
-    moves.filled()
+    moves.spill_if_full()
     assert moves._wake.is_set() is (kept > 90)
 
 
@@ -191,7 +191,9 @@ async def test_a_reader_displaces_what_waits_for_others_while_ram_has_little_of_
         cache_writes: Any = lab.store.begin_writes.__self__  # type: ignore[attr-defined]
         for number in range(kept):
             assert put(lab, lab.origin.put(f"k{number}", bytes(BLOCK)))
-        nothing, then, *_ = (classes for _, classes in cache_writes._places(False, False))
+        nothing, then, *_ = (
+            classes for _, classes in cache_writes._places(prefetched=False, remote_owned=False)
+        )
         assert (nothing, then) == (NOTHING, ANY_REMOTE_OWNED if short else LOWEST)
 
 
@@ -398,9 +400,9 @@ async def test_versions_are_forgotten_in_the_order_of_their_last_use(
                     rows.by_digest(object_id.digest)
                     get(object_id.digest)
                 case 4:
-                    looked = rows.look(object_id)
+                    looked = rows.peek(object_id)
                     assert rows.remembers(looked) is (object_id.digest in plain) and looked.id == object_id
-                    rows.look_soon(rng.sample(ids, 3))
+                    rows.preload(rng.sample(ids, 3))
                 case 5:
                     idle = rows.idle(object_id.digest)
                     assert (idle is None) is (object_id.digest in held)
@@ -468,9 +470,9 @@ async def test_looks_are_forgotten_beyond_a_bound(cache_dir: Path, monkeypatch: 
     async with running(cache_dir) as lab:
         rows = lab.store.catalog
         for number in range(20):
-            obj = rows.look(object_id := lab.origin.put(f"k{number}", bytes(5)))
-            assert rows.look(object_id) is obj, "what was looked at last is there"
-            assert len(rows._looked_at) == number % 5 + 1
+            obj = rows.peek(object_id := lab.origin.put(f"k{number}", bytes(5)))
+            assert rows.peek(object_id) is obj, "what was looked at last is there"
+            assert len(rows._peeked) == number % 5 + 1
 
 
 @in_trio
@@ -526,7 +528,7 @@ async def test_for_an_inode_all_of_a_file_goes_that_may(
         assert (first.bitmap, second.bitmap) == (0, 1 if kept_by else 0)
         if kept_by == "a user":
             store.space.unpin(obj, second)
-        obj.rest()
+        obj.close_if_unused()
 
 
 def test_one_thread_removes_what_is_to_go(tmp_path: Path) -> None:
@@ -643,7 +645,7 @@ def test_a_disk_without_room_can_still_be_read(
 LINKED: dict[str, Callable[[Tier, Path], object]] = {
     "open": lambda one, aside: one.open_file(DIGEST),
     "open_for_writing": lambda one, aside: one.open_for_writing(DIGEST, 5, known=True),
-    "give": lambda one, aside: one.give(DIGEST, aside),
+    "move_out": lambda one, aside: one.move_out(DIGEST, aside),
     "make immutable": lambda one, aside: one.make_immutable(DIGEST, 9),
     "punch": lambda one, aside: tier._punch(str(one.file_path(DIGEST)), [(0, 4096)]),
 }
@@ -681,10 +683,10 @@ def test_a_file_that_cannot_be_given_is_where_it_was(
 
     monkeypatch.setattr(os, call, fails_once)
     with pytest.raises(OSError):
-        one.give(DIGEST, aside)
+        one.move_out(DIGEST, aside)
     assert path.read_bytes() == b"content" and one.immutable(DIGEST) and not aside.exists()
     assert len(os.listdir("/proc/self/fd")) == before
-    os.close(one.give(DIGEST, aside))
+    os.close(one.move_out(DIGEST, aside))
     assert aside.read_bytes() == b"content" and not path.exists()
 
 
@@ -781,7 +783,7 @@ async def test_what_comes_while_the_old_file_goes_keeps_the_new_one_out(
 
         with monkeypatch.context() as patch:
             patch.setattr(only.disposal, "pending", lambda digest: bool(going))
-            patch.setattr(only.disposal, "settle", settle)
+            patch.setattr(only.disposal, "wait_for", settle)
             assert await lab.store.adopt(object_id, path) is (comes == "nothing")
         assert not going and path.exists() is (comes != "nothing")
         if comes == "a reader":

@@ -220,7 +220,7 @@ def test_bytes_are_reserved_and_freed(make: Callable[..., Tier], there: Disk) ->
         seen.append((one.used_bytes, one.unlisted_bytes))
     assert seen == [(50, 50), (25, 25)]
     one.remote_owned_bytes = 5
-    assert one.kept_bytes == 20
+    assert one.own_bytes == 20
     there.free = 200
     assert one.limit_bytes() == 100 * 4096 + 25
     one.reserve(4096, 1000)
@@ -264,14 +264,14 @@ def test_an_immutable_file_is_opened_for_reading_only(make: Callable[..., Tier])
 def test_a_file_that_was_written_becomes_a_versions(make: Callable[..., Tier], tmp_path: Path) -> None:
     one, written = make(), tmp_path / "tier" / "written"
     written.write_bytes(b"data")
-    assert one.take(written, DIGEST) and one.immutable(DIGEST) and not written.exists()
+    assert one.move_in(written, DIGEST) and one.immutable(DIGEST) and not written.exists()
     assert one.link(DIGEST, OTHER)
     path = one.file_path(OTHER)
     assert one.immutable(OTHER) and path.read_bytes() == b"data"
     with pytest.raises(FileExistsError):
         one.link(DIGEST, OTHER)
     with pytest.raises(FileNotFoundError):
-        one.take(written, DIGEST)
+        one.move_in(written, DIGEST)
     assert one.sync()
 
 

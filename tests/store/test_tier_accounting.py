@@ -567,5 +567,6 @@ async def test_where_blocks_may_come_and_what_goes_for_them(
                 assert put(lab, lab.origin.put(f"k{n}", bytes(BLOCK)), remote_owned=ram == "full of others'")
         if ram == "failing":
             lab.store.tiers[0].failed(OSError(errno.EIO, "broken"))
-        places = [(tier.name, classes) for tier, classes in cache_writes._places(ahead, remote_owned)]
+        found = cache_writes._places(prefetched=ahead, remote_owned=remote_owned)
+        places = [(tier.name, classes) for tier, classes in found]
         assert [(name.upper(), classes) for name, classes in places] == expected
