@@ -367,12 +367,11 @@ class Changing:
             await self._replace(to, replaced, rename)
             clean = dirty_file.committed is not None
             node.stored = base is not None or clean or left
-            if node.pending:
-                async with self._local_changes.applying():
+            async with self._local_changes.applying():
+                if node.pending:
                     self._move_pending(node, to)
-            else:
-                assert dirty_file.committed is not None
-                async with self._local_changes.applying():
+                else:
+                    assert dirty_file.committed is not None
                     row = self._tree.row(*place)  # it may have been uploaded since the lookup
                     if row is None or row.ino != node.ino:
                         row = found.row._replace(ino=node.ino)
@@ -524,7 +523,7 @@ class Changing:
                 log.warning("what was written to %s stays there: %s", new_key, exc)
                 if node.pending:
                     async with self._local_changes.applying():
-                        moved = self._local_changes.below_as(*to)
+                        moved = self._local_changes.directory(*to)
                         self._move_pending(
                             node, (self._moved_directory(node.directory, inside, moved), node.name)
                         )
@@ -582,7 +581,7 @@ class Changing:
             return moved
         assert directory.parent is not None
         above = self._moved_directory(directory.parent, inside, moved)
-        return self._local_changes.below_as(above, name_in(directory.mark))
+        return self._local_changes.directory(above, name_in(directory.mark))
 
     async def recover(self, origins: Sequence[Origin], find: Find) -> None:
         """Finish the renames that were under way when a daemon died. What fails is logged, and tried again at the next

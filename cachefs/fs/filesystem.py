@@ -92,33 +92,23 @@ class FileSystem:
         self._options = options
         self._metrics = metrics
         wall = clock or time.time
-        self._tree = Tree(database, volumes, clock or clock_of(database))
-        self._freshness = Freshness(self._tree)
-        self._lister = Lister(self._tree, self._freshness, metrics, self._changed)
-        self._looker = Looker(self._tree, self._freshness, self._lister, metrics)
-        self._directories = DirectoryReader(self._tree, self._freshness, self._lister, self._shape)
-        self._files = OpenFiles(reader, self._of_handle, self._tree.clock, wall)
-        self.handles = self._files.handles
-        self.tree_queries = TreeQueries(self._tree, self._freshness, self._looker, self._directories)
-        forget = self._files.forget_warm
+        self._tree = tree = Tree(database, volumes, clock or clock_of(database))
+        self._freshness = freshness = Freshness(tree)
+        self._lister = lister = Lister(tree, freshness, metrics, self._changed)
+        self._looker = looker = Looker(tree, freshness, lister, metrics)
+        self._directories = DirectoryReader(tree, freshness, lister, self._shape)
+        self._files = files = OpenFiles(reader, self._of_handle, tree.clock, wall)
+        self.handles = files.handles
+        self.tree_queries = TreeQueries(tree, freshness, looker, self._directories)
         self._refreshing = Refreshing(
-            self._tree, self._freshness, self._lister, forget, self._tell, lambda: self.notified()
+            tree, freshness, lister, files.forget_warm, self._tell, lambda: self.notified()
         )
         self._writing: Writing | None = None
         # Closes a handle. Never raises, never waits. The release of the last writer begins the upload, if no flush did.
-        self.release: Callable[[int], object] = self._files.release
+        self.release: Callable[[int], object] = files.release
         if writer is not None:
-            self._writing = Writing(
-                self._tree,
-                self._freshness,
-                self._looker,
-                self._lister,
-                self._files,
-                writer,
-                options,
-                wall,
-                times or Times(),
-            )
+            times = times or Times()
+            self._writing = Writing(tree, freshness, looker, lister, files, writer, options, wall, times)
             self.release = self._writing.dirty_files.release
 
     @property
@@ -710,19 +700,18 @@ class FileSystem:
             if ino == ROOT:
                 await self._refreshing.directory(self._tree.root)
             else:
-                directory, mark = self._tree.locate(ino)
-                await self._refreshing.name(directory, mark, ino)
+                await self._refreshing.name(*self._tree.locate(ino), ino)
             await self.notified()
             return b"looking again"
         if ino in self._files.nameless and name in xattrs.OF_FILES:
             return xattrs.of_file(self._files.under(ino)[0].object, self._files.reader, name)
-        is_dir = ino == ROOT or self._tree.locate(ino)[1].endswith(b"/")
+        directory, mark = (self._tree.root, b"/") if ino == ROOT else self._tree.locate(ino)
+        is_dir = mark.endswith(b"/")
         if name not in (xattrs.OF_DIRECTORIES if is_dir else xattrs.OF_FILES):
             raise NoAttribute(f"no attribute {name.decode(errors='replace')}")
         if is_dir:
             directory = self._tree.directory(ino)
             return xattrs.of_directory(directory, self._freshness.whole(directory), name)
-        directory, mark = self._tree.locate(ino)
         found = await self._looker.look(directory, name_in(mark))
         found = self._check(ino, found)
         if found.is_dir:

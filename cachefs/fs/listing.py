@@ -43,8 +43,6 @@ PAGE = 1000
 AHEAD = 10
 """Pages that are listed ahead of demand. Guessed: a usual directory has up to 10,000 names, and is listed whole."""
 
-MAX_DOUBLINGS = 24
-
 FEW = 16
 """Names of a page up to which it is written without a thread. Measured: 9 µs a name; a thread takes 0.2 ms, and longer while
 other threads want the interpreter."""
@@ -71,10 +69,10 @@ class Lister:
         """See `FileSystem.list_tops`."""
         self._tops = self._tree.tops()
         for top in self._tops:
-            origin, now = top.origin, self._tree.clock()
+            origin = top.origin
             if origin is None or origin in absent or not origin.can_list or not top.ttls.ttl:
                 continue
-            horizon = self._freshness.horizon(top, now, now)
+            horizon = self._freshness.horizon(top)
             whole = self._freshness.whole(top)
             if whole is None or whole[1] < horizon:
                 self.allow(top, self.demand(top, horizon), 1)
@@ -111,8 +109,8 @@ class Lister:
     def missed(self, directory: Directory, listing: Listing) -> None:
         """Note a lookup of a name that the listing has not passed. Each allows more pages, because many lookups make the
         whole listing worth its requests."""
+        self.allow(directory, listing, AHEAD << listing.misses)
         listing.misses += 1
-        self.allow(directory, listing, AHEAD << min(listing.misses - 1, MAX_DOUBLINGS))
 
     def cancel(self, directory: Directory) -> None:
         """Stop and forget the listing. Tasks that wait for it look at the tree again."""
