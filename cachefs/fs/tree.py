@@ -248,11 +248,6 @@ class Directory:
         """Note that names may have come or gone. Call it when their rows are written."""
         self.names.version = next(_versions)  # unique in the process, because the object may be made again
 
-    @property
-    def version(self) -> int:
-        """Changes when names come or go."""
-        return self.names.version
-
     def state(self) -> Put:
         """The row with the state of its listings."""
         return ("directories", self.key, self.listed.packed())
@@ -362,7 +357,9 @@ class Tree:
                 if data is not None and (row := decode(data)).generation == PINNED:
                     puts.append(("names", key, encode(row._replace(generation=0))))
                 if state is not None:
-                    puts.append(("directories", above, _unlisted(state)))
+                    listed = Listed(*_STATE.unpack(state))
+                    listed.complete = 0
+                    puts.append(("directories", above, listed.packed()))
             self.database.write(puts)
             after = rows[-1][0] + b"\0"
 
@@ -586,12 +583,6 @@ def is_below(directory: Directory | None, above: Directory) -> bool:
     while directory is not None and directory is not above:
         directory = directory.parent
     return directory is above
-
-
-def _unlisted(state: bytes) -> bytes:
-    """The stored state of a directory, without its last complete listing."""
-    generation, _, _, listed_epoch, refreshed, hidden = _STATE.unpack(state)
-    return _STATE.pack(generation, 0, 0.0, listed_epoch, refreshed, hidden)
 
 
 def end_of(key: bytes) -> bytes:
