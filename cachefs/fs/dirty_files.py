@@ -451,8 +451,12 @@ class DirtyFiles:
             if self._local_changes.of_dirty_file(dirty_file) is not None:
                 continue
             directory, name = await find(dirty_file.origin, dirty_file.key)
-            ino = self._local_changes.inode_of(dirty_file, directory, name)
-            node = Node(directory, name, ino, stored=True)
+            present = self._tree.present(dirty_file.ino)
+            if present is not None and present[:2] != (directory, name):
+                # The previous daemon died during a rename. The file keeps its inode. The one that its new name has now is of
+                # the file which it has replaced, and processes may have that open.
+                self._tree.database.write([("names", present[0].key + present[1], None)])
+            node = Node(directory, name, dirty_file.ino, stored=True)
             self._local_changes.give(node, dirty_file)
             await self._local_changes.hold(node)
             if overrides := self._overrides.get(node.ino):  # set after the file was closed

@@ -440,12 +440,11 @@ class FileSystem:
                 await self._files.reader.wait_until_cached(obj, pid)
         if self._writing is None or ino == ROOT or ino in self._files.nameless:
             return await self._open_late(ino, flags, pid)
-        if not flags & _WRITING and not self._writing.is_going(*self._tree.locate(ino)):
-            return await self._open_late(ino, flags, pid)
-        return await self._open_claimed(ino, flags, pid)
+        claims = flags & _WRITING or self._writing.is_going(*self._tree.locate(ino))
+        return await (self._open_claimed if claims else self._open_late)(ino, flags, pid)
 
     async def _open_claimed(self, ino: int, flags: int, pid: int) -> Opened:
-        """Open a name that is being removed or replaced, when that change has ended: the file that it leads to then."""
+        """Open a file while no other change of its name runs. If one runs now, the file is what the name leads to then."""
         change, nameless = partial(self._open_late, ino, flags, pid), self._files.nameless
         return await self._write.locks.changing(
             lambda: [] if ino in nameless else [self._write.place_of(ino)], change

@@ -112,16 +112,6 @@ class LocalChanges:
         node.removed = True
         return node
 
-    def inode_of(self, dirty_file: DirtyFile, directory: Directory, name: bytes) -> int:
-        """The inode for a dirty file that is restored under a name: its own; 0 where that is not known. It is not that of
-        the name, because if the previous daemon died during a rename, the name has the inode of the file which this one has
-        replaced, and processes may have that file open."""
-        present = self._tree.present(dirty_file.ino)
-        if present is not None and present[:2] != (directory, name):
-            # The previous daemon died during a rename.
-            self._tree.database.write([("names", present[0].key + present[1], None)])
-        return dirty_file.ino
-
     async def leave_to_readers(self, directory: Directory, name: bytes, ino: int) -> None:
         """Give a name a new inode with the same content, and leave the old inode to its readers. This is done for a writer
         when the readers have a cache file in passthrough that other users, such as peers, still hold."""
