@@ -154,6 +154,40 @@ class DirtyFiles:
         empty = partial(self.truncate_open, opened[0], 0) if flags & os.O_TRUNC else None
         return await self._to_write(opened, node, empty)
 
+    def open_version(self, directory: Directory, name: bytes, version: ObjectId, pid: int) -> Opened | None:
+        """Open a dirty file for reading: one that is pending, or uploaded and not yet adopted by the cache. None if the name
+        has no such file."""
+        node = self._local_changes.current(directory, name, version)
+        return None if node is None else self.open_reader(node, pid)
+
+    def open_again(self, handle: FileHandle, pid: int) -> Opened:
+        """Open a dirty file, which is open already, once more for reading, whatever its name shows."""
+        assert handle.node is not None
+        return self.open_reader(handle.node, pid, handle.object)
+
+    def open_reader(self, node: Node, pid: int, version: ObjectId | None = None) -> Opened:
+        """Open a dirty file for reading. Its open handles have `version`; without it, the one that its name shows."""
+        version = version or self._local_changes.version(node)
+        opened = self._files.open_dirty_file(node.ino, node.origin, version, pid)
+        try:
+            self._local_changes.attach(self._files.handles[opened[0]], node)
+        except BaseException:
+            self._files.release(opened[0])
+            raise
+        return opened
+
+    def release(self, fh: int) -> None:
+        """Release a handle. Never raises, never waits."""
+        handle = self._files.release(fh)
+        if handle is None or (node := handle.node or self._local_changes.nodes.get(handle.ino)) is None:
+            return
+        if handle.writes:
+            node.writers -= 1
+            if handle.backing is not None and node.dirty_file is not None:
+                self._writer.returned(node.dirty_file)
+            node.clears = node.clears and node.writers > 0
+        self._local_changes.leave(handle, node)
+
     def _nameless(self, handle: FileHandle, attrs: dict[str, Any]) -> Node:
         node = self._local_changes.nameless(handle.ino, handle.origin, handle.object.key)
         node.attrs = attrs
@@ -187,8 +221,6 @@ class DirtyFiles:
         await self._writer.disk_answers()
         with trio.move_on_after(TAKEN_S):
             while (handles := self._files.under(node.ino)) and (backing := handles[0].backing) is not None:
-                if handles[0].object != obj:
-                    return  # while this waited, the number was opened again, in another version
                 row = self._tree.row(node.directory, node.name)
                 base = ObjectInfo(obj.key, obj.size, 0 if row is None else row.mtime_ns, obj.etag)
                 dirty_file = self._writer.take(node.origin, base, backing, len(handles), node.attrs)
@@ -225,40 +257,6 @@ class DirtyFiles:
         if not node.pending:
             await self._begin(node, handle, None)  # the daemon does not hear of the first change
         return fh, backing.id
-
-    def open_version(self, directory: Directory, name: bytes, version: ObjectId, pid: int) -> Opened | None:
-        """Open a dirty file for reading: one that is pending, or uploaded and not yet adopted by the cache. None if the name
-        has no such file."""
-        node = self._local_changes.current(directory, name, version)
-        return None if node is None else self.open_reader(node, pid)
-
-    def open_again(self, handle: FileHandle, pid: int) -> Opened:
-        """Open a dirty file, which is open already, once more for reading, whatever its name shows."""
-        assert handle.node is not None
-        return self.open_reader(handle.node, pid, handle.object)
-
-    def open_reader(self, node: Node, pid: int, version: ObjectId | None = None) -> Opened:
-        """Open a dirty file for reading. Its open handles have `version`; without it, the one that its name shows."""
-        version = version or self._local_changes.version(node)
-        opened = self._files.open_dirty_file(node.ino, node.origin, version, pid)
-        try:
-            self._local_changes.attach(self._files.handles[opened[0]], node)
-        except BaseException:
-            self._files.release(opened[0])
-            raise
-        return opened
-
-    def release(self, fh: int) -> None:
-        """Release a handle. Never raises, never waits."""
-        handle = self._files.release(fh)
-        if handle is None or (node := handle.node or self._local_changes.nodes.get(handle.ino)) is None:
-            return
-        if handle.writes:
-            node.writers -= 1
-            if handle.backing is not None and node.dirty_file is not None:
-                self._writer.returned(node.dirty_file)
-            node.clears = node.clears and node.writers > 0
-        self._local_changes.leave(handle, node)
 
     # -- changing ------------------------------------------------------------------------------------
 

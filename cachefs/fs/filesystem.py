@@ -24,7 +24,6 @@ import trio
 from cachefs.base.behind import WriteBehind
 from cachefs.base.errors import CachefsError, IsADirectory, NotFound, NotPermitted, ObjectChanged, ReadOnly
 from cachefs.base.metrics import Metrics
-from cachefs.base.names import ObjectId
 from cachefs.base.shared_memory import Times
 from cachefs.fs import xattrs
 from cachefs.fs.attributes import FOREVER, FREE_NAMES, Attributes, Entry, Options, Space
@@ -400,7 +399,7 @@ class FileSystem:
             raise IsADirectory("the root is a directory")
         warm = self._files.warm.get(ino)
         if warm is not None and warm[0] > self._tree.clock():
-            if patient and self._waits_for(ino, warm[2]):
+            if patient and self._files.decides(ino) and self._files.reader.soon_cached(warm[2]):
                 return None
             return self._files.open(ino, warm[1], warm[2], warm[3], pid)
         walked = self._files.walked.get(ino)
@@ -433,8 +432,7 @@ class FileSystem:
 
     async def open(self, ino: int, flags: int, pid: int) -> Opened:
         if not flags & _WRITING and self._files.decides(ino):
-            warm = self._files.warm.get(ino)
-            obj = warm[2] if warm is not None else self.tree_queries.version(ino)
+            obj = self.tree_queries.version(ino)
             if obj is not None and self._files.reader.soon_cached(obj):
                 # The lookup may then find another version.
                 await self._files.reader.wait_until_cached(obj, pid)
@@ -469,10 +467,6 @@ class FileSystem:
         opened = self._open(directory, mark, ino, found, pid)
         assert opened is not None  # it is not patient
         return opened
-
-    def _waits_for(self, ino: int, obj: ObjectId) -> bool:
-        """True if an open of this version should wait a moment until it is cached."""
-        return self._files.decides(ino) and self._files.reader.soon_cached(obj)
 
     def _open(
         self,

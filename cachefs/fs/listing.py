@@ -120,6 +120,40 @@ class Lister:
                 scope.cancel()
             listing.wake()
 
+    async def is_empty(self, directory: Directory) -> None:
+        """Record a directory that was just made, with a marker, as listed and empty."""
+        self.cancel(directory)
+        directory.marked = True
+        directory.listed.ended(directory.listed.next(), self._tree.epoch, self._tree.clock())
+        await self._write_state(directory)
+
+    def tell(self, directory: Directory, name: bytes) -> None:
+        """Have the kernel look a name up again."""
+        self._on_change(directory, 0, name)
+
+    async def lost(self, directory: Directory, lost: list[Lost]) -> None:
+        """Tell the kernel of names whose rows were removed, and erase the directories among them."""
+        for ino, mark in lost:
+            self._on_change(directory, ino, name_in(mark))
+        for ino, mark in lost:
+            if mark.endswith(b"/"):
+                await self.erase(ino)
+
+    async def erase(self, ino: int) -> None:
+        """Remove the rows of a directory that does not exist any more, and of everything below it."""
+        doomed = [ino]
+        while doomed:
+            ino = doomed.pop()
+            alive = self._tree.known(ino)
+            if alive is not None:
+                self.cancel(alive)
+                self._tree.drop(alive)
+            more: list[int] | None = []
+            while more is not None:
+                async with self._tree.writing:
+                    more = await trio.to_thread.run_sync(erase, self._tree, ino)
+                doomed += more or []
+
     def active(self) -> int:
         return len(self._running)
 
@@ -229,13 +263,6 @@ class Lister:
         listing.wake()
         return done and current and listing.leftovers
 
-    async def is_empty(self, directory: Directory) -> None:
-        """Record a directory that was just made, with a marker, as listed and empty."""
-        self.cancel(directory)
-        directory.marked = True
-        directory.listed.ended(directory.listed.next(), self._tree.epoch, self._tree.clock())
-        await self._write_state(directory)
-
     async def _write_state(self, directory: Directory) -> None:
         async with self._tree.writing:
             puts = [directory.state(), self._tree.newest(directory.listed.at)]
@@ -315,30 +342,3 @@ class Lister:
                     self._freshness.pending.names_in(directory),
                 )
             await self.lost(directory, removed)
-
-    def tell(self, directory: Directory, name: bytes) -> None:
-        """Have the kernel look a name up again."""
-        self._on_change(directory, 0, name)
-
-    async def lost(self, directory: Directory, lost: list[Lost]) -> None:
-        """Tell the kernel of names whose rows were removed, and erase the directories among them."""
-        for ino, mark in lost:
-            self._on_change(directory, ino, name_in(mark))
-        for ino, mark in lost:
-            if mark.endswith(b"/"):
-                await self.erase(ino)
-
-    async def erase(self, ino: int) -> None:
-        """Remove the rows of a directory that does not exist any more, and of everything below it."""
-        doomed = [ino]
-        while doomed:
-            ino = doomed.pop()
-            alive = self._tree.known(ino)
-            if alive is not None:
-                self.cancel(alive)
-                self._tree.drop(alive)
-            more: list[int] | None = []
-            while more is not None:
-                async with self._tree.writing:
-                    more = await trio.to_thread.run_sync(erase, self._tree, ino)
-                doomed += more or []
