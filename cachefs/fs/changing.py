@@ -366,14 +366,12 @@ class Changing:
         async with AsyncExitStack() as stack:
             stack.enter_context(self._local_changes.moving(node))  # first, so that its dirty file is kept
             await self._replace(to, replaced, rename)
-            clean = dirty_file.committed is not None
-            node.stored = base is not None or clean or left
-            if node.pending:
-                async with self._local_changes.applying():
+            node.stored = left or base is not None or dirty_file.committed is not None
+            async with self._local_changes.applying():
+                if node.pending:
                     self._move_pending(node, to)
-            else:
-                assert dirty_file.committed is not None
-                async with self._local_changes.applying():
+                else:
+                    assert dirty_file.committed is not None
                     row = self._tree.row(*place)  # it may have been uploaded since the lookup
                     if row is None or row.ino != node.ino:
                         row = found.row._replace(ino=node.ino)
@@ -400,15 +398,20 @@ class Changing:
         generation = to[0].listed.generation
         left = json.dumps({"to": info.key, "versions": [row.etag]}).encode()
         self._local_changes.moves(place, to, _row_of(row, info)._replace(generation=generation), left)
-        self._switch_to_copy(to[0], row, info)
-        overrides = _of_copy(self._overrides.get(row.ino), row.mtime_ns, info)
-        self._overrides.put(row.ino, {**overrides, "ctime_ns": self._local_changes.now_ns()})
+        self._switch_to_copy(to[0], row, info, ctime_ns=self._local_changes.now_ns())
 
-    def _switch_to_copy(self, directory: Directory, row: Row, info: ObjectInfo) -> None:
-        """Make the readers of a file go on with its copy."""
+    def _switch_to_copy(self, directory: Directory, row: Row, info: ObjectInfo, **changes: int) -> None:
+        """Make the readers of a file go on with its copy `info`. The file keeps its attribute overrides and its modification
+        time, apart from these `changes`."""
         assert directory.origin is not None
         version = info.version(directory.origin.source)
         self._files.switch(row.ino, version, info.mtime_ns, reopen=directory.origin)
+        overrides = self._overrides.get(row.ino)
+        mtime_ns = overrides.get("mtime_ns", row.mtime_ns)
+        if mtime_ns != info.mtime_ns and (changes or overrides or self._files.is_open(row.ino)):
+            changes = {"atime_ns": overrides.get("atime_ns", mtime_ns), "mtime_ns": mtime_ns, **changes}
+        if changes:
+            self._overrides.put(row.ino, overrides | changes)
 
     async def _delete(self, origin: Origin, key: str, place: Place, to: Place) -> None:
         """Delete the object under the old name, which is hidden meanwhile because its file has the new name."""
@@ -525,7 +528,7 @@ class Changing:
                 log.warning("what was written to %s stays there: %s", new_key, exc)
                 if node.pending:
                     async with self._local_changes.applying():
-                        moved = self._local_changes.below_as(*to)
+                        moved = self._local_changes.directory(*to)
                         self._move_pending(
                             node, (self._moved_directory(node.directory, inside, moved), node.name)
                         )
@@ -555,20 +558,15 @@ class Changing:
                 self._record_copy(directory, shown, row, made)
 
     def _record_copy(self, directory: Directory, name: bytes, row: Row, info: ObjectInfo) -> None:
-        """Record that the object of a file below a renamed directory is `info`. The file keeps its attribute overrides. The
-        caller is `applying`."""
+        """Record that the object of a file below a renamed directory is `info`. The caller is `applying`."""
         self._tree.database.write([("names", directory.key + name, encode(_row_of(row, info)))])
         self._switch_to_copy(directory, row, info)
-        overrides = self._overrides.get(row.ino)
-        if overrides or self._files.is_open(row.ino):
-            self._overrides.put(row.ino, _of_copy(overrides, row.mtime_ns, info))
 
     def _record_moved_node(self, node: Node, left: bool) -> None:
         """Update the node of a dirty file below a renamed directory. Its key has changed already. `left`: see `_send`."""
         dirty_file = node.dirty_file
         assert dirty_file is not None
-        clean = dirty_file.committed is not None
-        node.stored = clean or left
+        node.stored = left or dirty_file.committed is not None
         if node.pending:
             self._files.switch(node.ino, self._local_changes.version(node), node.row.mtime_ns)
             return
@@ -583,7 +581,7 @@ class Changing:
             return moved
         assert directory.parent is not None
         above = self._moved_directory(directory.parent, inside, moved)
-        return self._local_changes.below_as(above, name_in(directory.mark))
+        return self._local_changes.directory(above, name_in(directory.mark))
 
     async def recover(self, origins: Sequence[Origin], find: Find) -> None:
         """Finish the renames that were under way when a daemon died. What fails is logged, and tried again at the next
@@ -772,14 +770,6 @@ async def keys_below(origin: Origin, prefix: str) -> list[ObjectInfo]:
 def _row_of(row: Row, info: ObjectInfo) -> Row:
     """The row of a file whose object is `info`."""
     return row._replace(mtime_ns=info.mtime_ns, size=info.size, etag=info.etag, known=True)
-
-
-def _of_copy(overrides: dict[str, Any], mtime_ns: int, made: ObjectInfo) -> dict[str, Any]:
-    """The attribute overrides for a copy: the original's, and its modification time where the copy has another one."""
-    mtime_ns = overrides.get("mtime_ns", mtime_ns)
-    return (
-        overrides if mtime_ns == made.mtime_ns else {"atime_ns": mtime_ns, **overrides, "mtime_ns": mtime_ns}
-    )
 
 
 def _key(place: Place) -> tuple[Origin, str]:

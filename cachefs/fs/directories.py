@@ -97,23 +97,17 @@ class DirectoryReader:
         about(handle.directory.prefix)
         if offset and handle.renewals != self._tree.renewals:
             raise OriginFailed("the names that were known are lost: the directory is to be read again")
-        if offset:
-            mark = handle.places.get(offset)
-            if mark is None:
-                mark = self._tree.mark_at(handle.directory, offset)
-            if mark is None and handle.generation:
-                raise OriginFailed("the directory changed while it was read: the place to go on from is gone")
-            # A reader that began with an earlier daemon may have removed the last name that it was given, as `rm -r` does.
-            # Nothing tells where that name was. Names that come twice are better than names that are left out.
-            after = mark or b""
-            handle.places = {offset: after}
-        else:
-            handle.generation = 0
-            handle.places = {}
-            after = b""
-        directory = handle.directory
+        directory, mark = handle.directory, handle.places.get(offset)
+        if not offset:
+            handle.generation, mark = 0, None
+        elif mark is None and (mark := self._tree.mark_at(directory, offset)) is None and handle.generation:
+            raise OriginFailed("the directory changed while it was read: the place to go on from is gone")
+        # A reader that began with an earlier daemon may have removed the last name that it was given, as `rm -r` does.
+        # Nothing tells where that name was. Names that come twice are better than names that are left out.
+        after = mark or b""
+        handle.places = {offset: after}
         if not handle.generation:
-            handle.generation, handle.version = self._begin(directory), directory.version
+            handle.generation, handle.version = self._begin(directory), directory.names.version
             handle.renewals = self._tree.renewals
             kernel = directory.kernel
             if kernel is not None and not offset:
@@ -140,23 +134,19 @@ class DirectoryReader:
         valid for the same time."""
         handle = self.handles[number]
         directory, kernel = handle.directory, handle.directory.kernel
-        now = self._tree.clock()
-        fresh = self._fresh(directory, self._freshness.horizon(directory, now, now))
+        fresh, version = self._fresh(directory, self._freshness.horizon(directory)), directory.names.version
         if (
-            kernel is not None
-            and (kernel.ino, kernel.version) == (handle.ino, directory.version)
-            and fresh
-            and kernel.generation == fresh
+            fresh
+            and kernel
+            and (kernel.ino, kernel.version, kernel.generation) == (handle.ino, version, fresh)
         ):
             return True
         # The kernel also caches what readers that began earlier go on to read.
         began = (
             other for other in self.handles.values() if other.directory is directory and other.generation
         )
-        if any((other.generation, other.version) != (fresh, directory.version) for other in began):
-            directory.kernel = None
-        else:
-            directory.kernel = KernelListing(handle.ino, directory.version)
+        mixed = any((other.generation, other.version) != (fresh, version) for other in began)
+        directory.kernel = None if mixed else KernelListing(handle.ino, version)
         return False
 
     def _fresh(self, directory: Directory, horizon: float) -> int:
@@ -166,8 +156,7 @@ class DirectoryReader:
 
     def _begin(self, directory: Directory) -> int:
         """The generation for a reader that begins now: a complete listing, or one that is then under way."""
-        now = self._tree.clock()
-        horizon = self._freshness.horizon(directory, now, now)
+        horizon = self._freshness.horizon(directory)
         if fresh := self._fresh(directory, horizon):
             return fresh
         if directory.listed.complete and directory.origin is not None and directory.origin.serves_stale:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -57,26 +57,22 @@ TAKEN_S = 1.0
 Guessed: longer than such a read takes, unless the disk fails."""
 
 
+@dataclass(eq=False, repr=False)
 class DirtyFiles:
-    def __init__(
-        self,
-        tree: Tree,
-        local_changes: LocalChanges,
-        overrides: Overrides,
-        files: OpenFiles,
-        writer: Uploads,
-        locks: NameLocks,
-    ) -> None:
-        self._tree = tree
-        self._locks = locks
-        self._local_changes = local_changes
-        self._overrides = overrides
-        self._files = files
-        self._writer = writer
-        self._resumed: dict[int, Node] = {}  # by inode: files that the previous daemon was writing
-        writer.on_committed = local_changes.committed
-        writer.on_settling = local_changes.settling
-        writer.on_settled = local_changes.settled
+    _tree: Tree
+    _local_changes: LocalChanges
+    _overrides: Overrides
+    _files: OpenFiles
+    _writer: Uploads
+    _locks: NameLocks
+    _resumed: dict[int, Node] = field(
+        default_factory=dict
+    )  # by inode: files that the previous daemon was writing
+
+    def __post_init__(self) -> None:
+        self._writer.on_committed = self._local_changes.committed
+        self._writer.on_settling = self._local_changes.settling
+        self._writer.on_settled = self._local_changes.settled
 
     # -- opening -------------------------------------------------------------------------------------
 
@@ -146,7 +142,7 @@ class DirtyFiles:
         if node is None:
             shown = self._files.nameless[ino]
             attrs = {"mode": stat.S_IMODE(shown.mode), "uid": shown.uid, "gid": shown.gid}
-            node = self._local_changes.nameless(self._files.under(ino)[0], attrs)
+            node = self._nameless(self._files.under(ino)[0], attrs)
         async with node.lock:
             if node.dirty_file is None and (others := self._files.under(ino)):
                 await self._take(node, others[0].object)
@@ -154,11 +150,51 @@ class DirtyFiles:
                 raise ObjectChanged(f"{node.key} has no name, and is not open any more")
             obj = others[0].object
             if node.dirty_file is not None:
-                opened = self._attached(node, ino, obj, pid)
+                opened = self.open_reader(node, pid, obj)
             else:
                 opened = self._files.open(ino, node.origin, obj, others[0].mtime_ns, pid, writes=True)
         empty = partial(self.truncate_open, opened[0], 0) if flags & os.O_TRUNC else None
         return await self._to_write(opened, node, empty)
+
+    def open_version(self, directory: Directory, name: bytes, version: ObjectId, pid: int) -> Opened | None:
+        """Open a dirty file for reading: one that is pending, or uploaded and not yet adopted by the cache. None if the name
+        has no such file."""
+        node = self._local_changes.current(directory, name, version)
+        return None if node is None else self.open_reader(node, pid)
+
+    def open_again(self, handle: FileHandle, pid: int) -> Opened:
+        """Open a dirty file, which is open already, once more for reading, whatever its name shows."""
+        assert handle.node is not None
+        return self.open_reader(handle.node, pid, handle.object)
+
+    def open_reader(self, node: Node, pid: int, version: ObjectId | None = None) -> Opened:
+        """Open a dirty file for reading. Its open handles have `version`; without it, the one that its name shows."""
+        version = version or self._local_changes.version(node)
+        opened = self._files.open_dirty_file(node.ino, node.origin, version, pid)
+        try:
+            self._local_changes.attach(self._files.handles[opened[0]], node)
+        except BaseException:
+            self._files.release(opened[0])
+            raise
+        return opened
+
+    def release(self, fh: int) -> None:
+        """Release a handle. Never raises, never waits."""
+        handle = self._files.release(fh)
+        if handle is None or (node := handle.node or self._local_changes.nodes.get(handle.ino)) is None:
+            return
+        if handle.writes:
+            node.writers -= 1
+            if handle.backing is not None and node.dirty_file is not None:
+                self._writer.returned(node.dirty_file)
+            node.clears = node.clears and node.writers > 0
+        self._local_changes.leave(handle, node)
+
+    def _nameless(self, handle: FileHandle, attrs: dict[str, Any]) -> Node:
+        node = self._local_changes.nameless(handle.ino, handle.origin, handle.object.key)
+        node.attrs = attrs
+        self._local_changes.nodes[node.ino] = node
+        return node
 
     async def _to_write(
         self, opened: Opened, node: Node, empty: Callable[[], Awaitable[None]] | None = None
@@ -187,8 +223,6 @@ class DirtyFiles:
         await self._writer.disk_answers()
         with trio.move_on_after(TAKEN_S):
             while (handles := self._files.under(node.ino)) and (backing := handles[0].backing) is not None:
-                if handles[0].object != obj:
-                    return  # while this waited, the number was opened again, in another version
                 row = self._tree.row(node.directory, node.name)
                 base = ObjectInfo(obj.key, obj.size, 0 if row is None else row.mtime_ns, obj.etag)
                 if not node.removed:
@@ -196,7 +230,10 @@ class DirtyFiles:
                     node.attrs = self._overrides.get(node.ino)
                 dirty_file = self._writer.take(node.origin, base, backing, len(handles), node.attrs)
                 if dirty_file is not None:
-                    self._local_changes.share(node, dirty_file, handles)
+                    self._local_changes.give_open(node, dirty_file)
+                    for handle in handles:
+                        handle.backing = dirty_file.backing
+                    self._files.forget_warm()
                     if node.removed:
                         await self._discard(dirty_file)
                     return
@@ -225,42 +262,6 @@ class DirtyFiles:
         if not node.pending:
             await self._begin(node, handle, None)  # the daemon does not hear of the first change
         return fh, backing.id
-
-    def open_version(self, directory: Directory, name: bytes, version: ObjectId, pid: int) -> Opened | None:
-        """Open a dirty file for reading: one that is pending, or uploaded and not yet adopted by the cache. None if the name
-        has no such file."""
-        node = self._local_changes.current(directory, name, version)
-        return None if node is None else self.open_reader(node, pid)
-
-    def open_reader(self, node: Node, pid: int) -> Opened:
-        """Open a dirty file for reading."""
-        return self._attached(node, node.ino, self._local_changes.version(node), pid)
-
-    def open_again(self, handle: FileHandle, pid: int) -> Opened:
-        """Open a dirty file, which is open already, once more for reading, whatever its name shows."""
-        assert handle.node is not None
-        return self._attached(handle.node, handle.ino, handle.object, pid)
-
-    def _attached(self, node: Node, ino: int, version: ObjectId, pid: int) -> Opened:
-        opened = self._files.open_dirty_file(ino, node.origin, version, pid)
-        try:
-            self._local_changes.attach(self._files.handles[opened[0]], node)
-        except BaseException:
-            self._files.release(opened[0])
-            raise
-        return opened
-
-    def release(self, fh: int) -> None:
-        """Release a handle. Never raises, never waits."""
-        handle = self._files.release(fh)
-        if handle is None or (node := handle.node or self._local_changes.nodes.get(handle.ino)) is None:
-            return
-        if handle.writes:
-            node.writers -= 1
-            if handle.backing is not None and node.dirty_file is not None:
-                self._writer.returned(node.dirty_file)
-            node.clears = node.clears and node.writers > 0
-        self._local_changes.leave(handle, node)
 
     # -- changing ------------------------------------------------------------------------------------
 
@@ -365,7 +366,7 @@ class DirtyFiles:
             return
         dirty_file = await self._begun(node, handle.object, upto)
         try:
-            self._local_changes.give_nameless(node, dirty_file)
+            self._local_changes.give_open(node, dirty_file)
         except BaseException:
             await self._local_changes.abandon(node)
             raise
@@ -452,13 +453,19 @@ class DirtyFiles:
             directory, name = await find(file.origin, file.info.key)
             self._local_changes.settled_before(directory, name, file)
         for dirty_file in self._writer.nameless():
-            self._resumed[dirty_file.ino] = self._local_changes.resumed_nameless(dirty_file)
+            node = self._local_changes.nameless(dirty_file.ino, dirty_file.origin, dirty_file.key)
+            self._local_changes.give_open(node, dirty_file)
+            self._resumed[dirty_file.ino] = node
         for dirty_file in self._writer.pending():
             if self._local_changes.of_dirty_file(dirty_file) is not None:
                 continue
             directory, name = await find(dirty_file.origin, dirty_file.key)
-            ino = self._local_changes.inode_of(dirty_file, directory, name)
-            node = Node(directory, name, ino, stored=True)
+            present = self._tree.present(dirty_file.ino)
+            if present is not None and present[:2] != (directory, name):
+                # The previous daemon died during a rename. The file keeps its inode. The one that its new name has now is of
+                # the file which it has replaced, and processes may have that open.
+                self._tree.database.write([("names", present[0].key + present[1], None)])
+            node = Node(directory, name, dirty_file.ino, stored=True)
             self._local_changes.give(node, dirty_file)
             await self._local_changes.hold(node)
             if overrides := self._overrides.get(node.ino):  # set after the file was closed
@@ -507,7 +514,7 @@ class DirtyFiles:
         number, _ = self._files.open(former.ino, former.origin, obj, former.mtime_ns, 0, writes=True)
         if node is None:
             self._files.lose_name(former.ino, removed=True)
-            node = self._local_changes.nameless(self._files.handles[number], {})
+            node = self._nameless(self._files.handles[number], {})
         elif not node.removed:  # otherwise another file may have its name
             self._local_changes.add(node)
         return node, number

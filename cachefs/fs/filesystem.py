@@ -24,7 +24,6 @@ import trio
 from cachefs.base.behind import WriteBehind
 from cachefs.base.errors import CachefsError, IsADirectory, NotFound, NotPermitted, ObjectChanged, ReadOnly
 from cachefs.base.metrics import Metrics
-from cachefs.base.names import ObjectId
 from cachefs.base.shared_memory import Times
 from cachefs.fs import xattrs
 from cachefs.fs.attributes import FOREVER, FREE_NAMES, Attributes, Entry, Options, Space
@@ -92,33 +91,23 @@ class FileSystem:
         self._options = options
         self._metrics = metrics
         wall = clock or time.time
-        self._tree = Tree(database, volumes, clock or clock_of(database))
-        self._freshness = Freshness(self._tree)
-        self._lister = Lister(self._tree, self._freshness, metrics, self._changed)
-        self._looker = Looker(self._tree, self._freshness, self._lister, metrics)
-        self._directories = DirectoryReader(self._tree, self._freshness, self._lister, self._shape)
-        self._files = OpenFiles(reader, self._of_handle, self._tree.clock, wall)
-        self.handles = self._files.handles
-        self.tree_queries = TreeQueries(self._tree, self._freshness, self._looker, self._directories)
-        forget = self._files.forget_warm
+        self._tree = tree = Tree(database, volumes, clock or clock_of(database))
+        self._freshness = freshness = Freshness(tree)
+        self._lister = lister = Lister(tree, freshness, metrics, self._changed)
+        self._looker = looker = Looker(tree, freshness, lister, metrics)
+        self._directories = DirectoryReader(tree, freshness, lister, self._shape)
+        self._files = files = OpenFiles(reader, self._of_handle, tree.clock, wall)
+        self.handles = files.handles
+        self.tree_queries = TreeQueries(tree, freshness, looker, self._directories)
         self._refreshing = Refreshing(
-            self._tree, self._freshness, self._lister, forget, self._tell, lambda: self.notified()
+            tree, freshness, lister, files.forget_warm, self._tell, lambda: self.notified()
         )
         self._writing: Writing | None = None
         # Closes a handle. Never raises, never waits. The release of the last writer begins the upload, if no flush did.
-        self.release: Callable[[int], object] = self._files.release
+        self.release: Callable[[int], object] = files.release
         if writer is not None:
-            self._writing = Writing(
-                self._tree,
-                self._freshness,
-                self._looker,
-                self._lister,
-                self._files,
-                writer,
-                options,
-                wall,
-                times or Times(),
-            )
+            times = times or Times()
+            self._writing = Writing(tree, freshness, looker, lister, files, writer, options, wall, times)
             self.release = self._writing.dirty_files.release
 
     @property
@@ -410,7 +399,7 @@ class FileSystem:
             raise IsADirectory("the root is a directory")
         warm = self._files.warm.get(ino)
         if warm is not None and warm[0] > self._tree.clock():
-            if patient and self._waits_for(ino, warm[2]):
+            if patient and self._files.decides(ino) and self._files.reader.soon_cached(warm[2]):
                 return None
             return self._files.open(ino, warm[1], warm[2], warm[3], pid)
         walked = self._files.walked.get(ino)
@@ -443,19 +432,17 @@ class FileSystem:
 
     async def open(self, ino: int, flags: int, pid: int) -> Opened:
         if not flags & _WRITING and self._files.decides(ino):
-            warm = self._files.warm.get(ino)
-            obj = warm[2] if warm is not None else self.tree_queries.version(ino)
+            obj = self.tree_queries.version(ino)
             if obj is not None and self._files.reader.soon_cached(obj):
                 # The lookup may then find another version.
                 await self._files.reader.wait_until_cached(obj, pid)
         if self._writing is None or ino == ROOT or ino in self._files.nameless:
             return await self._open_late(ino, flags, pid)
-        if not flags & _WRITING and not self._writing.is_going(*self._tree.locate(ino)):
-            return await self._open_late(ino, flags, pid)
-        return await self._open_claimed(ino, flags, pid)
+        claims = flags & _WRITING or self._writing.is_going(*self._tree.locate(ino))
+        return await (self._open_claimed if claims else self._open_late)(ino, flags, pid)
 
     async def _open_claimed(self, ino: int, flags: int, pid: int) -> Opened:
-        """Open a name that is being removed or replaced, when that change has ended: the file that it leads to then."""
+        """Open a file while no other change of its name runs. If one runs now, the file is what the name leads to then."""
         change, nameless = partial(self._open_late, ino, flags, pid), self._files.nameless
         return await self._write.locks.changing(
             lambda: [] if ino in nameless else [self._write.place_of(ino)], change
@@ -480,10 +467,6 @@ class FileSystem:
         opened = self._open(directory, mark, ino, found, pid)
         assert opened is not None  # it is not patient
         return opened
-
-    def _waits_for(self, ino: int, obj: ObjectId) -> bool:
-        """True if an open of this version should wait a moment until it is cached."""
-        return self._files.decides(ino) and self._files.reader.soon_cached(obj)
 
     def _open(
         self,
@@ -710,19 +693,18 @@ class FileSystem:
             if ino == ROOT:
                 await self._refreshing.directory(self._tree.root)
             else:
-                directory, mark = self._tree.locate(ino)
-                await self._refreshing.name(directory, mark, ino)
+                await self._refreshing.name(*self._tree.locate(ino), ino)
             await self.notified()
             return b"looking again"
         if ino in self._files.nameless and name in xattrs.OF_FILES:
             return xattrs.of_file(self._files.under(ino)[0].object, self._files.reader, name)
-        is_dir = ino == ROOT or self._tree.locate(ino)[1].endswith(b"/")
+        directory, mark = (self._tree.root, b"/") if ino == ROOT else self._tree.locate(ino)
+        is_dir = mark.endswith(b"/")
         if name not in (xattrs.OF_DIRECTORIES if is_dir else xattrs.OF_FILES):
             raise NoAttribute(f"no attribute {name.decode(errors='replace')}")
         if is_dir:
             directory = self._tree.directory(ino)
             return xattrs.of_directory(directory, self._freshness.whole(directory), name)
-        directory, mark = self._tree.locate(ino)
         found = await self._looker.look(directory, name_in(mark))
         found = self._check(ino, found)
         if found.is_dir:

@@ -87,9 +87,9 @@ class Freshness:
             ((directory.ino, name), (directory.ino, EVERY_NAME))
         )
 
-    def horizon(self, directory: Directory, since: float, now: float) -> float:
-        """The time from which on answers are new enough for a request that began at `since`."""
-        return min(since, now - directory.ttls.ttl)
+    def horizon(self, directory: Directory, since: float = float("inf")) -> float:
+        """The time from which on answers are new enough for a request that began at `since`, or now."""
+        return min(since, self._tree.clock() - directory.ttls.ttl)
 
     def coverage(self, directory: Directory, name: bytes) -> tuple[int, float] | None:
         """(generation, time of its request) of the newest listing that decides `name`; None if none does."""
@@ -164,11 +164,11 @@ class Freshness:
                 return Found(ino, is_dir, row, now + STALE_S)
         return STALE_S if generation or (directory.ino, name) in self._absent else None
 
-    def absent_since(self, directory: Directory, name: bytes) -> float:
-        """When the answer or listing that shows a name as missing was requested; -infinity if there is none."""
+    def just_absent(self, directory: Directory, name: bytes) -> bool:
+        """True if the origin was asked a moment ago for a name that is known to be missing."""
         cover = self.coverage(directory, name)
-        until = self._absent.get((directory.ino, name), float("-inf"))
-        return max(until - directory.ttls.negative_ttl, float("-inf") if cover is None else cover[1])
+        answered = self._absent.get((directory.ino, name), float("-inf")) - directory.ttls.negative_ttl
+        return max(answered, cover[1] if cover else answered) >= self._tree.clock() - BURST_S
 
     def recent(
         self, directory: Directory, name: bytes, *, answers: bool = True, listings: bool = True

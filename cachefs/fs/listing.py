@@ -43,8 +43,6 @@ PAGE = 1000
 AHEAD = 10
 """Pages that are listed ahead of demand. Guessed: a usual directory has up to 10,000 names, and is listed whole."""
 
-MAX_DOUBLINGS = 24
-
 FEW = 16
 """Names of a page up to which it is written without a thread. Measured: 9 µs a name; a thread takes 0.2 ms, and longer while
 other threads want the interpreter."""
@@ -71,10 +69,10 @@ class Lister:
         """See `FileSystem.list_tops`."""
         self._tops = self._tree.tops()
         for top in self._tops:
-            origin, now = top.origin, self._tree.clock()
+            origin = top.origin
             if origin is None or origin in absent or not origin.can_list or not top.ttls.ttl:
                 continue
-            horizon = self._freshness.horizon(top, now, now)
+            horizon = self._freshness.horizon(top)
             whole = self._freshness.whole(top)
             if whole is None or whole[1] < horizon:
                 self.allow(top, self.demand(top, horizon), 1)
@@ -111,8 +109,8 @@ class Lister:
     def missed(self, directory: Directory, listing: Listing) -> None:
         """Note a lookup of a name that the listing has not passed. Each allows more pages, because many lookups make the
         whole listing worth its requests."""
+        self.allow(directory, listing, AHEAD << listing.misses)
         listing.misses += 1
-        self.allow(directory, listing, AHEAD << min(listing.misses - 1, MAX_DOUBLINGS))
 
     def cancel(self, directory: Directory) -> None:
         """Stop and forget the listing. Tasks that wait for it look at the tree again."""
@@ -121,6 +119,40 @@ class Lister:
             if (scope := self._running.get(listing)) is not None:
                 scope.cancel()
             listing.wake()
+
+    async def is_empty(self, directory: Directory) -> None:
+        """Record a directory that was just made, with a marker, as listed and empty."""
+        self.cancel(directory)
+        directory.marked = True
+        directory.listed.ended(directory.listed.next(), self._tree.epoch, self._tree.clock())
+        await self._write_state(directory)
+
+    def tell(self, directory: Directory, name: bytes) -> None:
+        """Have the kernel look a name up again."""
+        self._on_change(directory, 0, name)
+
+    async def lost(self, directory: Directory, lost: list[Lost]) -> None:
+        """Tell the kernel of names whose rows were removed, and erase the directories among them."""
+        for ino, mark in lost:
+            self._on_change(directory, ino, name_in(mark))
+        for ino, mark in lost:
+            if mark.endswith(b"/"):
+                await self.erase(ino)
+
+    async def erase(self, ino: int) -> None:
+        """Remove the rows of a directory that does not exist any more, and of everything below it."""
+        doomed = [ino]
+        while doomed:
+            ino = doomed.pop()
+            alive = self._tree.known(ino)
+            if alive is not None:
+                self.cancel(alive)
+                self._tree.drop(alive)
+            more: list[int] | None = []
+            while more is not None:
+                async with self._tree.writing:
+                    more = await trio.to_thread.run_sync(erase, self._tree, ino)
+                doomed += more or []
 
     def active(self) -> int:
         return len(self._running)
@@ -231,13 +263,6 @@ class Lister:
         listing.wake()
         return done and current and listing.leftovers
 
-    async def is_empty(self, directory: Directory) -> None:
-        """Record a directory that was just made, with a marker, as listed and empty."""
-        self.cancel(directory)
-        directory.marked = True
-        directory.listed.ended(directory.listed.next(), self._tree.epoch, self._tree.clock())
-        await self._write_state(directory)
-
     async def _write_state(self, directory: Directory) -> None:
         async with self._tree.writing:
             puts = [directory.state(), self._tree.newest(directory.listed.at)]
@@ -317,30 +342,3 @@ class Lister:
                     self._freshness.pending.names_in(directory),
                 )
             await self.lost(directory, removed)
-
-    def tell(self, directory: Directory, name: bytes) -> None:
-        """Have the kernel look a name up again."""
-        self._on_change(directory, 0, name)
-
-    async def lost(self, directory: Directory, lost: list[Lost]) -> None:
-        """Tell the kernel of names whose rows were removed, and erase the directories among them."""
-        for ino, mark in lost:
-            self._on_change(directory, ino, name_in(mark))
-        for ino, mark in lost:
-            if mark.endswith(b"/"):
-                await self.erase(ino)
-
-    async def erase(self, ino: int) -> None:
-        """Remove the rows of a directory that does not exist any more, and of everything below it."""
-        doomed = [ino]
-        while doomed:
-            ino = doomed.pop()
-            alive = self._tree.known(ino)
-            if alive is not None:
-                self.cancel(alive)
-                self._tree.drop(alive)
-            more: list[int] | None = []
-            while more is not None:
-                async with self._tree.writing:
-                    more = await trio.to_thread.run_sync(erase, self._tree, ino)
-                doomed += more or []

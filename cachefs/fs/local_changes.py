@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -98,41 +98,19 @@ class LocalChanges:
         if not node.removed:
             self.add(node)
 
-    def give_nameless(self, node: Node, dirty_file: DirtyFile) -> None:
-        """Give a removed node its dirty file, and attach all handles of its inode to it."""
+    def give_open(self, node: Node, dirty_file: DirtyFile) -> None:
+        """Give a node its dirty file, and attach all handles of its inode to it."""
         self.give(node, dirty_file)
         for handle in self._files.under(node.ino):
             self.attach(handle, node)
-        self._writer.outlive(dirty_file, node.ino, named=False)
+        self._writer.outlive(dirty_file, node.ino, named=not node.removed)
 
-    def nameless(self, handle: FileHandle, attrs: dict[str, Any]) -> Node:
-        """Make a node for a file that is open and has lost its name."""
-        node = self._nameless(handle.ino, handle.origin, handle.object.key)
-        node.attrs = attrs
-        self.nodes[node.ino] = node
-        return node
-
-    def resumed_nameless(self, dirty_file: DirtyFile) -> Node:
-        """Make such a node for a dirty file that handles of the previous daemon have open."""
-        node = self._nameless(dirty_file.ino, dirty_file.origin, dirty_file.key)
-        self.give_nameless(node, dirty_file)
-        return node
-
-    def _nameless(self, ino: int, origin: Origin, key: str) -> Node:
+    def nameless(self, ino: int, origin: Origin, key: str) -> Node:
+        """Make a node for a file that is open and has lost its name, which was that of `key`."""
         top = next(top for top in self._tree.tops() if top.origin is origin)
         node = Node(top, key[len(top.prefix) :].encode(), ino, stored=False)
         node.removed = True
         return node
-
-    def inode_of(self, dirty_file: DirtyFile, directory: Directory, name: bytes) -> int:
-        """The inode for a dirty file that is restored under a name: its own; 0 where that is not known. It is not that of
-        the name, because if the previous daemon died during a rename, the name has the inode of the file which this one has
-        replaced, and processes may have that file open."""
-        present = self._tree.present(dirty_file.ino)
-        if present is not None and present[:2] != (directory, name):
-            # The previous daemon died during a rename.
-            self._tree.database.write([("names", present[0].key + present[1], None)])
-        return dirty_file.ino
 
     async def leave_to_readers(self, directory: Directory, name: bytes, ino: int) -> None:
         """Give a name a new inode with the same content, and leave the old inode to its readers. This is done for a writer
@@ -149,15 +127,6 @@ class LocalChanges:
             self._overrides.put(ino, {})
             self._freshness.note_answer(directory, name, new.ino, self._tree.clock())
             self._files.forget_warm()
-
-    def share(self, node: Node, dirty_file: DirtyFile, handles: list[FileHandle]) -> None:
-        """Make the cache file that the readers of a node have in passthrough its dirty file, under the same inode."""
-        self.give(node, dirty_file)
-        for handle in handles:
-            self.attach(handle, node)
-            handle.backing = dirty_file.backing
-        self._writer.outlive(dirty_file, node.ino, named=not node.removed)
-        self._files.forget_warm()
 
     async def hold(self, node: Node) -> None:
         """Make a node pending: its name shows its dirty file, and all its handles read it. Raises `ObjectChanged` if another
@@ -503,13 +472,8 @@ class LocalChanges:
         self._freshness.note_answer(directory, name, ino, self._tree.clock())
         return ino or 0
 
-    async def directory(self, above: Directory, name: bytes) -> Directory:
-        """The directory of this name. If the tree has none, it is recorded first."""
-        async with self.applying():
-            return self.below_as(above, name)
-
-    def below_as(self, above: Directory, name: bytes) -> Directory:
-        """`directory` for a caller that is `applying`."""
+    def directory(self, above: Directory, name: bytes) -> Directory:
+        """The directory of this name. If the tree has none, it is recorded first. The caller is `applying`."""
         row = self._tree.row(above, mark_of_directory(name))
         return self._tree.directory(self.written(above, name, True) if row is None else row.ino)
 

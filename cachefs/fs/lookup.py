@@ -22,7 +22,7 @@ from cachefs.base.errors import CachefsError, NameTooLong, NotFound, ObjectChang
 from cachefs.base.ledger import about
 from cachefs.base.metrics import Metrics
 from cachefs.base.tasks import Outcome
-from cachefs.fs.freshness import BURST_S, Freshness
+from cachefs.fs.freshness import Freshness
 from cachefs.fs.keys import MAX_NAME, nameable, text_of
 from cachefs.fs.listing import AHEAD, Lister
 from cachefs.fs.pages import write_answer
@@ -95,17 +95,15 @@ class Looker:
             answer = self._freshness.decide(directory, name, since, now)
             if answer is not None:
                 return answer
-            if text_of(name) is None:
-                return directory.ttls.negative_ttl  # keys are UTF-8, so no key has this name
             origin = directory.origin
-            if origin is None:
-                return directory.ttls.negative_ttl
+            if origin is None or text_of(name) is None:
+                return directory.ttls.negative_ttl  # keys are UTF-8, so no key has this name
             if (answer := self._last_known(directory, name)) is not None:
                 return answer
             if not origin.can_list or self._ask_itself(directory, name, now):
                 share = share or self._tree.find(directory, name)[0] is not None
                 return await self.ask(directory, name, share=share)
-            listing = self._lister.demand(directory, self._freshness.horizon(directory, since, now))
+            listing = self._lister.demand(directory, self._freshness.horizon(directory, since))
             if listing.pages:
                 break
             page = listing.next_page
@@ -128,7 +126,7 @@ class Looker:
         text, origin = text_of(name), directory.origin
         if isinstance(found, Found) or text is None or origin is None:
             return found
-        if self.just_absent(directory, name):
+        if self._freshness.just_absent(directory, name):
             return found
         try:
             if not below and await _head(origin, directory.prefix + text) is None:
@@ -139,10 +137,6 @@ class Looker:
         if isinstance(found, Found):
             self._lister.tell(directory, name)  # the kernel has cached that it is missing
         return found
-
-    def just_absent(self, directory: Directory, name: bytes) -> bool:
-        """True if the origin was asked a moment ago for a name that is known to be missing."""
-        return self._freshness.absent_since(directory, name) >= self._tree.clock() - BURST_S
 
     def _ask_itself(self, directory: Directory, name: bytes, now: float) -> bool:
         """True if the name was known, and one or two requests for it are cheaper than a listing of the directory."""

@@ -36,7 +36,12 @@ class _Claim:
     @property
     def above(self) -> set[tuple[int, bytes]]:
         """The names of all directories above. Computed each time, because a rename may change them."""
-        return {above for directory in self.directories for above in _path(directory)}
+        names = set()
+        for directory in self.directories:
+            while directory.parent is not None:
+                names.add((directory.parent.ino, name_in(directory.mark)))
+                directory = directory.parent
+        return names
 
     def conflicts(self, other: _Claim) -> bool:
         return not (
@@ -112,12 +117,3 @@ class NameLocks:
                 assert claim.granted is not None
                 claim.granted.set()
             before.append(claim)
-
-
-def _path(directory: Directory) -> list[tuple[int, bytes]]:
-    """The names of a directory and of those above it."""
-    names = []
-    while directory.parent is not None:
-        names.append((directory.parent.ino, name_in(directory.mark)))
-        directory = directory.parent
-    return names

@@ -248,11 +248,6 @@ class Directory:
         """Note that names may have come or gone. Call it when their rows are written."""
         self.names.version = next(_versions)  # unique in the process, because the object may be made again
 
-    @property
-    def version(self) -> int:
-        """Changes when names come or go."""
-        return self.names.version
-
     def state(self) -> Put:
         """The row with the state of its listings."""
         return ("directories", self.key, self.listed.packed())
@@ -330,71 +325,6 @@ class Tree:
         if same_volumes and (newest is None or _TIME.unpack(newest)[0] > clock()):
             log.info("the clock was set back since names were listed: looking again")
             database.write([*self.refresh(self.root), self.newest(clock())])
-
-    def _check_fingerprint(self, volumes: Sequence[Volume]) -> bool:
-        """True if these volumes are those of the last run; otherwise the rows of the last run are dropped."""
-        parts = sorted(f"{v.name}\0{v.origin.source}\0{_prefix_of(v.origin)}" for v in volumes)
-        fingerprint = "\n".join(parts).encode("utf-8", "surrogatepass")
-        known = self.database.get("state", _FINGERPRINT)
-        if known != fingerprint:
-            if known is not None:
-                log.info("other sources than last time: forgetting the names that were known")
-            everything = [(table, b"", b"\xff" * 8) for table in TABLES if table != "state"]
-            answers = [("state", _EPOCH, None), ("state", _NEWEST, None)]
-            self.database.write([("state", _FINGERPRINT, fingerprint), *answers], everything)
-        self._lasting += [
-            ("state", _FINGERPRINT, fingerprint),
-            ("state", _CLOCK, self.database.get("state", _CLOCK)),
-        ]
-        return known == fingerprint
-
-    def _forget_dirty_files(self) -> None:
-        """Make the names unknown that were being written when the last daemon died. Each row keeps its inode, for a dirty
-        file that is recovered. The rows of `local` stay until `forget_local`."""
-        after = b""
-        while rows := self.database.scan("local", after, b"\xff" * 8, 1000):
-            puts: list[Put] = []
-            for key, left in rows:
-                if left:
-                    self.left.append((int.from_bytes(key[:NUMBER_BYTES], "big"), key[NUMBER_BYTES:], left))
-                above = key[:NUMBER_BYTES]
-                data, state = self.database.get("names", key), self.database.get("directories", above)
-                if data is not None and (row := decode(data)).generation == PINNED:
-                    puts.append(("names", key, encode(row._replace(generation=0))))
-                if state is not None:
-                    puts.append(("directories", above, _unlisted(state)))
-            self.database.write(puts)
-            after = rows[-1][0] + b"\0"
-
-    def forget_local(self) -> None:
-        """Forget what was left of names that the last daemon was writing, once the dirty files are recovered: until then the
-        next daemon needs it, if this one is killed. Rows of `left` stay until their objects are deleted."""
-        after = b""
-        while rows := self.database.scan("local", after, b"\xff" * 8, 1000):
-            found = [key for key, left in rows if not left]
-            names = self.database.get_many("names", found)
-            self.database.write(
-                ("local", key, None)
-                for key, data in zip(found, names, strict=True)
-                if data is None or decode(data).generation != PINNED
-            )
-            after = rows[-1][0] + b"\0"
-
-    def _write_volumes(self, volumes: Sequence[Volume]) -> None:
-        """Write the root directory, which is the list of volumes, as listed and always fresh."""
-        root = self.root
-        root.listed.generation = 1
-        root.listed.ended(1, ALWAYS, float("inf"), root.listed.hidden)
-        puts: list[Put] = [root.state()]
-        for volume in volumes:
-            name = volume.name.encode()
-            if not nameable(name) or name in self._volumes:
-                raise ConfigError(f"{volume.name!r} cannot be the name of a source: give it another name")
-            self._volumes[name] = volume.origin, volume.ttls
-            mark = mark_of_directory(name)
-            puts += named(root, mark, self.row(root, mark) or Row(1, 0, 0, "", self.numbers.next()))
-        self.database.write(puts)
-        self._lasting += puts
 
     # -- directories -------------------------------------------------------------------------------
 
@@ -572,6 +502,75 @@ class Tree:
         place = self._written_place(ino)
         return place[NUMBER_BYTES:] if place is not None and place.startswith(directory.key) else None
 
+    # -- at the start ------------------------------------------------------------------------------
+
+    def forget_local(self) -> None:
+        """Forget what was left of names that the last daemon was writing, once the dirty files are recovered: until then the
+        next daemon needs it, if this one is killed. Rows of `left` stay until their objects are deleted."""
+        after = b""
+        while rows := self.database.scan("local", after, b"\xff" * 8, 1000):
+            found = [key for key, left in rows if not left]
+            names = self.database.get_many("names", found)
+            self.database.write(
+                ("local", key, None)
+                for key, data in zip(found, names, strict=True)
+                if data is None or decode(data).generation != PINNED
+            )
+            after = rows[-1][0] + b"\0"
+
+    def _check_fingerprint(self, volumes: Sequence[Volume]) -> bool:
+        """True if these volumes are those of the last run; otherwise the rows of the last run are dropped."""
+        parts = sorted(f"{v.name}\0{v.origin.source}\0{_prefix_of(v.origin)}" for v in volumes)
+        fingerprint = "\n".join(parts).encode("utf-8", "surrogatepass")
+        known = self.database.get("state", _FINGERPRINT)
+        if known != fingerprint:
+            if known is not None:
+                log.info("other sources than last time: forgetting the names that were known")
+            everything = [(table, b"", b"\xff" * 8) for table in TABLES if table != "state"]
+            answers = [("state", _EPOCH, None), ("state", _NEWEST, None)]
+            self.database.write([("state", _FINGERPRINT, fingerprint), *answers], everything)
+        self._lasting += [
+            ("state", _FINGERPRINT, fingerprint),
+            ("state", _CLOCK, self.database.get("state", _CLOCK)),
+        ]
+        return known == fingerprint
+
+    def _forget_dirty_files(self) -> None:
+        """Make the names unknown that were being written when the last daemon died. Each row keeps its inode, for a dirty
+        file that is recovered. The rows of `local` stay until `forget_local`."""
+        after = b""
+        while rows := self.database.scan("local", after, b"\xff" * 8, 1000):
+            puts: list[Put] = []
+            for key, left in rows:
+                if left:
+                    self.left.append((int.from_bytes(key[:NUMBER_BYTES], "big"), key[NUMBER_BYTES:], left))
+                above = key[:NUMBER_BYTES]
+                data, state = self.database.get("names", key), self.database.get("directories", above)
+                if data is not None and (row := decode(data)).generation == PINNED:
+                    puts.append(("names", key, encode(row._replace(generation=0))))
+                if state is not None:
+                    listed = Listed(*_STATE.unpack(state))
+                    listed.complete = 0
+                    puts.append(("directories", above, listed.packed()))
+            self.database.write(puts)
+            after = rows[-1][0] + b"\0"
+
+    def _write_volumes(self, volumes: Sequence[Volume]) -> None:
+        """Write the root directory, which is the list of volumes, as listed and always fresh."""
+        root = self.root
+        root.listed.generation = 1
+        root.listed.ended(1, ALWAYS, float("inf"), root.listed.hidden)
+        puts: list[Put] = [root.state()]
+        for volume in volumes:
+            name = volume.name.encode()
+            if not nameable(name) or name in self._volumes:
+                raise ConfigError(f"{volume.name!r} cannot be the name of a source: give it another name")
+            self._volumes[name] = volume.origin, volume.ttls
+            mark = mark_of_directory(name)
+            puts += named(root, mark, self.row(root, mark) or Row(1, 0, 0, "", self.numbers.next()))
+        self.database.write(puts)
+        self._lasting += puts
+
 
 def named(directory: Directory, mark: bytes, row: Row) -> list[Put]:
     """The rows that give an inode a name."""
@@ -586,12 +585,6 @@ def is_below(directory: Directory | None, above: Directory) -> bool:
     while directory is not None and directory is not above:
         directory = directory.parent
     return directory is above
-
-
-def _unlisted(state: bytes) -> bytes:
-    """The stored state of a directory, without its last complete listing."""
-    generation, _, _, listed_epoch, refreshed, hidden = _STATE.unpack(state)
-    return _STATE.pack(generation, 0, 0.0, listed_epoch, refreshed, hidden)
 
 
 def end_of(key: bytes) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,36 +38,31 @@ if TYPE_CHECKING:
     from cachefs.upload import DirtyFile, Uploads
 
 
+@dataclass(eq=False, repr=False)
 class Writing:
-    """Writes of one mount. `dirty_files` has the operations on handles; `names` has unlink, rmdir and rename. `wall` returns
-    seconds since the epoch, for the times that files and directories show."""
+    """Writes of one mount. `dirty_files` has the operations on handles; `names` has unlink, rmdir and rename. `_wall`
+    returns seconds since the epoch, for the times that files and directories show."""
 
-    def __init__(
-        self,
-        tree: Tree,
-        freshness: Freshness,
-        looker: Looker,
-        lister: Lister,
-        files: OpenFiles,
-        writer: Uploads,
-        options: Options,
-        wall: Callable[[], float],
-        times: Times,
-    ) -> None:
-        self._tree = tree
-        self._looker = looker
-        self._files = files
-        self._options = options
-        self.overrides = Overrides(tree.database)
-        self._local_changes = LocalChanges(
-            tree, freshness, lister, files, self.overrides, writer, wall, times
-        )
+    _tree: Tree
+    _freshness: Freshness
+    _looker: Looker
+    _lister: Lister
+    _files: OpenFiles
+    _writer: Uploads
+    _options: Options
+    _wall: Callable[[], float]
+    _times: Times
+
+    def __post_init__(self) -> None:
+        tree, lister, files, writer = self._tree, self._lister, self._files, self._writer
         self.locks = NameLocks()
-        self.dirty_files = DirtyFiles(tree, self._local_changes, self.overrides, files, writer, self.locks)
-        writer.on_changed = self._changed_unseen
-        self.names = Changing(
-            tree, looker, lister, files, self._local_changes, self.overrides, writer, self.shape
+        self.overrides = kept = Overrides(tree.database)
+        self._local_changes = local = LocalChanges(
+            tree, self._freshness, lister, files, kept, writer, self._wall, self._times
         )
+        self.dirty_files = DirtyFiles(tree, local, kept, files, writer, self.locks)
+        self.names = Changing(tree, self._looker, lister, files, local, kept, writer, self.shape)
+        writer.on_changed = self._changed_unseen
 
     # -- what is shown -----------------------------------------------------------------------------
 
@@ -153,7 +148,7 @@ class Writing:
             changes["mode"] = stat.S_IMODE(changes["mode"])
         node = self._local_changes.nodes.get(ino)
         if node is not None and node.dirty_file is not None and (node.pending or node.removed):
-            return self._keep_of_node(node, node.dirty_file, changes)
+            return self._keep_of_node(node, changes)
         if (shown := self._files.nameless.get(ino)) is not None:
             if node is not None:
                 node.attrs.update(changes)
@@ -167,8 +162,8 @@ class Writing:
             directory, mark = self._tree.locate(ino)
             node = self._local_changes.at(directory, name_in(mark))
             if node is not None and node.ino == ino:
-                if node.pending and node.dirty_file is not None:
-                    return self._keep_of_node(node, node.dirty_file, changes)
+                if node.pending:
+                    return self._keep_of_node(node, changes)
                 node.attrs.update(changes)  # the node's first change writes `attrs` back
             row = self._tree.row(directory, mark)
             if row is not None:
@@ -181,10 +176,10 @@ class Writing:
         self._local_changes.times.drop(ino)  # last, because a kill before this line must not lose the time
         return True
 
-    def _keep_of_node(self, node: Node, dirty_file: DirtyFile, changes: dict[str, int]) -> bool:
+    def _keep_of_node(self, node: Node, changes: dict[str, int]) -> bool:
         """`keep` for a dirty file. The overrides are stored, too, for the next start: the journal has them only as they were
         when the file was closed."""
-        dirty_file.look()  # first: a change found later would count as newer than these attributes, and drop them
+        # `_content` looks for changes first: one found later would count as newer than these attributes, and drop them.
         node.attrs.update(_with_atime(node.attrs, _content(node)[1], changes))
         if self._local_changes.named(node):
             self.overrides.put(node.ino, node.attrs)
@@ -217,7 +212,7 @@ class Writing:
         found = self._looker.now(directory, name)
         if found is None or isinstance(found, Found):
             return None
-        if not _replaces(flags) and not self._looker.just_absent(directory, name):
+        if not _replaces(flags) and not self._freshness.just_absent(directory, name):
             return None
         attrs = self._attrs(directory, False, mode, uid, gid)
         made = self.dirty_files.create_now(directory, name, attrs, pid)
@@ -315,8 +310,9 @@ class Writing:
             if top.origin is origin:  # other sources may have the key below their prefix, too
                 directory = top
                 *above, last = key[len(top.prefix) :].encode().split(b"/")
-                for name in above:
-                    directory = await self._local_changes.directory(directory, name)
+                async with self._local_changes.applying():
+                    for name in above:
+                        directory = self._local_changes.directory(directory, name)
                 return directory, last
         raise NotFound(f"{key} is not below what is mounted")
 

@@ -738,3 +738,26 @@ async def test_with_a_ttl_of_0_no_absence_is_taken_from_a_listing_that_began_bef
     async with mounted(bucket, metadata_ttl=0.0, negative_ttl=0.0) as mount, trio.open_nursery() as nursery:
         nursery.start_soon(mount.entries)
         assert await found_after_it_came(mount, bucket)
+
+
+async def test_the_directory_wins_over_a_file_of_its_name_where_the_listing_has_only_shown_the_file() -> None:
+    """The keys between the two are more than a lookup waits for."""
+    async with mounted(Bucket(["a", *(f"a-{n:02d}" for n in range(50)), "a/x"], page=1)) as mount:
+        found = await mount.stat("a")
+        assert found is not None and found.is_dir
+        assert await mount.stat("a/x") is not None
+
+
+async def test_an_open_directory_that_another_client_has_removed_keeps_its_attributes() -> None:
+    bucket = Bucket(["d/x"])
+    async with mounted(bucket) as mount:
+        ino = await mount.ino("d")
+        handle = mount.fs.opendir(ino)
+        del bucket.objects["d/x"]
+        await mount.fs.refresh()
+        assert await mount.stat("d") is None
+        shown, _ = await mount.fs.getattr(ino)
+        assert shown.is_dir and shown.nlink == 0
+        mount.fs.releasedir(handle)
+        with pytest.raises(ObjectChanged):
+            await mount.fs.getattr(ino)

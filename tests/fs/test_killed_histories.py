@@ -79,7 +79,7 @@ def test_a_kill_at_the_first_change_of_a_file_leaves_its_inode_and_its_mode(
     )
 
 
-@pytest.mark.parametrize("again", ["", "inode_of", "_make_pending", "forget_local"])
+@pytest.mark.parametrize("again", ["", "give", "_make_pending", "forget_local"])
 def test_a_kill_between_an_upload_and_the_removal_of_its_row_leaves_the_inode_and_the_mode(
     place: Path, again: str
 ) -> None:

@@ -230,20 +230,22 @@ async def test_the_pages_of_a_file_are_of_no_other_one_after_its_directory_came_
         assert await mount.ino("e/f") != number, "the kernel reads the first one"
 
 
-async def test_a_file_that_is_settled_while_its_directory_is_renamed() -> None:
+@pytest.mark.parametrize("settles_in", ["note", "rename"])  # before the file has its new key, and behind
+async def test_a_file_that_is_settled_while_its_directory_is_renamed(settles_in: str) -> None:
     bucket, writer = filled(), MemoryWriter()
     async with mounted(bucket, writer=writer, **RW) as mount:
         writer.settles = False
         await mount.write("d/f", b"data")
-        rename = writer.rename
+        step = getattr(writer, settles_in)
 
-        async def rename_and_settle(*what: Any, **how: Any) -> bool:
-            left = await rename(*what, **how)
+        async def step_and_settle(*what: Any, **how: Any) -> Any:
+            answer = await step(*what, **how)
             writer.settles = True
-            writer._settle(writer.dirty_files[0])
-            return left
+            for dirty_file in writer.dirty_files[:]:
+                writer._settle(dirty_file)
+            return answer
 
-        writer.rename = rename_and_settle  # type: ignore[method-assign]
+        setattr(writer, settles_in, step_and_settle)
         await mount.rename("d", "e")
         assert await mount.read("e/f") == b"data"
         assert [key for key in bucket.objects if key.endswith("/f")] == ["e/f"]

@@ -32,6 +32,20 @@ async def touch(mount: Mount) -> None:
     await mount.write("d/f", b"", os.O_WRONLY)
 
 
+async def truncate_to_its_size(mount: Mount) -> None:
+    ino = await mount.ino("d/f")
+    await mount.fs.setattr(ino, size=10)
+    fh = await mount.open("d/f", os.O_WRONLY)
+    await mount.fs.setattr(ino, size=10, fh=fh)
+    await mount.close_file(fh)
+
+
+async def truncate_to_the_size_that_was_just_uploaded(mount: Mount) -> None:
+    mount.fs._writing._writer.settles = False  # type: ignore[union-attr]
+    await mount.write("d/f", b"abc")
+    await mount.fs.setattr(await mount.ino("d/f"), size=3)
+
+
 async def create_and_remove_unseen(mount: Mount) -> None:
     fh = await mount.open("d/new", os.O_RDWR | os.O_CREAT)
     await mount.fs.write(fh, 0, b"abc")
@@ -64,6 +78,8 @@ COSTS: list[tuple[Any, tuple[int, int], tuple[int, int, int]]] = [
     (create, (0, 0), (1, 0, 0)),
     (create_and_read, (0, 0), (1, 0, 0)),
     (touch, (0, 0), (0, 0, 0)),
+    (truncate_to_its_size, (0, 0), (0, 0, 0)),
+    (truncate_to_the_size_that_was_just_uploaded, (0, 0), (1, 0, 0)),
     (lambda mount: mount.write("d/f", b"abc"), (0, 0), (1, 0, 0)),
     (lambda mount: mount.write("d/f", b"abc", os.O_WRONLY), (0, 0), (1, 0, 0)),
     (lambda mount: mount.write("d/f", b"", os.O_WRONLY | os.O_TRUNC), (0, 0), (1, 0, 0)),
