@@ -48,7 +48,6 @@ class Where(NamedTuple):
     begin with, of a file that it has replaced). `copied` is the size of an object that a rename may have copied there (None:
     none has)."""
 
-    origin: Origin
     key: str
     base: str | None
     tokens: list[str]
@@ -261,11 +260,11 @@ class DirtyFile:
 
     @property
     def where(self) -> Where:
-        return Where(self.origin, self.key, self.base, self.record.tokens, self.record.copied)
+        return Where(self.key, self.base, self.record.tokens, self.record.copied)
 
     def moved(self, to: Where, over: DirtyFile | None = None) -> None:
         """Set another place, where it replaces `over`. No upload may be running, and no part may be at the origin."""
-        self.origin, self.key, self.base, self.record.tokens, self.record.copied = to
+        self.key, self.base, self.record.tokens, self.record.copied = to
         self.sender = Sender(self, self.parts)
         self.record.upload = None
         self.record.over, self.record.replaced = over, None if over is None else over.id

@@ -653,7 +653,6 @@ class Uploads:
     async def rename(
         self,
         dirty_file: DirtyFile,
-        origin: Origin,
         key: str,
         *,
         base: str | None = None,
@@ -661,7 +660,7 @@ class Uploads:
         upload: bool = True,
         leaves: Callable[[ObjectInfo], Awaitable[object]] | None = None,
     ) -> bool:
-        """Move a dirty file to `key` (of the same origin). `base` is the etag of the version to replace there. `over` is the
+        """Move a dirty file to `key`. `base` is the etag of the version to replace there. `over` is the
         dirty file to replace, which the caller discards; a crash restores at most one of the two.
 
         If the origin has no version of the file, nothing is sent. Otherwise the file is uploaded under the new key. If it is
@@ -678,7 +677,7 @@ class Uploads:
             own = dirty_file.committed or await self._own(dirty_file)
             whole = not dirty_file.between and (not dirty_file.kernel.in_passthrough or dirty_file.reclaim())
             first = upload and whole and dirty_file.dirty and own is not None
-            before, to = dirty_file.where, Where(origin, key, base, [], None)
+            before, to = dirty_file.where, Where(key, base, [], None)
             if first:
                 await self._records.acknowledge(dirty_file, HANGS_AFTER_S)
             comes_back = self._records.has_promised(dirty_file) or self._disk.shared is not None
@@ -717,11 +716,11 @@ class Uploads:
             await self.copy_comes(over, own.size)
         await self._move(dirty_file, to._replace(copied=own.size), over)
         async with self._or_back(dirty_file, before):
-            info = await to.origin.copy(before.key, to.key, size=own.size, etag=own.etag)
+            info = await dirty_file.origin.copy(before.key, to.key, size=own.size, etag=own.etag)
         with trio.CancelScope(shield=True):  # because the file has its new key
             dirty_file.copied(own, info)
             # After `copied`: if the cache is adopting the file just now, `_adopted_as` sees the new version afterwards.
-            await self.moved(own.version(source), info.version(to.origin.source))
+            await self.moved(own.version(source), info.version(source))
             if not dirty_file.acknowledged:
                 await self._records.forget(dirty_file)
         if dirty_file.stored is info:

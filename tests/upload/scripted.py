@@ -397,7 +397,7 @@ class Desk:
     async def rename(self, dirty_file: DirtyFile, key: str, **how: Any) -> None:
         """As rename(2) does it."""
         old = dirty_file.key
-        if await self.uploads.rename(dirty_file, self.store, key, **how):
+        if await self.uploads.rename(dirty_file, key, **how):
             await self.store.delete(old)
 
     async def quiet(self) -> None:

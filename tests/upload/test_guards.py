@@ -478,7 +478,7 @@ async def test_what_was_refused_under_its_old_name_goes_at_once_under_the_new_on
             d.uploads.release(dirty_file)
         await trio.sleep(10)
         assert dirty_file.conflicts and dirty_file.trying.failures
-        await d.uploads.rename(dirty_file, d.store, "n")
+        await d.uploads.rename(dirty_file, "n")
         assert not dirty_file.conflicts
         await trio.sleep(0.01)
         await d.quiet()

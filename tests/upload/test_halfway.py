@@ -94,12 +94,12 @@ async def test_a_rename_that_cannot_be_noted_has_not_happened(
         monkeypatch.setattr(d.uploads._records, "moved", fails)
         before = dirty_file.origin, dirty_file.key, dirty_file.base
         with pytest.raises(error):
-            await d.uploads.rename(dirty_file, d.store, "new", base="x", over=other)
+            await d.uploads.rename(dirty_file, "new", base="x", over=other)
         assert (dirty_file.origin, dirty_file.key, dirty_file.base) == before
         assert dirty_file.record.over is None and not dirty_file.trying.turn.locked()
         row = d.uploads.journal.rows(DIRTY_FILES)[dirty_file.id]
         assert (row["key"], row["over"], row["acknowledged"]) == ("old", None, True)
-        assert not await d.uploads.rename(dirty_file, d.store, "new", over=other)
+        assert not await d.uploads.rename(dirty_file, "new", over=other)
         row = d.uploads.journal.rows(DIRTY_FILES)[dirty_file.id]
         assert (row["key"], row["over"]) == ("new", None if other is None else other.id)
 

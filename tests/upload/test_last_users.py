@@ -232,7 +232,7 @@ async def test_of_a_removed_file_its_users_have_all_and_nobody_else_anything(
         assert await dirty_file.read(0, 99) == held and not dirty_file.waits and uploads.pending() == []
         await uploads.commit(dirty_file)
         await uploads._queue.upload(dirty_file)
-        assert not await uploads.rename(dirty_file, d.store, "new") and dirty_file.key == "k"
+        assert not await uploads.rename(dirty_file, "new") and dirty_file.key == "k"
         assert await uploads.flush(at_the_end=True) == [] and uploads.status()["pending"] == 0
         await trio.sleep(100)
         assert d.store.counts == before and not dirty_file.acknowledged

@@ -322,7 +322,7 @@ async def test_a_file_that_another_one_was_renamed_over_does_not_come_back(
         await add(old, b"old")
         await d.uploads.commit(old)
         await add(new, b"new")
-        await d.uploads.rename(new, d.store, "k", over=old)
+        await d.uploads.rename(new, "k", over=old)
         after = daemon.killed(tmp_path / "second")
         await d.uploads.discard(old, replaced=True)
         d.uploads.release(old)
@@ -397,7 +397,7 @@ async def test_killed_at_each_step_of_a_rename_over_another_file(
         copy_now()
 
         async def rename() -> None:
-            await d.uploads.rename(new, d.store, "k", over=old)
+            await d.uploads.rename(new, "k", over=old)
 
         await d.uploads.discard(old, replaced=True, instead=rename)
         copy_now()
@@ -684,7 +684,7 @@ async def test_what_a_rename_leaves_at_the_origin_is_told_before(daemon: Daemon,
         async def leaves(info: Any) -> None:
             told.append((info.etag, first.key))
 
-        assert await d.uploads.rename(first, d.store, "new", leaves=leaves)
+        assert await d.uploads.rename(first, "new", leaves=leaves)
         await d.close(first)
         assert daemon.store.content("new") == b"oldmore"
     assert told == [(old.etag, "k")] * outlives
@@ -912,7 +912,7 @@ async def test_a_replaced_file_does_not_come_back_after_a_kill_amid_the_takeover
         with pytest.raises(OriginFailed):
             await d.close(old)  # its row restores it from now on
         await add(new, b"new")
-        await d.uploads.rename(new, d.store, "k", over=old)
+        await d.uploads.rename(new, "k", over=old)
         old.content.removed = True  # as until its removal
 
         async def killed(self: Any, dirty_file: DirtyFile) -> None:
@@ -952,7 +952,7 @@ async def replaced(
         await d.close(old)
         await add(new, b"new")
         await d.uploads.commit(new)
-        await d.uploads.rename(new, d.store, "k", over=old)
+        await d.uploads.rename(new, "k", over=old)
         after = daemon.killed(second)
         await d.uploads.discard(old, replaced=True)
         await d.close(new)
@@ -998,7 +998,7 @@ async def test_the_parts_of_a_replaced_file_go_after_a_kill(
         await d.quiet()
         assert len(daemon.store.uploads) == 1
         await add(new, b"new")
-        await d.uploads.rename(new, d.store, "k", over=old)
+        await d.uploads.rename(new, "k", over=old)
         after = daemon.killed(tmp_path / "second")
         await d.uploads.discard(old, replaced=True)
         d.uploads.release(old)
@@ -1111,7 +1111,7 @@ async def test_a_replaced_file_whose_row_a_full_disk_keeps_does_not_come_back_af
         await add(old, b"old")
         await d.close(old)
         await add(new, b"new")
-        await d.uploads.rename(new, d.store, "k", over=old)
+        await d.uploads.rename(new, "k", over=old)
         second = daemon.killed(tmp_path / "second")
         await d.uploads.discard(old, replaced=True)
         await d.close(new)
@@ -1208,7 +1208,7 @@ async def test_a_file_that_is_lost_has_replaced_none(
         for _ in range(15):
             await add(new, b"n" * 30 * KIB)
         assert new.file.ends_in_memory and not new.file.in_memory
-        await d.uploads.rename(new, d.store, "k", over=old)
+        await d.uploads.rename(new, "k", over=old)
         after = daemon.killed(tmp_path / "second")
         await d.uploads.discard(old, replaced=True)
         if users:
