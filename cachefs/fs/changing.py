@@ -177,8 +177,9 @@ class Changing:
         """Called before a file loses its name. If it is open and unchanged, the cache alone has its bytes then: the next
         daemon must find them."""
         node = self._local_changes.nodes.get(found.ino)
-        if self._files.is_open(found.ino) and (node is None or not node.pending):
-            await self._writer.keep_cached(None if node is None else node.dirty_file)
+        handles = self._files.under(found.ino)
+        if handles and (node is None or not node.pending):
+            await self._writer.keep_cached(handles[0].object, None if node is None else node.dirty_file)
 
     async def _mark_last(self, origin: Origin, directory: Directory, name: bytes) -> None:
         """Give a directory a marker before its last key goes: otherwise it would vanish from under processes that work in

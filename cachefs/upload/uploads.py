@@ -417,13 +417,15 @@ class Uploads:
         if not self._hangs():
             await self._store.recast(old, new)
 
-    async def keep_cached(self, dirty_file: DirtyFile | None) -> None:
-        """Have the next daemon find all that is cached now, also if this one is killed. If the cache is just adopting
-        `dirty_file`, that comes first."""
+    async def keep_cached(self, version: ObjectId, dirty_file: DirtyFile | None) -> None:
+        """Have the next daemon find what is cached of `version`, also if this one is killed. With a clean `dirty_file`, that
+        is the version that it was uploaded as; if the cache is just adopting it, that comes first."""
         if self._hangs():
             return
         async with dirty_file.lock if dirty_file is not None else nullcontext():
-            await self._store.flush()
+            if dirty_file is not None and dirty_file.stored is not None:
+                version = dirty_file.stored.version(dirty_file.origin.source)
+            await self._store.list_all(version)
 
     def nameless(self) -> list[DirtyFile]:
         """The dirty files whose names are removed, which handles have open. After `recover`: files of handles of the

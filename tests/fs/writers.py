@@ -253,7 +253,7 @@ class MemoryWriter:
     async def copy_comes(self, dirty_file: MemoryDirtyFile, size: int) -> None:
         assert not dirty_file.discarded
 
-    async def keep_cached(self, dirty_file: MemoryDirtyFile | None) -> None:
+    async def keep_cached(self, version: ObjectId, dirty_file: MemoryDirtyFile | None) -> None:
         self.kept_cached += 1
 
     async def moved(self, old: ObjectId, new: ObjectId) -> None:
