@@ -495,12 +495,12 @@ class DirtyFile:
         # size is that of `shape`, too: otherwise an earlier one would stay.
         self.parts.rewritten(shape.size)
 
-    def resumed(self, row: Mapping[str, Any]) -> None:
+    def resumed(self, row: Mapping[str, Any], *, nameless: bool) -> None:
         """Restore its state from the previous daemon's record (`resumed_row`). The file counts as dirty, because it may have
-        been changed after the record was written."""
+        been changed after the record was written. `nameless`: it goes on for its handles alone."""
         self.record.ino = row["ino"]
-        self.content.removed = self.record.says_removed = row["removed"]
-        self.file.spoiled, self.file.removed = row["spoiled"], row["removed"]
+        self.content.removed = self.record.says_removed = self.file.removed = nameless
+        self.file.spoiled = row["spoiled"]
         if row["upload"] is not None:
             self.parts.resumed()
         if row["way"] != Way.HERE.name:
@@ -508,6 +508,16 @@ class DirtyFile:
             self.kernel.way = Way[row["way"]]
             if self.kernel.shape is not None and self.kernel.shape.mtime_ns != LONG_AGO_NS:
                 self.mtime_ns = self.kernel.shape.mtime_ns
+
+    def acknowledged_before(self, row: Mapping[str, Any]) -> None:
+        """Restore its state from the row of an earlier run, which has acknowledged it."""
+        self.record.ino = row.get("ino", 0)  # rows of earlier versions have none
+        self.content.row = Row.ACKNOWLEDGED
+        if self.file.in_memory:
+            self.record.content_of = self.content.generation
+        else:
+            self.may_be_written()  # a process that opened it in that run may still write it in passthrough
+        self.content.synced = self.content.generation
 
     def look(self) -> bool:
         """Examine the staging file, if it may be written in passthrough. True if it has changed since the last call. `size`

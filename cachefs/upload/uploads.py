@@ -28,33 +28,30 @@ from uuid import uuid4
 
 import trio
 
-from cachefs.base.errors import CachefsError, CacheUnusable, NotFound, OriginFailed
+from cachefs.base.errors import CachefsError, NotFound, OriginFailed
 from cachefs.base.linux import HANGS_AFTER_S
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
-from cachefs.base.shared_memory import SharedMemory, Tail
+from cachefs.base.shared_memory import SharedMemory
 from cachefs.base.tasks import Ts, run_contained
 from cachefs.origin import ObjectInfo, Origin, Upload, each
 from cachefs.store import BackingFile, Store
 from cachefs.upload import orphans
 from cachefs.upload.content import Row, State, Stored
-from cachefs.upload.dirty_file import DirtyFile, Way, Where
+from cachefs.upload.dirty_file import DirtyFile, Where
 from cachefs.upload.journal import (
-    DIRTY_FILES,
     NOTES,
     DiskHangs,
     Journal,
     JournalRemoved,
     Records,
     StoredFile,
-    mark,
-    recover,
-    replaced_files,
 )
 from cachefs.upload.passthrough import Passthrough
 from cachefs.upload.queue import IN_BACKGROUND, Queue, in_vain
+from cachefs.upload.recovery import Recovery
 from cachefs.upload.room import UNASKED, StagingRoom
-from cachefs.upload.staging import FULL, LOOK_S, Buffer, StagingDisk, StagingFile, mark_new, spill_tail
+from cachefs.upload.staging import LOOK_S, Buffer, StagingDisk, StagingFile, mark_new
 
 log = logging.getLogger(__name__)
 
@@ -504,121 +501,6 @@ class Uploads:
         """Remove the record of a file that the journal has and no process has open: many such files may wait for uploads."""
         if dirty_file.acknowledged and not dirty_file.handles:
             self._forget(dirty_file)
-
-    async def _resume(self, open_inos: Container[int]) -> tuple[set[str], list[str]]:
-        """Make the dirty files that go on from the memory of the previous daemon: those with changes, and those that the
-        kernel has open (`open_inos`). Ends of files that were in memory are on the disk afterwards; on a full disk a small
-        file stays in memory. Returns the ids of files that must not come back, and of records that no dirty file needs."""
-        unused = list[str]()
-        if self._disk.shared is None:
-            return set(), unused
-        done = set[str]()  # files that are removed or uploaded, of which the journal may still have rows
-        uncopied = set[str]()  # uploaded files that the origin was to copy to their keys, and perhaps has not
-        rows = self._disk.shared.records.found()
-        resumable = dict[str, Origin]()
-        for name, (_, row) in rows.items():
-            origin = self._records.origin(row["source"], row["key"])
-            if origin is not None and (_has_changes(row) or row["ino"] in open_inos):
-                resumable[name] = origin
-        kept, lost = await self._take_tails({name: rows[name] for name in resumable})
-        for name, (mtime_ns, row) in rows.items():
-            has_bytes = row["file"] not in lost and (
-                row["file"] in kept
-                or self.journal.has_content(name)
-                or (self._disk.directory / row["file"]).exists()
-            )
-            # Of a file that is open and clean, the cache may have the bytes: then its name shows the origin's version.
-            if name in resumable and (_has_changes(row) or has_bytes):
-                continue
-            resumable.pop(name, None)
-            if not _has_changes(row):
-                done.add(name)
-                if row.get("copied") is not None:  # records of earlier versions have none
-                    uncopied.add(name)
-            origin = self._records.origin(row["source"], row["key"])
-            if origin is not None and not row["removed"] and row["base"] is not None and row["ino"]:
-                info = ObjectInfo(row["key"], row.get("size", 0), mtime_ns, row["base"])
-                self._records.stored_before.append(StoredFile(name, origin, info, row["ino"], row["attrs"]))
-            unused.append(name)
-        # A file that is lost, or that was perhaps not copied, has replaced none: the older one comes back.
-        over = {
-            row["over"] for name, (_, row) in rows.items() if row["file"] not in lost and name not in uncopied
-        } - {None}
-        over |= done
-        # A closed file that waits for its upload has no record. Its row in the journal tells which file it has replaced.
-        journaled = self.journal.rows(DIRTY_FILES).items()
-        over |= replaced_files({name: row for name, row in journaled if name not in rows})
-        for name, origin in resumable.items():
-            mtime_ns, row = rows[name]
-            row["removed"] |= name in over
-            if row["removed"] and row["ino"] not in open_inos:
-                unused.append(name)
-                if (tail := kept.pop(row["file"], None)) is not None:
-                    tail.release()
-                continue
-            try:
-                if row["file"] in lost:
-                    raise CacheUnusable(lost[row["file"]])
-                dirty_file = self._rebuild(name, row, mtime_ns, origin, kept.get(row["file"]))
-                dirty_file.resumed(row)
-                self._dirty_files[name] = dirty_file
-            except (OSError, CachefsError) as exc:
-                self._disk.shared.records.drop(name)
-                if row["dirty"]:
-                    log.error("%s was being written, and is lost: %s", origin.name(row["key"]), str(exc))  # noqa: TRY400
-        return over, unused
-
-    async def _take_tails(
-        self, rows: Mapping[str, tuple[int, dict[str, Any]]]
-    ) -> tuple[dict[str, Tail], dict[str, str]]:
-        """Write the ends of files that the previous daemon had in memory to the disk. `rows` are the records of those that
-        go on. Returns the tails that stay in memory, because the disk is full and has nothing of their files, and why others
-        are lost, both by the names of the files."""
-        assert self._disk.shared is not None
-        kept, lost = dict[str, Tail](), dict[str, str]()
-        names = {row["file"]: name for name, (_, row) in rows.items()}
-        for tail in self._disk.shared.tails.found():
-            if tail.name in names:  # otherwise no dirty file needs it
-                name = names[tail.name]
-                mtime_ns, row = rows[name]
-                new_mark = partial(orphans.mark, row=row) if self.journal.has_content(name) else mark_new
-                path = self._disk.directory / tail.name
-                try:
-                    await trio.to_thread.run_sync(spill_tail, path, tail, mtime_ns, new_mark)
-                except OSError as exc:
-                    if exc.errno in FULL and not tail.start and not path.exists():
-                        kept[tail.name] = tail
-                        continue
-                    lost[tail.name] = str(exc)
-            tail.release()
-        return kept, lost
-
-    def _rebuild(
-        self,
-        name: str,
-        row: Mapping[str, Any],
-        mtime_ns: int,
-        origin: Origin,
-        held: bytes | Tail | None = None,
-    ) -> DirtyFile:
-        """Make the dirty file of an earlier run again from its row, and resume its multipart upload. Without a staging file
-        it lies in memory: what is `held`, or the content that the journal has."""
-        file, base, attrs = StagingFile(self._disk, row["file"]), row["base"], row["attrs"]
-        if held is None and not file.path.exists():
-            held = self.journal.content(name)
-        size = file.path.stat().st_size if held is None else len(held)
-        dirty_file = DirtyFile(
-            self, name, origin, row["key"], file, size, base=base, mtime_ns=mtime_ns, attrs=attrs
-        )
-        if held is not None:
-            file.found_in_memory(held, partial(mark, dirty_file) if self.journal.has_content(name) else None)
-        dirty_file.record.tokens, dirty_file.record.upload = row["tokens"], row["upload"]
-        dirty_file.record.replaced = row["over"]
-        dirty_file.record.copied = row.get("copied")  # rows of earlier versions have none
-        dirty_file.trying.unsure = True  # that run may have sent it just before its end
-        if row["upload"] is not None:
-            dirty_file.sender.resume(origin.resume_upload(row["key"], row["upload"]))
-        return dirty_file
 
     def _forget(self, dirty_file: DirtyFile) -> None:
         """Remove the record of a dirty file for the next daemon. If its row is out of date, the record stays, and says so.
@@ -1125,17 +1007,14 @@ class Uploads:
         return [dirty_file for dirty_file in chosen if dirty_file.dirty and not dirty_file.discarded]
 
     async def recover(self, open_inos: Container[int] = frozenset()) -> list[DirtyFile]:
-        """Restore the dirty files that an earlier run has left (`journal.py`). Called once, before any other method. Returns
-        the acknowledged files, which are pending again. With `memory`, files that were being written go on, too. `open_inos`
-        are the inodes that the kernel has open."""
-        replaced, unused = await self._resume(open_inos)
-        resumed = dict(self._dirty_files)
-        found = await recover(self._records, self._disk.directory, self._revive, resumed, replaced)
-        if self._disk.shared is not None:
-            # Only now, because one may be the last to say which acknowledged file another has replaced.
-            for name in unused:
-                if not self.journal.leaves(name):
-                    self._disk.shared.records.drop(name)
+        """Restore the dirty files that an earlier run has left (`recovery.py`). Called once, before any other method.
+        Returns the acknowledged files, which are pending again. With `memory`, files that were in use go on, too.
+        `open_inos` are the inodes that the kernel has open."""
+        recovery = Recovery(self, self._records, self._disk, open_inos)
+        resumed = await recovery.resume()
+        self._dirty_files |= resumed
+        restored = await recovery.restore()
+        recovery.drop_records()
         for dirty_file in resumed.values():
             if dirty_file.discarded:
                 # Perhaps only the record of the file that has replaced it says so, which may be dropped first.
@@ -1146,22 +1025,10 @@ class Uploads:
                     with suppress(CachefsError):  # the upload fails with the error again
                         await self._records.acknowledge(dirty_file)
                 self._queue.plan(dirty_file, max(REPEATED_S, self._queue.delay_s if self._writeback else 0.0))
-        for dirty_file in found:
+        for dirty_file in restored:
             self._dirty_files[dirty_file.id] = dirty_file
             self._queue.plan(dirty_file, self._queue.delay_s)
-        return found
-
-    def _revive(self, name: str, row: Mapping[str, Any], origin: Origin) -> DirtyFile:
-        """Make the acknowledged dirty file of an earlier run again, from its row."""
-        dirty_file = self._rebuild(name, row, row["mtime_ns"], origin)
-        dirty_file.record.ino = row.get("ino", 0)  # rows of earlier versions have none
-        dirty_file.content.row = Row.ACKNOWLEDGED
-        if dirty_file.file.in_memory:
-            dirty_file.record.content_of = dirty_file.content.generation
-        else:
-            dirty_file.may_be_written()  # a process that opened it in that run may still write it in passthrough
-        dirty_file.content.synced = dirty_file.content.generation
-        return dirty_file
+        return restored
 
     async def hand_over(self) -> None:
         """Close the journal for the next daemon, which takes over all dirty files. Called after all tasks have ended."""
@@ -1258,12 +1125,6 @@ class Uploads:
                 await dirty_file.file.write(at, data)
         finally:
             self._reader.close(opened)
-
-
-def _has_changes(row: Mapping[str, Any]) -> bool:
-    """True if the origin may not have the content of a dirty file, by its record, which tells nothing of what was written in
-    passthrough or through a mapping."""
-    return (row["dirty"] or row["way"] != Way.HERE.name) and not row["removed"]
 
 
 def _is_pending(dirty_file: DirtyFile) -> bool:

@@ -18,7 +18,7 @@ import trio.lowlevel
 from cachefs.base.database import Database
 from cachefs.base.errors import CacheUnusable, Conflict, NoRoom, OriginFailed
 from cachefs.origin import ObjectInfo
-from cachefs.upload import journal, orphans, room, sending, staging
+from cachefs.upload import orphans, recovery, room, sending, staging
 from cachefs.upload.content import Row, State, Stored
 from cachefs.upload.dirty_file import TOKENS, DirtyFile, Way
 from cachefs.upload.journal import LONGEST_RETRY_S, DiskHangs
@@ -274,8 +274,8 @@ def test_which_rows_come_back() -> None:
         "half": row("half", acknowledged=False, over="kept"),
     }
     files = {"a", "b", "old", "new", "kept", "half", "other"}
-    assert journal.restorable(rows, files) == {"a", "new", "kept"}
-    assert journal.restorable({}, files) == set()
+    assert recovery.restorable(rows, files) == {"a", "new", "kept"}
+    assert recovery.restorable({}, files) == set()
 
 
 @in_trio

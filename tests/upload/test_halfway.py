@@ -19,7 +19,8 @@ from cachefs.origin import Part
 from cachefs.upload import orphans, sending
 from cachefs.upload.content import Attempt, Row
 from cachefs.upload.dirty_file import Where
-from cachefs.upload.journal import DIRTY_FILES, LONGEST_RETRY_S, DiskHangs, Journal, restorable
+from cachefs.upload.journal import DIRTY_FILES, LONGEST_RETRY_S, DiskHangs, Journal
+from cachefs.upload.recovery import restorable
 from cachefs.upload.staging import LOOK_S, StagingDisk
 from tests.fetch.scripted import content
 from tests.upload.scripted import PART, desk, in_trio
@@ -287,7 +288,7 @@ async def test_a_file_gets_its_old_name_back_if_it_is_there_and_not_stored(tmp_p
             await d.uploads._queue.upload(dirty_file)
         wanted = dirty_file.content.generation
         dirty_file.content.removed = why == "removed"
-        await d.uploads._back(dirty_file, wanted, Where(d.store, "old", "base", ["token"], None))
+        await d.uploads._back(dirty_file, wanted, Where("old", "base", ["token"], None))
         back = why == ""
         assert dirty_file.key == ("old" if back else "new") and not dirty_file.trying.turn.locked()
         assert (dirty_file.record.tokens == ["token"]) is back and dirty_file.trying.unsure is back

@@ -28,7 +28,7 @@ from cachefs.base.database import MARK, Database
 from cachefs.base.errors import CacheUnusable, NoRoom, OriginFailed
 from cachefs.base.names import ObjectId
 from cachefs.base.shared_memory import FileRecords, SharedMemory
-from cachefs.upload import DirtyFile, journal, orphans, sending, staging, uploads
+from cachefs.upload import DirtyFile, journal, orphans, recovery, sending, staging, uploads
 from cachefs.upload.content import Row
 from cachefs.upload.journal import Journal
 from cachefs.upload.staging import HELD, Shape, StagingFile
@@ -930,7 +930,7 @@ async def test_a_replaced_file_does_not_come_back_after_a_kill_amid_the_takeover
         raise CacheUnusable("killed")
 
     with monkeypatch.context() as patched:
-        patched.setattr(uploads, "recover", dies)
+        patched.setattr(recovery.Recovery, "restore", dies)
         with pytest.raises(CacheUnusable):
             async with second.alive():
                 pass
@@ -1064,7 +1064,7 @@ async def test_a_staging_file_that_vanishes_during_a_start_is_lost_alone(
         await d.save("first", data)
         await d.save("second", data)
         after = daemon.killed(tmp_path / "second")
-    restorable = journal.restorable
+    restorable = recovery.restorable
 
     def vanishes(rows: Mapping[str, Mapping[str, Any]], files: Any) -> set[str]:
         found = restorable(rows, files)
@@ -1074,7 +1074,7 @@ async def test_a_staging_file_that_vanishes_during_a_start_is_lost_alone(
         return found
 
     with monkeypatch.context() as patched:
-        patched.setattr(journal, "restorable", vanishes)
+        patched.setattr(recovery, "restorable", vanishes)
         async with desk(after.path, after.store, writeback=True) as d:
             assert [one.key for one in d.uploads.pending()] == ["second"]
             assert len(d.uploads.journal.rows(journal.DIRTY_FILES)) == 1
