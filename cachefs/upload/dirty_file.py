@@ -18,7 +18,7 @@ from cachefs.base.errors import CachefsError, Conflict, NoRoom, NotFound, TooLar
 from cachefs.base.tasks import Lock
 from cachefs.origin import InMemory, ObjectInfo, Origin, Source, Upload, new_token
 from cachefs.store import BackingFile
-from cachefs.upload.content import Attempt, Content, Row
+from cachefs.upload.content import Attempt, Content, Name, Row
 from cachefs.upload.room import StagingRoom
 from cachefs.upload.sending import Parts, Sender
 from cachefs.upload.staging import LONG_AGO_NS, Buffer, Shape, StagingFile
@@ -59,9 +59,8 @@ class Record:
     the multipart `upload`, and the id of the dirty file that it has `replaced`, which a crash must not restore. `over` is
     that file, if this run has replaced it.
     The holder of the `turn` writes the row. The journal also has the content of the generation `content_of` (-1: of none, or
-    of an unknown one). `ino` is its inode (0: not known). `says_clean` and `says_removed` are about its record for the next
-    daemon, in shared memory: that record says that the origin has the content, or that the name is removed. That is certain
-    later than `Content.removed`."""
+    of an unknown one). `ino` is its inode (0: not known). `says_clean`: its record for the next daemon, in shared memory,
+    says that the origin has the content."""
 
     def __init__(self) -> None:
         self.turn = Lock()
@@ -71,7 +70,7 @@ class Record:
         self.over: DirtyFile | None = None
         self.replaced: str | None = None
         self.content_of = -1
-        self.ino, self.says_clean, self.says_removed = 0, False, False
+        self.ino, self.says_clean = 0, False
 
 
 class Way(enum.Enum):
@@ -179,7 +178,7 @@ class DirtyFile:
     @property
     def discarded(self) -> bool:
         """True if its name is removed, or being removed."""
-        return self.content.removed
+        return self.content.name is not Name.SHOWN
 
     @property
     def acknowledged(self) -> bool:
@@ -307,7 +306,7 @@ class DirtyFile:
             "dirty": self.content.dirty,
             "way": self.kernel.way.name,
             "spoiled": self.file.spoiled,
-            "removed": self.record.says_removed,
+            "removed": self.content.name is Name.GONE,
         }
 
     def noted(self) -> None:
@@ -499,8 +498,9 @@ class DirtyFile:
         """Restore its state from the previous daemon's record (`resumed_row`). The file counts as dirty, because it may have
         been changed after the record was written. `nameless`: it goes on for its handles alone."""
         self.record.ino = row["ino"]
-        self.content.removed = self.record.says_removed = self.file.removed = nameless
-        self.file.spoiled = row["spoiled"]
+        if nameless:
+            self.content.name_gone()
+        self.file.spoiled, self.file.removed = row["spoiled"], nameless
         if row["upload"] is not None:
             self.parts.resumed()
         if row["way"] != Way.HERE.name:

@@ -37,7 +37,7 @@ from cachefs.base.tasks import Ts, run_contained
 from cachefs.origin import ObjectInfo, Origin, Upload, each
 from cachefs.store import BackingFile, Store
 from cachefs.upload import orphans
-from cachefs.upload.content import Row, State, Stored
+from cachefs.upload.content import Name, Row, State, Stored
 from cachefs.upload.dirty_file import DirtyFile, Where
 from cachefs.upload.journal import (
     NOTES,
@@ -493,7 +493,7 @@ class Uploads:
     def note_removed(self, dirty_file: DirtyFile) -> None:
         """Say in the record for the next daemon, if there is one, that the file is being discarded: it is kept for its users
         only."""
-        dirty_file.record.says_removed = True
+        dirty_file.content.name_gone()
         if self._is_noted(dirty_file):
             self._put_record(dirty_file)
 
@@ -522,7 +522,6 @@ class Uploads:
 
     def _drop(self, dirty_file: DirtyFile) -> None:
         """Remove the staging file of a dirty file whose name is removed. Open handles can still use it."""
-        dirty_file.record.says_removed = True
         if self._disk.shared is not None and dirty_file.ino and dirty_file.handles:
             self._put_record(dirty_file)
         else:
@@ -698,7 +697,7 @@ class Uploads:
         have made is deleted at the origin, unless another file has `replaced` the name. Until the origin has made this
         change, the dirty file survives a crash. If the change fails, the dirty file is as before."""
         stored, deletes = dirty_file.stored, False
-        dirty_file.content.removed = True
+        dirty_file.content.name_goes()
         try:
             await dirty_file.trying.turn.acquire()
         except BaseException:
@@ -762,7 +761,7 @@ class Uploads:
         if not dirty_file.dirty and dirty_file.content.row is not Row.NONE:  # its upload has ended meanwhile
             with trio.CancelScope(shield=True), suppress(DiskHangs):
                 await self._records.forget(dirty_file, HANGS_AFTER_S)
-        dirty_file.content.removed = dirty_file.record.says_removed = False
+        dirty_file.content.name_stays()
         if self._is_noted(dirty_file):
             self.noted(dirty_file)
         if dirty_file.dirty and (dirty_file.acknowledged or not dirty_file.handles):
@@ -898,18 +897,17 @@ class Uploads:
                 for dirty_file in dirty_files:
                     dirty_file.content.settled(dirty_file in adopted)
             for dirty_file in dirty_files:
-                # While a removal may fail, the staging file stays. Once it cannot, `_drop` may have come before this.
-                removing = dirty_file.discarded and not dirty_file.record.says_removed
-                removed = dirty_file.discarded and not removing
+                name = dirty_file.content.name
                 if dirty_file not in adopted:
-                    if removed:
+                    # While a removal may fail, the staging file stays. Once it cannot, `_drop` may have come before this.
+                    if name is Name.GONE:
                         dirty_file.file.remove()
                     continue
-                if dirty_file.handles or removed:
+                if dirty_file.handles or name is Name.GONE:
                     continue
                 # The cache has the staging file, which cannot be opened any more once the block of `used` has ended. So
                 # there is no await from here to that end. If a removal is running and fails, the name shows the file again.
-                if removing or self._shown_from_cache(dirty_file):
+                if name is Name.GOING or self._shown_from_cache(dirty_file):
                     dirty_file.open()
                     self._release_later(dirty_file)
                 else:

@@ -287,7 +287,8 @@ async def test_a_file_gets_its_old_name_back_if_it_is_there_and_not_stored(tmp_p
         if why == "stored":
             await d.uploads._queue.upload(dirty_file)
         wanted = dirty_file.content.generation
-        dirty_file.content.removed = why == "removed"
+        if why == "removed":
+            dirty_file.content.name_goes()
         await d.uploads._back(dirty_file, wanted, Where("old", "base", ["token"], None))
         back = why == ""
         assert dirty_file.key == ("old" if back else "new") and not dirty_file.trying.turn.locked()
@@ -295,7 +296,7 @@ async def test_a_file_gets_its_old_name_back_if_it_is_there_and_not_stored(tmp_p
         assert (dirty_file.base == "base") is back
         rows = [row["key"] for row in d.uploads.journal.rows(DIRTY_FILES).values()]
         assert rows == ([] if why == "stored" else ["old" if back else "new"])
-        dirty_file.content.removed = False
+        dirty_file.content.name_stays()
 
 
 @pytest.mark.parametrize("waiters", [1, 2, 3])

@@ -913,7 +913,7 @@ async def test_a_replaced_file_does_not_come_back_after_a_kill_amid_the_takeover
             await d.close(old)  # its row restores it from now on
         await add(new, b"new")
         await d.uploads.rename(new, "k", over=old)
-        old.content.removed = True  # as until its removal
+        old.content.name_goes()  # as until its removal
 
         async def killed(self: Any, dirty_file: DirtyFile) -> None:
             copies.append(daemon.killed(tmp_path / "second"))
@@ -957,6 +957,27 @@ async def replaced(
         await d.uploads.discard(old, replaced=True)
         await d.close(new)
     return after
+
+
+@in_trio
+async def test_a_file_whose_staging_file_was_removed_has_replaced_none(
+    daemon: Daemon, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with daemon.alive(writeback=True) as (d, _):
+        old, new = await create(d, "k", 1), await create(d, "new", 2)
+        await add(old, b"old")
+        await add(new, bytes(HELD + 1))
+        await d.uploads.rename(new, "k", over=old)
+        after = daemon.killed(tmp_path / "second")
+        await d.uploads.discard(old, replaced=True)
+        d.uploads.release(old)
+        await d.close(new)
+    (after.path / "staging" / new.file.path.name).unlink()
+    async with after.alive(1, 2, writeback=True) as (d, found):
+        (one,) = found
+        assert await content(one) == b"old" and d.uploads.pending() == [one]
+        await d.close(one)
+    assert "is lost: its staging file was removed" in caplog.text
 
 
 @pytest.mark.parametrize("ids", ["ab", "ba"])
