@@ -1043,7 +1043,10 @@ class Uploads:
                 self._queue.nursery = nursery
                 left = await self.flush(deadline_s=deadline_s, at_the_end=True)
                 with trio.move_on_after(GIVING_UP_S):
-                    await self._finish_attempts()
+                    for dirty_file in list(self._dirty_files.values()):
+                        # The last step of an upload that the origin has carried out: its row is being removed.
+                        if dirty_file.attempt is not None and not dirty_file.dirty:
+                            await dirty_file.attempt.done.wait()
                 for dirty_file in list(self._dirty_files.values()):
                     with trio.move_on_after(GIVING_UP_S):
                         await run_contained(f"giving up {dirty_file.key}", self._give_up, dirty_file)
@@ -1054,12 +1057,6 @@ class Uploads:
                 nursery.cancel_scope.cancel()
             await trio.to_thread.run_sync(self.journal.close)
         return left
-
-    async def _finish_attempts(self) -> None:
-        """Wait for the last steps of uploads that the origin has carried out: their rows are being removed."""
-        for dirty_file in list(self._dirty_files.values()):
-            if dirty_file.attempt is not None and not dirty_file.dirty:
-                await dirty_file.attempt.done.wait()
 
     async def _give_up(self, dirty_file: DirtyFile) -> None:
         """End a dirty file at a stop: settle it if it is clean, leave it to the next run if it is acknowledged or closed,
