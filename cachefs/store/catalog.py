@@ -712,12 +712,12 @@ class Catalog:
         """True if the index has rows of all blocks of the version that are cached. Clocks may be out of date there."""
         obj = self._objects.get(object_id.digest)
         # Copies with changes stay in memory (`_forget_some`).
-        copies = [copy for copy in obj.copies.values() if copy] if obj is not None else []
+        copies = [] if obj is None else [copy for copy in obj.copies.values() if copy]
+        if any(copy.key in self._flushing for copy in copies):
+            return False
         changed = [copy for copy in copies if copy.key in self._dirty]
         rows = self._index.load([copy.key for copy in changed])
-        return not any(copy.key in self._flushing for copy in copies) and all(
-            row is not None and not copy.bitmap & ~row.bitmap for copy, row in zip(changed, rows, strict=True)
-        )
+        return all(row and not copy.bitmap & ~row.bitmap for copy, row in zip(changed, rows, strict=True))
 
     def unwritten(self) -> Iterator[Copy]:
         """Copies whose rows are out of date or missing, least recently used first."""

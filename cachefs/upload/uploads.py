@@ -1,6 +1,9 @@
 """All dirty files of this node: a write begins one, a commit uploads it, and it is kept until the origin has its content.
 Then the cache adopts its staging file, so that files written here are cached here.
 
+The states of a dirty file are in `content.py`. What survives a crash is in its row (`journal.py`), and what survives the end
+of this process alone in its record (`resumed_row`), which is written here. A start reads both (`recovery.py`).
+
 By default a commit is an upload. With `writeback` a commit makes the bytes and a row of the journal durable on this disk,
 and the upload follows in the background. Without `writeback`, a dirty file has a row in three cases: an upload in parts has
 begun, which a crash would leave at the origin; an upload has failed, and the writer got the error; or a rename uploads the
@@ -543,8 +546,8 @@ class Uploads:
         upload: bool = True,
         leaves: Callable[[ObjectInfo], Awaitable[object]] | None = None,
     ) -> bool:
-        """Move a dirty file to `key`. `base` is the etag of the version to replace there. `over` is the
-        dirty file to replace, which the caller discards; a crash restores at most one of the two.
+        """Move a dirty file to `key`. `base` is the etag of the version to replace there. `over` is the dirty file to
+        replace, which the caller discards; a crash restores at most one of the two.
 
         If the origin has no version of the file, nothing is sent. Otherwise the file is uploaded under the new key. If it is
         half written, or clean, or without `upload`, the origin copies its object instead.
