@@ -118,6 +118,11 @@ class StagingDisk:
         """True if open files are to outlive this process, also those whose names are removed."""
         return self.shared is not None
 
+    @property
+    def busy(self) -> int:
+        """How many calls run. A call of `later` counts until it has ended, and twice while it runs in a thread."""
+        return self._limiter.borrowed_tokens + self._later_calls
+
     async def run(self, call: Callable[[], T]) -> T:
         """Call `call` in a worker thread; returns its result, or raises its error."""
         return await in_thread(call, limiter=self._limiter)

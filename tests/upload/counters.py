@@ -15,7 +15,7 @@ from cachefs.upload.journal import DIRTY_FILES
 
 def check_unused(uploads: Uploads) -> None:
     assert uploads._queue._busy == 0, f"{uploads._queue._busy} uploads are counted, and none is under way"
-    assert not uploads._disk._later_calls and not uploads._disk._limiter.borrowed_tokens
+    assert uploads._disk.busy == 0
     assert uploads.journal._since == math.inf, "the journal is being written"
     dirty_files = uploads._dirty_files.values()
     assert uploads.passthrough._writers == sum(dirty_file.kernel.writers for dirty_file in dirty_files), (

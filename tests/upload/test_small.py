@@ -456,7 +456,7 @@ async def test_a_file_that_is_not_sent_yet_is_removed_in_one_turn_of_a_thread(
         turns = Turns(monkeypatch)
         await d.uploads.discard(dirty_file)
         assert said == [True] and d.uploads.journal.rows("drafts") == {}
-        assert os.listdir(d.staging) == [] and turns.count == 1 and not d.uploads._disk._later_calls
+        assert os.listdir(d.staging) == [] and turns.count == 1 and d.uploads._disk.busy == 0
         assert d.uploads._disk.unlinked == set()
         assert d.store.counts == {}
 
