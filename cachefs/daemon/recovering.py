@@ -19,8 +19,8 @@ from cachefs.daemon import asking
 from cachefs.daemon.mounting import canonical
 from cachefs.daemon.uploading import staging_of
 from cachefs.upload import orphans
-from cachefs.upload.journal import contents_of_unused
 from cachefs.upload.orphans import Orphan
+from cachefs.upload.recovery import contents_of_unused
 
 UNNAMED = "without-a-name"
 """The directory, below the target, of files without a recorded key."""

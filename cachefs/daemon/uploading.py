@@ -20,8 +20,9 @@ from cachefs.base.units import about_bytes, about_files
 from cachefs.config.config import Config
 from cachefs.origin import Origin
 from cachefs.upload import DirtyFile, Uploads
-from cachefs.upload.journal import DIRTY_FILES, Journal, restorable
+from cachefs.upload.journal import DIRTY_FILES, Journal
 from cachefs.upload.queue import in_vain
+from cachefs.upload.recovery import restorable
 from cachefs.upload.staging import Lost
 
 log = logging.getLogger(__name__)

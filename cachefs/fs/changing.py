@@ -178,8 +178,9 @@ class Changing:
         """Called before a file loses its name. If it is open and unchanged, the cache alone has its bytes then: the next
         daemon must find them."""
         node = self._local_changes.nodes.get(found.ino)
-        if self._files.is_open(found.ino) and (node is None or not node.pending):
-            await self._writer.keep_cached(None if node is None else node.dirty_file)
+        handles = self._files.under(found.ino)
+        if handles and (node is None or not node.pending):
+            await self._writer.keep_cached(handles[0].object, None if node is None else node.dirty_file)
 
     async def _mark_last(self, origin: Origin, directory: Directory, name: bytes) -> None:
         """Give a directory a marker before its last key goes: otherwise it would vanish from under processes that work in
@@ -340,9 +341,7 @@ class Changing:
         async def rename() -> None:
             nonlocal base, left
             base = base if overwritten is None else overwritten.base
-            left = await self._writer.rename(
-                dirty_file, origin, new, base=base, over=overwritten, leaves=leaves
-            )
+            left = await self._writer.rename(dirty_file, new, base=base, over=overwritten, leaves=leaves)
 
         async def leaves(older: ObjectInfo) -> None:
             """Note the older version under the old name: if a crash comes now, the next start deletes it, once the new name
@@ -506,7 +505,7 @@ class Changing:
                 moving.enter_context(self._local_changes.moving(node))
                 key = copies.to(node.key)
                 try:
-                    left = await self._writer.rename(dirty_file, node.origin, key, base=None, upload=False)
+                    left = await self._writer.rename(dirty_file, key, base=None, upload=False)
                 except BaseException:
                     # The origin may have made the copy all the same.
                     with trio.CancelScope(shield=True), suppress(CachefsError):
@@ -522,7 +521,7 @@ class Changing:
             assert dirty_file is not None
             new_key = dirty_file.key
             try:
-                if await self._writer.rename(dirty_file, node.origin, node.key, base=None, upload=False):
+                if await self._writer.rename(dirty_file, node.key, base=None, upload=False):
                     await node.origin.delete(new_key)
             except CachefsError as exc:
                 log.warning("what was written to %s stays there: %s", new_key, exc)
@@ -666,7 +665,7 @@ class Changing:
         for dirty_file in self._writer.pending():
             if dirty_file.origin is origin and dirty_file.key.startswith(prefix):
                 key = new + dirty_file.key.removeprefix(prefix)
-                await self._writer.rename(dirty_file, origin, key, base=None, upload=False)
+                await self._writer.rename(dirty_file, key, base=None, upload=False)
         # The new name was free, so objects below it were copied by this rename, or are newer than it.
         before = {info.key: info for info in await keys_below(origin, new)}
         present = before.keys() | {

@@ -709,6 +709,17 @@ class Catalog:
         """True if the index's row of this key is out of date: the copy was removed, or a flush is writing it."""
         return key in self._removed or key in self._flushing
 
+    def lists_all(self, object_id: ObjectId) -> bool:
+        """True if the index has rows of all blocks of the version that are cached. Clocks may be out of date there."""
+        obj = self._objects.get(object_id.digest)
+        # Copies with changes stay in memory (`_forget_some`).
+        copies = [] if obj is None else [copy for copy in obj.copies.values() if copy]
+        if any(copy.key in self._flushing for copy in copies):
+            return False
+        changed = [copy for copy in copies if copy.key in self._dirty]
+        rows = self._index.load([copy.key for copy in changed])
+        return all(row and not copy.bitmap & ~row.bitmap for copy, row in zip(changed, rows, strict=True))
+
     def unwritten(self) -> Iterator[Copy]:
         """Copies whose rows are out of date or missing, least recently used first."""
         changed = chain(self._flushing.values(), self._dirty.values())

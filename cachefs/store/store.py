@@ -154,6 +154,11 @@ class Store:
     def pinned_bytes(self) -> int:
         return self.pins.bytes
 
+    async def list_all(self, object_id: ObjectId) -> None:
+        """Have the index list what is cached of a version, so that a start finds it, also after a kill."""
+        if not self.catalog.lists_all(object_id):
+            await self.flush()
+
     def renew(self, obj: CachedObject) -> None:
         """Make the version's copies the most recently used ones, without a use for the policy. Protected copies keep their
         age, because a younger one would gain them nothing."""

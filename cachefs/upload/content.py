@@ -1,8 +1,8 @@
 """The state machine of a dirty file: whether the origin has its content, and whether the cache has its staging file. One
 method for each transition; docs/explanation/architecture.md has the table.
 
-Besides the state, `removed` says that the name of the file is removed or being removed, so that only open handles use the
-file. A running transition ends as if the name existed, because the name comes back if the origin refuses the removal.
+Besides the state, `name` says whether a name shows the file, or only open handles use it. While the name is `GOING`, a
+running transition ends as if it was shown, because it comes back if the origin refuses the removal.
 """
 
 from __future__ import annotations
@@ -44,6 +44,12 @@ class State(enum.Enum):
     DIRTY, COMMITTING, CLEAN, SETTLING, ADOPTED = range(5)
 
 
+class Name(enum.Enum):
+    """Whether a name shows the file; it is being removed; or its removal is certain, and the next daemon must know."""
+
+    SHOWN, GOING, GONE = range(3)
+
+
 class Row(enum.IntEnum):
     """What the journal has of a dirty file: nothing; an upload to abort after a crash; all that restores it then."""
 
@@ -58,7 +64,7 @@ class Content:
 
     def __init__(self) -> None:
         self.state = State.DIRTY
-        self.removed = False
+        self.name = Name.SHOWN
         self.row = Row.NONE
         self.stored: Stored | None = None
         self.attempt: Attempt | None = None
@@ -122,6 +128,19 @@ class Content:
         """Note that the dirty file has a staging file of its own again, with the same content."""
         assert self.state is State.ADOPTED
         self._rest()
+
+    def name_goes(self) -> None:
+        """Begin to remove the name."""
+        if self.name is Name.SHOWN:
+            self.name = Name.GOING
+
+    def name_gone(self) -> None:
+        """Note that the name is removed for certain, or that another file has it."""
+        self.name = Name.GONE
+
+    def name_stays(self) -> None:
+        """Note that the removal has failed."""
+        self.name = Name.SHOWN
 
     def _rest(self) -> None:
         """Set the state after a transition: DIRTY or CLEAN."""

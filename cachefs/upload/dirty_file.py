@@ -18,7 +18,7 @@ from cachefs.base.errors import CachefsError, Conflict, NoRoom, NotFound, TooLar
 from cachefs.base.tasks import Lock
 from cachefs.origin import InMemory, ObjectInfo, Origin, Source, Upload, new_token
 from cachefs.store import BackingFile
-from cachefs.upload.content import Attempt, Content, Row
+from cachefs.upload.content import Attempt, Content, Name, Row
 from cachefs.upload.room import StagingRoom
 from cachefs.upload.sending import Parts, Sender
 from cachefs.upload.staging import LONG_AGO_NS, Buffer, Shape, StagingFile
@@ -48,7 +48,6 @@ class Where(NamedTuple):
     begin with, of a file that it has replaced). `copied` is the size of an object that a rename may have copied there (None:
     none has)."""
 
-    origin: Origin
     key: str
     base: str | None
     tokens: list[str]
@@ -60,9 +59,8 @@ class Record:
     the multipart `upload`, and the id of the dirty file that it has `replaced`, which a crash must not restore. `over` is
     that file, if this run has replaced it.
     The holder of the `turn` writes the row. The journal also has the content of the generation `content_of` (-1: of none, or
-    of an unknown one). `ino` is its inode (0: not known). `says_clean` and `says_removed` are about its record for the next
-    daemon, in shared memory: that record says that the origin has the content, or that the name is removed. That is certain
-    later than `Content.removed`."""
+    of an unknown one). `ino` is its inode (0: not known). `says_clean`: its record for the next daemon, in shared memory,
+    says that the origin has the content."""
 
     def __init__(self) -> None:
         self.turn = Lock()
@@ -72,7 +70,7 @@ class Record:
         self.over: DirtyFile | None = None
         self.replaced: str | None = None
         self.content_of = -1
-        self.ino, self.says_clean, self.says_removed = 0, False, False
+        self.ino, self.says_clean = 0, False
 
 
 class Way(enum.Enum):
@@ -180,7 +178,7 @@ class DirtyFile:
     @property
     def discarded(self) -> bool:
         """True if its name is removed, or being removed."""
-        return self.content.removed
+        return self.content.name is not Name.SHOWN
 
     @property
     def acknowledged(self) -> bool:
@@ -261,11 +259,11 @@ class DirtyFile:
 
     @property
     def where(self) -> Where:
-        return Where(self.origin, self.key, self.base, self.record.tokens, self.record.copied)
+        return Where(self.key, self.base, self.record.tokens, self.record.copied)
 
     def moved(self, to: Where, over: DirtyFile | None = None) -> None:
         """Set another place, where it replaces `over`. No upload may be running, and no part may be at the origin."""
-        self.origin, self.key, self.base, self.record.tokens, self.record.copied = to
+        self.key, self.base, self.record.tokens, self.record.copied = to
         self.sender = Sender(self, self.parts)
         self.record.upload = None
         self.record.over, self.record.replaced = over, None if over is None else over.id
@@ -308,7 +306,7 @@ class DirtyFile:
             "dirty": self.content.dirty,
             "way": self.kernel.way.name,
             "spoiled": self.file.spoiled,
-            "removed": self.record.says_removed,
+            "removed": self.content.name is Name.GONE,
         }
 
     def noted(self) -> None:
@@ -496,12 +494,13 @@ class DirtyFile:
         # size is that of `shape`, too: otherwise an earlier one would stay.
         self.parts.rewritten(shape.size)
 
-    def resumed(self, row: Mapping[str, Any]) -> None:
+    def resumed(self, row: Mapping[str, Any], *, nameless: bool) -> None:
         """Restore its state from the previous daemon's record (`resumed_row`). The file counts as dirty, because it may have
-        been changed after the record was written."""
+        been changed after the record was written. `nameless`: it goes on for its handles alone."""
         self.record.ino = row["ino"]
-        self.content.removed = self.record.says_removed = row["removed"]
-        self.file.spoiled, self.file.removed = row["spoiled"], row["removed"]
+        if nameless:
+            self.content.name_gone()
+        self.file.spoiled, self.file.removed = row["spoiled"], nameless
         if row["upload"] is not None:
             self.parts.resumed()
         if row["way"] != Way.HERE.name:
@@ -509,6 +508,16 @@ class DirtyFile:
             self.kernel.way = Way[row["way"]]
             if self.kernel.shape is not None and self.kernel.shape.mtime_ns != LONG_AGO_NS:
                 self.mtime_ns = self.kernel.shape.mtime_ns
+
+    def acknowledged_before(self, row: Mapping[str, Any]) -> None:
+        """Restore its state from the row of an earlier run, which has acknowledged it."""
+        self.record.ino = row.get("ino", 0)  # rows of earlier versions have none
+        self.content.row = Row.ACKNOWLEDGED
+        if self.file.in_memory:
+            self.record.content_of = self.content.generation
+        else:
+            self.may_be_written()  # a process that opened it in that run may still write it in passthrough
+        self.content.synced = self.content.generation
 
     def look(self) -> bool:
         """Examine the staging file, if it may be written in passthrough. True if it has changed since the last call. `size`

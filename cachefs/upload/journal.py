@@ -13,22 +13,6 @@ staging file need not be synced, and is not even made if the file lies in memory
 there, which may be newer, and removes the content. If there is none, if it cannot be synced, or if the machine was rebooted,
 the content stays in the journal, and the file lies in memory again. So a start also succeeds on a full disk. A stop writes
 the staging files.
-
-`recover` compares rows and staging files at a start. Each dirty file comes back, or is cleared away:
-
-| row | staging file | what happens |
-|---|---|---|
-| acknowledged | exists | the file is pending again, and its upload is resumed |
-| acknowledged | missing, and the journal has the content | the same; the file lies in memory |
-| of a file that an acknowledged one has replaced in a rename | either | the upload is aborted, the staging file is removed |
-| acknowledged, and a later file has its key | either | an error is logged, the bytes are moved aside, the row is removed |
-| acknowledged | missing, and no content | an error is logged: it was removed from outside; the row is removed |
-| acknowledged, of a source that is not mounted | exists, or a content | row and bytes stay for a mount that has the source |
-| not acknowledged | either | the upload is aborted, the staging file is treated as one without a row |
-| none | exists | the file is removed if it was surely never acknowledged, otherwise moved aside (`orphans.py`) |
-| no journal | exists | all files are moved aside |
-
-Dirty files that go on from the memory of the previous daemon keep their rows and staging files.
 """
 
 from __future__ import annotations
@@ -37,11 +21,8 @@ import hashlib
 import json
 import logging
 import math
-import os
-import shutil
-import tempfile
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager, closing, suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -582,7 +563,7 @@ class Records:
         the staging file. Raises `DiskHangs` after `within_s` seconds."""
         async with self._turn(dirty_file, within_s):
             if dirty_file.handles:
-                await _keep_bytes(dirty_file)
+                await keep_bytes(dirty_file)
             before, dirty_file.content.row = dirty_file.content.row, Row.NONE
             if before is Row.NONE:
                 return
@@ -608,7 +589,7 @@ class Records:
         async with over.record.turn:
             if over.acknowledged:
                 if over.handles:
-                    await _keep_bytes(over)
+                    await keep_bytes(over)
                 over.content.row = Row.NOTED
                 over.file.unmark()
                 forget = partial(orphans.forget, over.file.path)
@@ -682,144 +663,9 @@ def mark(dirty_file: DirtyFile, path: Path) -> None:
     orphans.mark(path, dirty_file.row())
 
 
-async def _keep_bytes(dirty_file: DirtyFile) -> None:
+async def keep_bytes(dirty_file: DirtyFile) -> None:
     """Before the row of a file in use is removed: move bytes that the journal alone has to memory that outlives this
     process, or to the disk."""
     if not dirty_file.file.outlive_row():
         with suppress(CachefsError), dirty_file.file.used():  # then its users meet EIO if this daemon dies
             await dirty_file.file.try_spill()
-
-
-# -- recovery of what an earlier run has left --------------------------------------------
-
-
-async def recover(
-    records: Records,
-    staging: Path,
-    revive: Callable[[str, Mapping[str, Any], Origin], DirtyFile],
-    resumed: Mapping[str, DirtyFile],
-    replaced_by_resumed: Collection[str],
-) -> list[DirtyFile]:
-    """Bring rows and staging files in line at a start, by the table of this module; returns the dirty files that come back,
-    made by `revive(id, row, origin)`. `resumed` are the dirty files, by id, that go on from the memory of the previous
-    daemon; they are not returned. `replaced_by_resumed` are ids of files that these have replaced. Sends no request to an
-    origin. Raises `NoRoom`, `CacheUnusable`."""
-    journal, revived = records.journal, list[DirtyFile]()
-    records.orphans.update(journal.rows(ORPHANS))
-    files = set(await trio.to_thread.run_sync(os.listdir, staging))
-    rows = journal.rows(DIRTY_FILES)
-    files -= {dirty_file.file.path.name for dirty_file in resumed.values()}
-    replaced, obsolete = replaced_files(rows), set[str]()
-    replaced |= set(replaced_by_resumed)
-    in_journal = journal.contents_by_file(rows)
-    coming_back = restorable(rows, files | in_journal.keys()) - replaced
-    overtaken = _overtaken({name: rows[name] for name in coming_back}, resumed)
-    # Replaced files come first: the row of the file that has replaced them loses its `over` when it is written again.
-    for name, row in sorted(rows.items(), key=lambda item: item[0] not in replaced):
-        if (continued := resumed.get(name)) is not None:
-            if continued.discarded:
-                await _keep_bytes(continued)
-                continued.file.unmark()
-                if row["upload"] is not None:
-                    await records.orphaned(row["source"], row["key"], row["upload"])
-                await records.remove(name, first=partial(orphans.forget, continued.file.path))
-                continue
-            continued.content.row = Row.ACKNOWLEDGED if row["acknowledged"] else Row.NOTED
-            if {**row, "mtime_ns": continued.mtime_ns} != continued.row():
-                try:
-                    await records.keep(continued)
-                except NoRoom as exc:
-                    log.warning("%s; trying again", exc)
-                    records.write_later(continued)
-            continue
-        url, path = f"{row['source']}/{row['key']}", staging / row["file"]
-        origin = records.origin(row["source"], row["key"])
-        if name in overtaken:
-            if row["file"] not in files:
-                make_acknowledged(path, journal.content(name) or b"", partial(orphans.mark, row=row))
-                files.add(row["file"])
-            log.error("two files were to be uploaded as %s: the older one is kept aside", url)
-        elif name in coming_back:
-            on_disk = row["file"] in files
-            files.discard(row["file"])
-            if origin is None:
-                size = path.stat().st_size if on_disk else in_journal[row["file"]]
-                records.elsewhere.append((row["source"], size))
-                continue
-            try:
-                dirty_file = revive(name, row, origin)
-            except (OSError, CachefsError) as exc:
-                if not on_disk:  # the journal alone has its bytes, and must not be emptied
-                    raise CacheUnusable(f"{url} waits for its upload, and cannot be read: {exc}") from exc
-                # Without its row, the next start moves the staging file aside, if it is still there.
-                log.error("%s was to be uploaded, and %s cannot be read: %s", url, path, exc)  # noqa: TRY400
-            else:
-                log.info("%s waits for its upload since an earlier run (%d bytes)", url, dirty_file.size)
-                revived.append(dirty_file)
-                continue
-        elif name in replaced:
-            log.info("%s was replaced by another file", url)
-            obsolete.add(row["file"])  # whatever its mark says, because the row of the other file is newer
-        elif row["acknowledged"]:
-            log.error("%s was to be uploaded, but %s was removed", url, path)
-        else:
-            log.info("%s was being written when an earlier run ended: given up", url)
-        if row["upload"] is not None:
-            await records.orphaned(row["source"], row["key"], row["upload"])
-        # The staging file is marked before its row is removed: after a crash in between, the next start may remove it.
-        await records.remove(name, first=partial(orphans.forget, path) if name in replaced else None)
-    kept_aside = [leftover for leftover in files - obsolete if not orphans.is_removable(staging, leftover)]
-    orphans.set_aside(staging, kept_aside, "the journal does not account for what was acknowledged")
-    for leftover in files.difference(kept_aside):
-        log.info("removing %s, which was never acknowledged", staging / leftover)
-        try:
-            (staging / leftover).unlink()
-        except OSError as exc:
-            log.warning("cannot remove %s: %s", staging / leftover, exc.strerror)
-    return revived
-
-
-def _overtaken(rows: Mapping[str, Mapping[str, Any]], resumed: Mapping[str, DirtyFile]) -> set[str]:
-    """The ids of those whose keys later files have. A disk that failed amid a transaction may leave such rows."""
-    last = {(one.origin.source, one.key): one.id for one in resumed.values() if not one.discarded}
-    for name in sorted(rows.keys() - resumed.keys(), key=lambda name: rows[name]["mtime_ns"], reverse=True):
-        last.setdefault((rows[name]["source"], rows[name]["key"]), name)
-    return rows.keys() - resumed.keys() - set(last.values())
-
-
-def contents_of_unused(directory: Path, staging: Path) -> list[orphans.Orphan]:
-    """The acknowledged files that the next mount takes from the journal in `directory`, which no daemon uses, and not from
-    `staging`. Reads a copy, so nothing changes. Blocking. Raises `CacheUnusable` if the journal cannot be read."""
-    found = list[orphans.Orphan]()
-    if not (directory / "data.mdb").exists():
-        return found
-    try:
-        with (
-            tempfile.TemporaryDirectory(prefix="cachefs-journal-") as place,
-            closing(Journal(Path(shutil.copytree(directory, Path(place) / "journal")))) as journal,
-        ):
-            rows = journal.rows(DIRTY_FILES)
-            for name in restorable(rows, journal.contents_by_file(rows).keys()):
-                row, path = rows[name], staging / rows[name]["file"]
-                content = None if journal.may_be_newer(path) else journal.content(name)
-                if content is not None:
-                    about = len(content), row["mtime_ns"], row["source"], row["key"]
-                    found.append(orphans.Orphan(path, *about, waiting=True, content=content))
-    except (OSError, CachefsError) as exc:
-        log.debug("%s", exc)
-        raise CacheUnusable(
-            f"{directory} cannot be read: small files that it alone has are not listed"
-        ) from exc
-    return found
-
-
-def restorable(rows: Mapping[str, Mapping[str, Any]], files: Collection[str]) -> set[str]:
-    """The ids of the dirty files that come back: they are acknowledged, were not replaced, and have bytes. `files` are the
-    names of the staging files that exist, and of those whose contents the journal has."""
-    there = {name for name, row in rows.items() if row["acknowledged"] and row["file"] in files}
-    return there - replaced_files(rows)
-
-
-def replaced_files(rows: Mapping[str, Mapping[str, Any]]) -> set[str | None]:
-    """The ids of dirty files that an acknowledged one has replaced, and None."""
-    return {row["over"] for row in rows.values() if row["acknowledged"]}

@@ -131,11 +131,11 @@ def _is_blank(path: Path) -> bool:
         return False
 
 
-def set_aside(staging: Path, names: Collection[str], why: str) -> Path | None:
-    """Move these files to a new directory beside the staging directory, and log that with the reason `why`. Returns the
-    directory; None if there are no files. Raises `CacheUnusable`."""
+def set_aside(staging: Path, names: Collection[str], why: str) -> None:
+    """Move these files, if any, to a new directory beside the staging directory, and log that with the reason `why`. Raises
+    `CacheUnusable`."""
     if not names:
-        return None
+        return
     stem = f"{staging.name}.orphaned-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}."
     try:
         place = Path(tempfile.mkdtemp(prefix=stem, dir=staging.parent))
@@ -146,7 +146,6 @@ def set_aside(staging: Path, names: Collection[str], why: str) -> Path | None:
     except OSError as exc:
         raise CacheUnusable(f"cannot keep {staging} aside in {staging.parent}: {exc.strerror}") from exc
     log.warning("%s: %d files of %s are kept in %s", why, len(names), staging, place)
-    return place
 
 
 def without_journal(staging: Path, journal: Path) -> None:

@@ -157,12 +157,9 @@ class Parts:
         self._sent.clear()
         self._next = 1
 
-    def bounds(self, number: int) -> tuple[int, int]:
-        """[start, stop) of a part."""
-        return self._cut(number - 1), min(self._cut(number), self.size)
-
     def _piece(self, number: int) -> Piece:
-        return Piece(number, *self.bounds(number), self._touches.get(number, 0) + self._rewrites)
+        start, stop = self._cut(number - 1), min(self._cut(number), self.size)
+        return Piece(number, start, stop, self._touches.get(number, 0) + self._rewrites)
 
     def _touch(self, start: int, stop: int) -> None:
         for number in range(self._number(start), self._number(stop - 1) + 1):

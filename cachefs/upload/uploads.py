@@ -1,6 +1,9 @@
 """All dirty files of this node: a write begins one, a commit uploads it, and it is kept until the origin has its content.
 Then the cache adopts its staging file, so that files written here are cached here.
 
+The states of a dirty file are in `content.py`. What survives a crash is in its row (`journal.py`), and what survives the end
+of this process alone in its record (`resumed_row`), which is written here. A start reads both (`recovery.py`).
+
 By default a commit is an upload. With `writeback` a commit makes the bytes and a row of the journal durable on this disk,
 and the upload follows in the background. Without `writeback`, a dirty file has a row in three cases: an upload in parts has
 begun, which a crash would leave at the origin; an upload has failed, and the writer got the error; or a rename uploads the
@@ -28,33 +31,30 @@ from uuid import uuid4
 
 import trio
 
-from cachefs.base.errors import CachefsError, CacheUnusable, NotFound, OriginFailed
+from cachefs.base.errors import CachefsError, NotFound, OriginFailed
 from cachefs.base.linux import HANGS_AFTER_S
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
-from cachefs.base.shared_memory import SharedMemory, Tail
+from cachefs.base.shared_memory import SharedMemory
 from cachefs.base.tasks import Ts, run_contained
 from cachefs.origin import ObjectInfo, Origin, Upload, each
 from cachefs.store import BackingFile, Store
 from cachefs.upload import orphans
-from cachefs.upload.content import Row, State, Stored
-from cachefs.upload.dirty_file import DirtyFile, Way, Where
+from cachefs.upload.content import Name, Row, State, Stored
+from cachefs.upload.dirty_file import DirtyFile, Where
 from cachefs.upload.journal import (
-    DIRTY_FILES,
     NOTES,
     DiskHangs,
     Journal,
     JournalRemoved,
     Records,
     StoredFile,
-    mark,
-    recover,
-    replaced_files,
 )
 from cachefs.upload.passthrough import Passthrough
 from cachefs.upload.queue import IN_BACKGROUND, Queue, in_vain
+from cachefs.upload.recovery import Recovery
 from cachefs.upload.room import UNASKED, StagingRoom
-from cachefs.upload.staging import FULL, LOOK_S, Buffer, StagingDisk, StagingFile, mark_new, spill_tail
+from cachefs.upload.staging import LOOK_S, Buffer, StagingDisk, StagingFile, mark_new
 
 log = logging.getLogger(__name__)
 
@@ -417,13 +417,15 @@ class Uploads:
         if not self._hangs():
             await self._store.recast(old, new)
 
-    async def keep_cached(self, dirty_file: DirtyFile | None) -> None:
-        """Have the next daemon find all that is cached now, also if this one is killed. If the cache is just adopting
-        `dirty_file`, that comes first."""
+    async def keep_cached(self, version: ObjectId, dirty_file: DirtyFile | None) -> None:
+        """Have the next daemon find what is cached of `version`, also if this one is killed. With a clean `dirty_file`, that
+        is the version that it was uploaded as; if the cache is just adopting it, that comes first."""
         if self._hangs():
             return
         async with dirty_file.lock if dirty_file is not None else nullcontext():
-            await self._store.flush()
+            if dirty_file is not None and dirty_file.stored is not None:
+                version = dirty_file.stored.version(dirty_file.origin.source)
+            await self._store.list_all(version)
 
     def nameless(self) -> list[DirtyFile]:
         """The dirty files whose names are removed, which handles have open. After `recover`: files of handles of the
@@ -494,7 +496,7 @@ class Uploads:
     def note_removed(self, dirty_file: DirtyFile) -> None:
         """Say in the record for the next daemon, if there is one, that the file is being discarded: it is kept for its users
         only."""
-        dirty_file.record.says_removed = True
+        dirty_file.content.name_gone()
         if self._is_noted(dirty_file):
             self._put_record(dirty_file)
 
@@ -502,121 +504,6 @@ class Uploads:
         """Remove the record of a file that the journal has and no process has open: many such files may wait for uploads."""
         if dirty_file.acknowledged and not dirty_file.handles:
             self._forget(dirty_file)
-
-    async def _resume(self, open_inos: Container[int]) -> tuple[set[str], list[str]]:
-        """Make the dirty files that go on from the memory of the previous daemon: those with changes, and those that the
-        kernel has open (`open_inos`). Ends of files that were in memory are on the disk afterwards; on a full disk a small
-        file stays in memory. Returns the ids of files that must not come back, and of records that no dirty file needs."""
-        unused = list[str]()
-        if self._disk.shared is None:
-            return set(), unused
-        done = set[str]()  # files that are removed or uploaded, of which the journal may still have rows
-        uncopied = set[str]()  # uploaded files that the origin was to copy to their keys, and perhaps has not
-        rows = self._disk.shared.records.found()
-        resumable = dict[str, Origin]()
-        for name, (_, row) in rows.items():
-            origin = self._records.origin(row["source"], row["key"])
-            if origin is not None and (_has_changes(row) or row["ino"] in open_inos):
-                resumable[name] = origin
-        kept, lost = await self._take_tails({name: rows[name] for name in resumable})
-        for name, (mtime_ns, row) in rows.items():
-            has_bytes = row["file"] not in lost and (
-                row["file"] in kept
-                or self.journal.has_content(name)
-                or (self._disk.directory / row["file"]).exists()
-            )
-            # Of a file that is open and clean, the cache may have the bytes: then its name shows the origin's version.
-            if name in resumable and (_has_changes(row) or has_bytes):
-                continue
-            resumable.pop(name, None)
-            if not _has_changes(row):
-                done.add(name)
-                if row.get("copied") is not None:  # records of earlier versions have none
-                    uncopied.add(name)
-            origin = self._records.origin(row["source"], row["key"])
-            if origin is not None and not row["removed"] and row["base"] is not None and row["ino"]:
-                info = ObjectInfo(row["key"], row.get("size", 0), mtime_ns, row["base"])
-                self._records.stored_before.append(StoredFile(name, origin, info, row["ino"], row["attrs"]))
-            unused.append(name)
-        # A file that is lost, or that was perhaps not copied, has replaced none: the older one comes back.
-        over = {
-            row["over"] for name, (_, row) in rows.items() if row["file"] not in lost and name not in uncopied
-        } - {None}
-        over |= done
-        # A closed file that waits for its upload has no record. Its row in the journal tells which file it has replaced.
-        journaled = self.journal.rows(DIRTY_FILES).items()
-        over |= replaced_files({name: row for name, row in journaled if name not in rows})
-        for name, origin in resumable.items():
-            mtime_ns, row = rows[name]
-            row["removed"] |= name in over
-            if row["removed"] and row["ino"] not in open_inos:
-                unused.append(name)
-                if (tail := kept.pop(row["file"], None)) is not None:
-                    tail.release()
-                continue
-            try:
-                if row["file"] in lost:
-                    raise CacheUnusable(lost[row["file"]])
-                dirty_file = self._rebuild(name, row, mtime_ns, origin, kept.get(row["file"]))
-                dirty_file.resumed(row)
-                self._dirty_files[name] = dirty_file
-            except (OSError, CachefsError) as exc:
-                self._disk.shared.records.drop(name)
-                if row["dirty"]:
-                    log.error("%s was being written, and is lost: %s", origin.name(row["key"]), str(exc))  # noqa: TRY400
-        return over, unused
-
-    async def _take_tails(
-        self, rows: Mapping[str, tuple[int, dict[str, Any]]]
-    ) -> tuple[dict[str, Tail], dict[str, str]]:
-        """Write the ends of files that the previous daemon had in memory to the disk. `rows` are the records of those that
-        go on. Returns the tails that stay in memory, because the disk is full and has nothing of their files, and why others
-        are lost, both by the names of the files."""
-        assert self._disk.shared is not None
-        kept, lost = dict[str, Tail](), dict[str, str]()
-        names = {row["file"]: name for name, (_, row) in rows.items()}
-        for tail in self._disk.shared.tails.found():
-            if tail.name in names:  # otherwise no dirty file needs it
-                name = names[tail.name]
-                mtime_ns, row = rows[name]
-                new_mark = partial(orphans.mark, row=row) if self.journal.has_content(name) else mark_new
-                path = self._disk.directory / tail.name
-                try:
-                    await trio.to_thread.run_sync(spill_tail, path, tail, mtime_ns, new_mark)
-                except OSError as exc:
-                    if exc.errno in FULL and not tail.start and not path.exists():
-                        kept[tail.name] = tail
-                        continue
-                    lost[tail.name] = str(exc)
-            tail.release()
-        return kept, lost
-
-    def _rebuild(
-        self,
-        name: str,
-        row: Mapping[str, Any],
-        mtime_ns: int,
-        origin: Origin,
-        held: bytes | Tail | None = None,
-    ) -> DirtyFile:
-        """Make the dirty file of an earlier run again from its row, and resume its multipart upload. Without a staging file
-        it lies in memory: what is `held`, or the content that the journal has."""
-        file, base, attrs = StagingFile(self._disk, row["file"]), row["base"], row["attrs"]
-        if held is None and not file.path.exists():
-            held = self.journal.content(name)
-        size = file.path.stat().st_size if held is None else len(held)
-        dirty_file = DirtyFile(
-            self, name, origin, row["key"], file, size, base=base, mtime_ns=mtime_ns, attrs=attrs
-        )
-        if held is not None:
-            file.found_in_memory(held, partial(mark, dirty_file) if self.journal.has_content(name) else None)
-        dirty_file.record.tokens, dirty_file.record.upload = row["tokens"], row["upload"]
-        dirty_file.record.replaced = row["over"]
-        dirty_file.record.copied = row.get("copied")  # rows of earlier versions have none
-        dirty_file.trying.unsure = True  # that run may have sent it just before its end
-        if row["upload"] is not None:
-            dirty_file.sender.resume(origin.resume_upload(row["key"], row["upload"]))
-        return dirty_file
 
     def _forget(self, dirty_file: DirtyFile) -> None:
         """Remove the record of a dirty file for the next daemon. If its row is out of date, the record stays, and says so.
@@ -638,7 +525,6 @@ class Uploads:
 
     def _drop(self, dirty_file: DirtyFile) -> None:
         """Remove the staging file of a dirty file whose name is removed. Open handles can still use it."""
-        dirty_file.record.says_removed = True
         if self._disk.shared is not None and dirty_file.ino and dirty_file.handles:
             self._put_record(dirty_file)
         else:
@@ -653,7 +539,6 @@ class Uploads:
     async def rename(
         self,
         dirty_file: DirtyFile,
-        origin: Origin,
         key: str,
         *,
         base: str | None = None,
@@ -661,8 +546,8 @@ class Uploads:
         upload: bool = True,
         leaves: Callable[[ObjectInfo], Awaitable[object]] | None = None,
     ) -> bool:
-        """Move a dirty file to `key` (of the same origin). `base` is the etag of the version to replace there. `over` is the
-        dirty file to replace, which the caller discards; a crash restores at most one of the two.
+        """Move a dirty file to `key`. `base` is the etag of the version to replace there. `over` is the dirty file to
+        replace, which the caller discards; a crash restores at most one of the two.
 
         If the origin has no version of the file, nothing is sent. Otherwise the file is uploaded under the new key. If it is
         half written, or clean, or without `upload`, the origin copies its object instead.
@@ -678,7 +563,7 @@ class Uploads:
             own = dirty_file.committed or await self._own(dirty_file)
             whole = not dirty_file.between and (not dirty_file.kernel.in_passthrough or dirty_file.reclaim())
             first = upload and whole and dirty_file.dirty and own is not None
-            before, to = dirty_file.where, Where(origin, key, base, [], None)
+            before, to = dirty_file.where, Where(key, base, [], None)
             if first:
                 await self._records.acknowledge(dirty_file, HANGS_AFTER_S)
             comes_back = self._records.has_promised(dirty_file) or self._disk.shared is not None
@@ -717,11 +602,11 @@ class Uploads:
             await self.copy_comes(over, own.size)
         await self._move(dirty_file, to._replace(copied=own.size), over)
         async with self._or_back(dirty_file, before):
-            info = await to.origin.copy(before.key, to.key, size=own.size, etag=own.etag)
+            info = await dirty_file.origin.copy(before.key, to.key, size=own.size, etag=own.etag)
         with trio.CancelScope(shield=True):  # because the file has its new key
             dirty_file.copied(own, info)
             # After `copied`: if the cache is adopting the file just now, `_adopted_as` sees the new version afterwards.
-            await self.moved(own.version(source), info.version(to.origin.source))
+            await self.moved(own.version(source), info.version(source))
             # Not if an acknowledgement is being written: its caller is told that a crash keeps the file.
             if not self._records.has_promised(dirty_file):
                 await self._records.forget(dirty_file)
@@ -820,7 +705,7 @@ class Uploads:
         have made is deleted at the origin, unless another file has `replaced` the name. Until the origin has made this
         change, the dirty file survives a crash. If the change fails, the dirty file is as before."""
         stored, deletes = dirty_file.stored, False
-        dirty_file.content.removed = True
+        dirty_file.content.name_goes()
         try:
             await dirty_file.trying.turn.acquire()
         except BaseException:
@@ -897,7 +782,7 @@ class Uploads:
         if not dirty_file.dirty and dirty_file.content.row is not Row.NONE:  # its upload has ended meanwhile
             with trio.CancelScope(shield=True), suppress(DiskHangs):
                 await self._forget_row(dirty_file)
-        dirty_file.content.removed = dirty_file.record.says_removed = False
+        dirty_file.content.name_stays()
         if self._is_noted(dirty_file):
             self.noted(dirty_file)
         if dirty_file.dirty and (dirty_file.acknowledged or not dirty_file.handles):
@@ -1033,18 +918,17 @@ class Uploads:
                 for dirty_file in dirty_files:
                     dirty_file.content.settled(dirty_file in adopted)
             for dirty_file in dirty_files:
-                # While a removal may fail, the staging file stays. Once it cannot, `_drop` may have come before this.
-                removing = dirty_file.discarded and not dirty_file.record.says_removed
-                removed = dirty_file.discarded and not removing
+                name = dirty_file.content.name
                 if dirty_file not in adopted:
-                    if removed:
+                    # While a removal may fail, the staging file stays. Once it cannot, `_drop` may have come before this.
+                    if name is Name.GONE:
                         dirty_file.file.remove()
                     continue
-                if dirty_file.handles or removed:
+                if dirty_file.handles or name is Name.GONE:
                     continue
                 # The cache has the staging file, which cannot be opened any more once the block of `used` has ended. So
                 # there is no await from here to that end. If a removal is running and fails, the name shows the file again.
-                if removing or self._shown_from_cache(dirty_file):
+                if name is Name.GOING or self._shown_from_cache(dirty_file):
                     dirty_file.open()
                     self._release_later(dirty_file)
                 else:
@@ -1142,17 +1026,14 @@ class Uploads:
         return [dirty_file for dirty_file in chosen if dirty_file.dirty and not dirty_file.discarded]
 
     async def recover(self, open_inos: Container[int] = frozenset()) -> list[DirtyFile]:
-        """Restore the dirty files that an earlier run has left (`journal.py`). Called once, before any other method. Returns
-        the acknowledged files, which are pending again. With `memory`, files that were being written go on, too. `open_inos`
-        are the inodes that the kernel has open."""
-        replaced, unused = await self._resume(open_inos)
-        resumed = dict(self._dirty_files)
-        found = await recover(self._records, self._disk.directory, self._revive, resumed, replaced)
-        if self._disk.shared is not None:
-            # Only now, because one may be the last to say which acknowledged file another has replaced.
-            for name in unused:
-                if not self.journal.leaves(name):
-                    self._disk.shared.records.drop(name)
+        """Restore the dirty files that an earlier run has left (`recovery.py`). Called once, before any other method.
+        Returns the acknowledged files, which are pending again. With `memory`, files that were in use go on, too.
+        `open_inos` are the inodes that the kernel has open."""
+        recovery = Recovery(self, self._records, self._disk, open_inos)
+        resumed = await recovery.resume()
+        self._dirty_files |= resumed
+        restored = await recovery.restore()
+        recovery.drop_records()
         for dirty_file in resumed.values():
             if dirty_file.discarded:
                 # Perhaps only the record of the file that has replaced it says so, which may be dropped first.
@@ -1163,22 +1044,10 @@ class Uploads:
                     with suppress(CachefsError):  # the upload fails with the error again
                         await self._records.acknowledge(dirty_file)
                 self._queue.plan(dirty_file, max(REPEATED_S, self._queue.delay_s if self._writeback else 0.0))
-        for dirty_file in found:
+        for dirty_file in restored:
             self._dirty_files[dirty_file.id] = dirty_file
             self._queue.plan(dirty_file, self._queue.delay_s)
-        return found
-
-    def _revive(self, name: str, row: Mapping[str, Any], origin: Origin) -> DirtyFile:
-        """Make the acknowledged dirty file of an earlier run again, from its row."""
-        dirty_file = self._rebuild(name, row, row["mtime_ns"], origin)
-        dirty_file.record.ino = row.get("ino", 0)  # rows of earlier versions have none
-        dirty_file.content.row = Row.ACKNOWLEDGED
-        if dirty_file.file.in_memory:
-            dirty_file.record.content_of = dirty_file.content.generation
-        else:
-            dirty_file.may_be_written()  # a process that opened it in that run may still write it in passthrough
-        dirty_file.content.synced = dirty_file.content.generation
-        return dirty_file
+        return restored
 
     async def hand_over(self) -> None:
         """Close the journal for the next daemon, which takes over all dirty files. Called after all tasks have ended."""
@@ -1196,7 +1065,10 @@ class Uploads:
                 self._queue.nursery = nursery
                 left = await self.flush(deadline_s=deadline_s, at_the_end=True)
                 with trio.move_on_after(GIVING_UP_S):
-                    await self._finish_attempts()
+                    for dirty_file in list(self._dirty_files.values()):
+                        # The last step of an upload that the origin has carried out: its row is being removed.
+                        if dirty_file.attempt is not None and not dirty_file.dirty:
+                            await dirty_file.attempt.done.wait()
                 for dirty_file in list(self._dirty_files.values()):
                     with trio.move_on_after(GIVING_UP_S):
                         await run_contained(f"giving up {dirty_file.key}", self._give_up, dirty_file)
@@ -1207,12 +1079,6 @@ class Uploads:
                 nursery.cancel_scope.cancel()
             await trio.to_thread.run_sync(self.journal.close)
         return left
-
-    async def _finish_attempts(self) -> None:
-        """Wait for the last steps of uploads that the origin has carried out: their rows are being removed."""
-        for dirty_file in list(self._dirty_files.values()):
-            if dirty_file.attempt is not None and not dirty_file.dirty:
-                await dirty_file.attempt.done.wait()
 
     async def _give_up(self, dirty_file: DirtyFile) -> None:
         """End a dirty file at a stop: settle it if it is clean, leave it to the next run if it is acknowledged or closed,
@@ -1276,12 +1142,6 @@ class Uploads:
                 await dirty_file.file.write(at, data)
         finally:
             self._reader.close(opened)
-
-
-def _has_changes(row: Mapping[str, Any]) -> bool:
-    """True if the origin may not have the content of a dirty file, by its record, which tells nothing of what was written in
-    passthrough or through a mapping."""
-    return (row["dirty"] or row["way"] != Way.HERE.name) and not row["removed"]
 
 
 def _is_pending(dirty_file: DirtyFile) -> bool:

@@ -158,7 +158,7 @@ ADOPTED: Script = [
 """`c` is opened while the cache adopts its file, so the dirty file stays, and has no staging file."""
 
 
-@pytest.mark.parametrize("function", ["moved", "look", "copy", "copied", "_keep_bytes", "moves"])
+@pytest.mark.parametrize("function", ["moved", "look", "copy", "copied", "keep_bytes", "moves"])
 @pytest.mark.parametrize("over", ["b", "a"])
 def test_an_open_file_that_the_cache_has_adopted_keeps_its_inode_after_a_kill_amid_its_rename(
     place: Path, function: str, over: str

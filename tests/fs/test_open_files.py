@@ -655,9 +655,9 @@ async def test_what_is_cached_of_an_open_file_is_noted_before_its_name_goes() ->
         async def changed(change: Awaitable[object], calls: int) -> None:
             before, deleted, keep = writer.kept_cached, len(bucket.deletes), writer.keep_cached
 
-            async def keeps(dirty_file: Any) -> None:
+            async def keeps(*what: Any) -> None:
                 noted.append((writer.kept_cached, len(bucket.deletes) - deleted))
-                await keep(dirty_file)
+                await keep(*what)
 
             writer.keep_cached = keeps  # type: ignore[method-assign]
             await change

@@ -52,7 +52,7 @@ class NoCache:
     async def evict_to_hold(self, wanted: int) -> bool:
         return False
 
-    async def flush(self) -> None:
+    async def list_all(self, object_id: ObjectId) -> None:
         pass
 
 

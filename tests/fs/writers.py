@@ -207,7 +207,6 @@ class MemoryWriter:
     async def rename(
         self,
         dirty_file: MemoryDirtyFile,
-        origin: Any,
         key: str,
         *,
         base: str | None,
@@ -215,7 +214,7 @@ class MemoryWriter:
         upload: bool = True,
         leaves: Any = None,
     ) -> bool:
-        old, made = dirty_file.key, dirty_file.made
+        origin, old, made = dirty_file.origin, dirty_file.key, dirty_file.made
         if made is not None and not dirty_file.dirty:
             info = await origin.copy(old, key, size=made.size, etag=made.etag)
             dirty_file.key, dirty_file.made, dirty_file.base = key, info, info.etag
@@ -254,7 +253,7 @@ class MemoryWriter:
     async def copy_comes(self, dirty_file: MemoryDirtyFile, size: int) -> None:
         assert not dirty_file.discarded
 
-    async def keep_cached(self, dirty_file: MemoryDirtyFile | None) -> None:
+    async def keep_cached(self, version: ObjectId, dirty_file: MemoryDirtyFile | None) -> None:
         self.kept_cached += 1
 
     async def moved(self, old: ObjectId, new: ObjectId) -> None:

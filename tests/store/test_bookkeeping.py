@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
+import trio.testing
 
 from cachefs.base.names import ObjectId
 from cachefs.store import catalog, scrub
@@ -67,6 +69,49 @@ async def test_a_look_leaves_no_trace(cache_dir: Path) -> None:
             assert lab.fetcher.cached_bytes(object_id) == SMALL * (object_id in ids[:3])
         assert list(objects) == before == [ids[0].digest]
         assert lab.store.catalog._loaded == loaded == held(lab)
+
+
+@in_trio
+async def test_the_index_is_written_for_a_version_if_it_lacks_blocks_of_it(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was cached long ago costs no write, however often it is used."""
+    async with running(cache_dir) as lab:
+        index, writes = lab.store.catalog._index, list[int]()
+        write = index.write
+        monkeypatch.setattr(index, "write", lambda *what: writes.append(1) or write(*what))
+        big = lab.origin.put("big", content(1, 8 * EXTENT))
+        (other,) = put(lab, 1)
+
+        async def lists(count: int) -> None:
+            await lab.quiet()
+            await lab.store.list_all(big)
+            assert len(writes) == count
+
+        await lists(0)
+        await lab.read(big, 0, BLOCK)
+        await lists(1)
+        await lab.read(big, 0, BLOCK)  # its clock has changed
+        await lab.read(other)
+        await lists(1)
+        # Once more in an extent that has a row, and in one that has none.
+        for offset in (BLOCK, EXTENT):
+            await lab.read(big, offset, BLOCK)
+            await lists(len(writes) + 1)
+        await forget_all(lab)
+        await lists(len(writes))
+        await lab.read(big, 2 * BLOCK, BLOCK)
+        await lab.quiet()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lab.store.flush)
+            await (
+                trio.testing.wait_all_tasks_blocked()
+            )  # the flush has taken the changes, and is in its thread
+            before = list(lab.store.catalog._flushing)
+            await lab.store.list_all(big)
+            assert before and not lab.store.catalog._flushing
+    async with running(cache_dir) as lab:
+        assert lab.fetcher.cached_bytes(big) == 4 * BLOCK
 
 
 @in_trio

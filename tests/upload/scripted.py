@@ -310,6 +310,7 @@ class Room:
         self.adopted: dict[ObjectId, bytes] = {}
         self.asked: list[int] = []
         self.given: list[int] = []  # small files, together
+        self.listed: list[bytes | None] = []  # what it had of each version that its index was to list
 
     async def adopt(self, object_id: ObjectId, path: Path) -> bool:
         await trio.lowlevel.checkpoint()
@@ -343,6 +344,9 @@ class Room:
         if (data := self.adopted.pop(old, None)) is not None:
             self.adopted[new] = data
         return data is not None
+
+    async def list_all(self, object_id: ObjectId) -> None:
+        self.listed.append(self.adopted.get(object_id))
 
     async def evict_to_hold(self, wanted: int) -> bool:
         self.asked.append(wanted)
@@ -397,7 +401,7 @@ class Desk:
     async def rename(self, dirty_file: DirtyFile, key: str, **how: Any) -> None:
         """As rename(2) does it."""
         old = dirty_file.key
-        if await self.uploads.rename(dirty_file, self.store, key, **how):
+        if await self.uploads.rename(dirty_file, key, **how):
             await self.store.delete(old)
 
     async def quiet(self) -> None:

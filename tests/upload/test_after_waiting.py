@@ -170,7 +170,7 @@ async def test_a_journal_that_fails_when_the_copy_of_a_rename_is_made(tmp_path: 
         dirty_file = await save_half(d)
         fail_once(d, lambda row: row is not None and row["key"] == "b")
         with pytest.raises(NoRoom):
-            await d.uploads.rename(dirty_file, d.store, "b")
+            await d.uploads.rename(dirty_file, "b")
         assert dirty_file.key == "a"
         assert d.uploads.journal.rows("drafts")[dirty_file.id]["key"] == "a"
         await d.close(dirty_file)

@@ -219,4 +219,4 @@ async def test_a_change_of_a_name_waits_for_no_upload_whose_row_waits_for_a_disk
 
 async def refused(d: Desk, dirty_file: DirtyFile) -> None:
     with suppress(CacheUnusable):
-        await d.uploads.rename(dirty_file, d.store, "b")
+        await d.uploads.rename(dirty_file, "b")

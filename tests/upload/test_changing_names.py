@@ -436,7 +436,7 @@ async def test_a_copy_that_a_failed_rename_has_left_goes_with_the_file_it_was_to
             await d.rename(dirty_file, "b", over=over)
         assert dirty_file.key == "a" and ("b" in store.objects) is lost
         if lost:  # another name for it, and another upload that meets the copy
-            assert await d.uploads.rename(over, store, "c")
+            assert await d.uploads.rename(over, "c")
             await store.delete("b")
         await d.close(dirty_file)
         assert await d.uploads.flush() == []

@@ -125,9 +125,9 @@ async def test_a_power_cut_loses_nothing_that_was_acknowledged(tmp_path: Path, l
         gone = await d.save("gone", b"4")
         await d.uploads.discard(gone)
         moved = await d.save("old", b"5")
-        await d.uploads.rename(moved, d.store, "new")
+        await d.uploads.rename(moved, "new")
         replaced, by = await d.save("k", b"6"), await d.save("tmp", b"7")
-        await d.uploads.rename(by, d.store, "k", over=replaced)
+        await d.uploads.rename(by, "k", over=replaced)
         await d.uploads.discard(replaced, replaced=True)
         await d.create("open", b"8")
         await d.files()  # what was removed has gone, or it goes while it is copied

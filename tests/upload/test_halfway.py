@@ -19,7 +19,8 @@ from cachefs.origin import Part
 from cachefs.upload import orphans, sending
 from cachefs.upload.content import Attempt, Row
 from cachefs.upload.dirty_file import Where
-from cachefs.upload.journal import DIRTY_FILES, LONGEST_RETRY_S, DiskHangs, Journal, restorable
+from cachefs.upload.journal import DIRTY_FILES, LONGEST_RETRY_S, DiskHangs, Journal
+from cachefs.upload.recovery import restorable
 from cachefs.upload.staging import LOOK_S, StagingDisk
 from tests.fetch.scripted import content
 from tests.upload.scripted import PART, desk, in_trio
@@ -94,12 +95,12 @@ async def test_a_rename_that_cannot_be_noted_has_not_happened(
         monkeypatch.setattr(d.uploads._records, "moved", fails)
         before = dirty_file.origin, dirty_file.key, dirty_file.base
         with pytest.raises(error):
-            await d.uploads.rename(dirty_file, d.store, "new", base="x", over=other)
+            await d.uploads.rename(dirty_file, "new", base="x", over=other)
         assert (dirty_file.origin, dirty_file.key, dirty_file.base) == before
         assert dirty_file.record.over is None and not dirty_file.trying.turn.locked()
         row = d.uploads.journal.rows(DIRTY_FILES)[dirty_file.id]
         assert (row["key"], row["over"], row["acknowledged"]) == ("old", None, True)
-        assert not await d.uploads.rename(dirty_file, d.store, "new", over=other)
+        assert not await d.uploads.rename(dirty_file, "new", over=other)
         row = d.uploads.journal.rows(DIRTY_FILES)[dirty_file.id]
         assert (row["key"], row["over"]) == ("new", None if other is None else other.id)
 
@@ -286,15 +287,16 @@ async def test_a_file_gets_its_old_name_back_if_it_is_there_and_not_stored(tmp_p
         if why == "stored":
             await d.uploads._queue.upload(dirty_file)
         wanted = dirty_file.content.generation
-        dirty_file.content.removed = why == "removed"
-        await d.uploads._back(dirty_file, wanted, Where(d.store, "old", "base", ["token"], None))
+        if why == "removed":
+            dirty_file.content.name_goes()
+        await d.uploads._back(dirty_file, wanted, Where("old", "base", ["token"], None))
         back = why == ""
         assert dirty_file.key == ("old" if back else "new") and not dirty_file.trying.turn.locked()
         assert (dirty_file.record.tokens == ["token"]) is back and dirty_file.trying.unsure is back
         assert (dirty_file.base == "base") is back
         rows = [row["key"] for row in d.uploads.journal.rows(DIRTY_FILES).values()]
         assert rows == ([] if why == "stored" else ["old" if back else "new"])
-        dirty_file.content.removed = False
+        dirty_file.content.name_stays()
 
 
 @pytest.mark.parametrize("waiters", [1, 2, 3])

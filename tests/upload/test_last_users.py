@@ -200,12 +200,13 @@ async def test_a_flush_tries_a_file_that_is_being_written_once_or_until_its_dead
 async def test_no_row_is_written_of_a_file_that_was_removed(tmp_path: Path, how: str, removed: bool) -> None:
     async with desk(tmp_path, writeback=True) as d:
         dirty_file = await d.create("k", b"data")
-        dirty_file.content.removed = removed
+        if removed:
+            dirty_file.content.name_goes()
         await getattr(d.uploads._records, how)(dirty_file)
         assert len(d.uploads.journal.rows(DIRTY_FILES)) == (not removed)
         assert (dirty_file.content.row is Row.NONE) is removed
         assert dirty_file.acknowledged is (how == "acknowledge" and not removed)
-        dirty_file.content.removed = False
+        dirty_file.content.name_stays()
         await d.close(dirty_file)
 
 
@@ -232,7 +233,7 @@ async def test_of_a_removed_file_its_users_have_all_and_nobody_else_anything(
         assert await dirty_file.read(0, 99) == held and not dirty_file.waits and uploads.pending() == []
         await uploads.commit(dirty_file)
         await uploads._queue.upload(dirty_file)
-        assert not await uploads.rename(dirty_file, d.store, "new") and dirty_file.key == "k"
+        assert not await uploads.rename(dirty_file, "new") and dirty_file.key == "k"
         assert await uploads.flush(at_the_end=True) == [] and uploads.status()["pending"] == 0
         await trio.sleep(100)
         assert d.store.counts == before and not dirty_file.acknowledged

@@ -180,8 +180,8 @@ async def test_a_replaced_file_goes_also_without_extended_attributes(
     """A file that another one was renamed over never comes back, and a row of the journal says so."""
     async with desk(tmp_path, writeback=True, upload_delay_s=1000) as d:
         replaced, new = await d.save("k", b"1" * 300_000), await d.save("l", DATA)
-        await d.uploads.rename(new, d.store, "k", over=replaced)
-        replaced.content.removed = True  # the crash comes before its row is removed
+        await d.uploads.rename(new, "k", over=replaced)
+        replaced.content.name_goes()  # the crash comes before its row is removed
     async with desk(tmp_path, writeback=True, upload_delay_s=1000) as d:
         assert [dirty_file.key for dirty_file in d.uploads.pending()] == ["k"]
         assert len(await d.files()) == 1

@@ -28,7 +28,7 @@ from cachefs.base.database import MARK, Database
 from cachefs.base.errors import CacheUnusable, NoRoom, OriginFailed
 from cachefs.base.names import ObjectId
 from cachefs.base.shared_memory import FileRecords, SharedMemory
-from cachefs.upload import DirtyFile, journal, orphans, sending, staging, uploads
+from cachefs.upload import DirtyFile, journal, orphans, recovery, sending, staging, uploads
 from cachefs.upload.content import Row
 from cachefs.upload.journal import Journal
 from cachefs.upload.staging import HELD, Shape, StagingFile
@@ -322,7 +322,7 @@ async def test_a_file_that_another_one_was_renamed_over_does_not_come_back(
         await add(old, b"old")
         await d.uploads.commit(old)
         await add(new, b"new")
-        await d.uploads.rename(new, d.store, "k", over=old)
+        await d.uploads.rename(new, "k", over=old)
         after = daemon.killed(tmp_path / "second")
         await d.uploads.discard(old, replaced=True)
         d.uploads.release(old)
@@ -397,7 +397,7 @@ async def test_killed_at_each_step_of_a_rename_over_another_file(
         copy_now()
 
         async def rename() -> None:
-            await d.uploads.rename(new, d.store, "k", over=old)
+            await d.uploads.rename(new, "k", over=old)
 
         await d.uploads.discard(old, replaced=True, instead=rename)
         copy_now()
@@ -684,7 +684,7 @@ async def test_what_a_rename_leaves_at_the_origin_is_told_before(daemon: Daemon,
         async def leaves(info: Any) -> None:
             told.append((info.etag, first.key))
 
-        assert await d.uploads.rename(first, d.store, "new", leaves=leaves)
+        assert await d.uploads.rename(first, "new", leaves=leaves)
         await d.close(first)
         assert daemon.store.content("new") == b"oldmore"
     assert told == [(old.etag, "k")] * outlives
@@ -912,8 +912,8 @@ async def test_a_replaced_file_does_not_come_back_after_a_kill_amid_the_takeover
         with pytest.raises(OriginFailed):
             await d.close(old)  # its row restores it from now on
         await add(new, b"new")
-        await d.uploads.rename(new, d.store, "k", over=old)
-        old.content.removed = True  # as until its removal
+        await d.uploads.rename(new, "k", over=old)
+        old.content.name_goes()  # as until its removal
 
         async def killed(self: Any, dirty_file: DirtyFile) -> None:
             copies.append(daemon.killed(tmp_path / "second"))
@@ -930,7 +930,7 @@ async def test_a_replaced_file_does_not_come_back_after_a_kill_amid_the_takeover
         raise CacheUnusable("killed")
 
     with monkeypatch.context() as patched:
-        patched.setattr(uploads, "recover", dies)
+        patched.setattr(recovery.Recovery, "restore", dies)
         with pytest.raises(CacheUnusable):
             async with second.alive():
                 pass
@@ -952,11 +952,32 @@ async def replaced(
         await d.close(old)
         await add(new, b"new")
         await d.uploads.commit(new)
-        await d.uploads.rename(new, d.store, "k", over=old)
+        await d.uploads.rename(new, "k", over=old)
         after = daemon.killed(second)
         await d.uploads.discard(old, replaced=True)
         await d.close(new)
     return after
+
+
+@in_trio
+async def test_a_file_whose_staging_file_was_removed_has_replaced_none(
+    daemon: Daemon, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with daemon.alive(writeback=True) as (d, _):
+        old, new = await create(d, "k", 1), await create(d, "new", 2)
+        await add(old, b"old")
+        await add(new, bytes(HELD + 1))
+        await d.uploads.rename(new, "k", over=old)
+        after = daemon.killed(tmp_path / "second")
+        await d.uploads.discard(old, replaced=True)
+        d.uploads.release(old)
+        await d.close(new)
+    (after.path / "staging" / new.file.path.name).unlink()
+    async with after.alive(1, 2, writeback=True) as (d, found):
+        (one,) = found
+        assert await content(one) == b"old" and d.uploads.pending() == [one]
+        await d.close(one)
+    assert "is lost: its staging file was removed" in caplog.text
 
 
 @pytest.mark.parametrize("ids", ["ab", "ba"])
@@ -998,7 +1019,7 @@ async def test_the_parts_of_a_replaced_file_go_after_a_kill(
         await d.quiet()
         assert len(daemon.store.uploads) == 1
         await add(new, b"new")
-        await d.uploads.rename(new, d.store, "k", over=old)
+        await d.uploads.rename(new, "k", over=old)
         after = daemon.killed(tmp_path / "second")
         await d.uploads.discard(old, replaced=True)
         d.uploads.release(old)
@@ -1064,7 +1085,7 @@ async def test_a_staging_file_that_vanishes_during_a_start_is_lost_alone(
         await d.save("first", data)
         await d.save("second", data)
         after = daemon.killed(tmp_path / "second")
-    restorable = journal.restorable
+    restorable = recovery.restorable
 
     def vanishes(rows: Mapping[str, Mapping[str, Any]], files: Any) -> set[str]:
         found = restorable(rows, files)
@@ -1074,7 +1095,7 @@ async def test_a_staging_file_that_vanishes_during_a_start_is_lost_alone(
         return found
 
     with monkeypatch.context() as patched:
-        patched.setattr(journal, "restorable", vanishes)
+        patched.setattr(recovery, "restorable", vanishes)
         async with desk(after.path, after.store, writeback=True) as d:
             assert [one.key for one in d.uploads.pending()] == ["second"]
             assert len(d.uploads.journal.rows(journal.DIRTY_FILES)) == 1
@@ -1111,7 +1132,7 @@ async def test_a_replaced_file_whose_row_a_full_disk_keeps_does_not_come_back_af
         await add(old, b"old")
         await d.close(old)
         await add(new, b"new")
-        await d.uploads.rename(new, d.store, "k", over=old)
+        await d.uploads.rename(new, "k", over=old)
         second = daemon.killed(tmp_path / "second")
         await d.uploads.discard(old, replaced=True)
         await d.close(new)
@@ -1208,7 +1229,7 @@ async def test_a_file_that_is_lost_has_replaced_none(
         for _ in range(15):
             await add(new, b"n" * 30 * KIB)
         assert new.file.ends_in_memory and not new.file.in_memory
-        await d.uploads.rename(new, d.store, "k", over=old)
+        await d.uploads.rename(new, "k", over=old)
         after = daemon.killed(tmp_path / "second")
         await d.uploads.discard(old, replaced=True)
         if users:

@@ -120,7 +120,7 @@ def test_who_writes_in_order_has_sent_all_but_the_end(lengths: list[int]) -> Non
     assert sent == list(range(1, len(sent) + 1))
     assert len(sent) == max(0, parts.count - 1), "each once, and the last one is not known to be whole"
     assert [p.number for p in parts.missing(parts.pieces())] == [parts.count]
-    start, stop = parts.bounds(parts.count)
+    _, start, stop, _ = parts.pieces()[-1]
     assert parts.waiting_bytes == stop - start
 
 

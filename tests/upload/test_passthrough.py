@@ -446,7 +446,7 @@ async def test_changes_that_come_through_us_meanwhile(tmp_path: Path) -> None:
         os.pwrite(fd, b"x", 7)
         await dirty_file.truncate(8)
         assert dirty_file.size == 8
-        await d.uploads.rename(dirty_file, d.store, "other")
+        await d.uploads.rename(dirty_file, "other")
         await d.uploads.commit(dirty_file)
         ends(d, dirty_file, fd)
         await trio.sleep(2)

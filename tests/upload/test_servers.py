@@ -131,7 +131,7 @@ def test_saved_changed_and_read_back(server: Server, tmp_path: Path, size: int) 
             dirty_file = await d.create("dir/k", base=version)
             await dirty_file.write(3, b"changed")
             wanted = data[:3].ljust(3, b"\0") + b"changed" + data[10:]
-            await d.uploads.rename(dirty_file, d.store, "dir/l", base=None)
+            await d.uploads.rename(dirty_file, "dir/l", base=None)
             await d.close(dirty_file)
             assert await at_the_store(d.store, "dir/l") == wanted
             await until(lambda: len(d.settled) == 2)

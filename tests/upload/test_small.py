@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
 from cachefs.base.errors import CacheUnusable, NoRoom, OriginFailed
 from cachefs.base.names import ObjectId
@@ -123,6 +124,24 @@ async def test_what_happens_to_a_small_file_while_the_cache_takes_it(tmp_path: P
         assert d.store.content("again") == b"Again" and rest.key in d.settled
         assert d.uploads._dirty_files == {} and d.uploads._disk.memory_left == staging.HELD_ALTOGETHER
         assert await d.files() == []
+
+
+@in_trio
+async def test_the_index_is_to_list_the_version_that_the_cache_is_just_adopting(tmp_path: Path) -> None:
+    cache = Room()
+    reached, go_on = waiting_cache(cache)
+    async with desk(tmp_path, cache=cache) as d:
+        dirty_file = await d.save("k", b"data")
+        version = ObjectId("s", "of the handle", "etag", 4)
+        await reached.wait()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(d.uploads.keep_cached, version, dirty_file)
+            await trio.testing.wait_all_tasks_blocked()
+            assert not cache.listed
+            go_on.set()
+        assert cache.listed == [b"data"]
+        await d.uploads.keep_cached(version, None)
+        assert cache.listed == [b"data", None]
 
 
 @pytest.mark.parametrize("adopts", [True, False])

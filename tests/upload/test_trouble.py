@@ -357,7 +357,7 @@ async def test_conflicts(tmp_path: Path, size: int, new: bool) -> None:
             with pytest.raises(Conflict):
                 await d.uploads.commit(dirty_file)
             assert store.content("k") == b"of another client" and isinstance(dirty_file.failure, Conflict)
-            await d.uploads.rename(dirty_file, store, "elsewhere")
+            await d.uploads.rename(dirty_file, "elsewhere")
             await d.close(dirty_file)
             assert store.content("elsewhere")[:size] == data and store.content("k") == b"of another client"
 

@@ -75,7 +75,7 @@ async def test_nothing_is_sent_before_the_delay_is_over(tmp_path: Path) -> None:
         await d.close(dirty_file)
         await trio.sleep(5)
         assert d.store.counts == {}
-        await d.uploads.rename(dirty_file, d.store, "final")
+        await d.uploads.rename(dirty_file, "final")
         await trio.sleep(10)
         await d.quiet()
         assert d.store.objects.keys() == {"final"}
@@ -142,7 +142,7 @@ async def test_a_file_replaced_again_and_again_is_uploaded_once(tmp_path: Path) 
             dirty_file = await d.save("tmp", b"%d" % number)
             if old is not None:
                 await d.uploads.discard(old, replaced=True)
-            await d.uploads.rename(dirty_file, d.store, "final")
+            await d.uploads.rename(dirty_file, "final")
         await trio.sleep(5)
         await d.quiet()
         assert d.store.counts == {"put": 1} and d.store.content("final") == b"19"
@@ -269,7 +269,7 @@ async def test_what_was_acknowledged_is_found_again(tmp_path: Path, size: int) -
         dirty_file = await d.save("k", data, attrs={"mode": 0o600}, mtime_ns=5)
         await d.create("open", b"never acknowledged")
         moved = await d.save("from", b"x")
-        await d.uploads.rename(moved, store, "to")
+        await d.uploads.rename(moved, "to")
         gone = await d.save("gone", b"x")
         await d.uploads.discard(gone)
     async with desk(tmp_path, store, recover=False, writeback=True) as d:
