@@ -1063,7 +1063,7 @@ class _TaskLoop(_Loop):
             while not self._stopped:
                 self._turn(self._poll.poll(0, SOCKETS_A_TURN))
                 with trio.move_on_after(self._wait_s()) as self._waiting:
-                    await trio.lowlevel.wait_readable(self._poll)
+                    await trio.lowlevel.wait_readable(self._poll.fileno())
                 self._waiting = None
         except Exception:
             log.exception("the HTTP client failed; the next request starts another")
