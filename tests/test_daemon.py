@@ -183,7 +183,7 @@ def test_an_upgrade_does_not_wait_for_such_a_disk_after_its_deadline(tmp_path: P
 
     async def main() -> None:
         upgraded = daemon(tmp_path, reread)
-        upgraded._handover = cast("Any", SimpleNamespace(holds=True))
+        upgraded._handover = cast("Any", SimpleNamespace(outlives_daemon=True))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(upgraded._upgrade)
             await trio.to_thread.run_sync(reading.wait, SLACK_S)
@@ -225,7 +225,7 @@ def test_an_upgrade_does_not_go_on_when_the_daemon_is_ending(tmp_path: Path) -> 
         upgraded._end = End.STOPPED  # a signal, or an umount
         return "1.0"
 
-    upgraded._handover = cast("Any", SimpleNamespace(holds=True, renewed=renewed))
+    upgraded._handover = cast("Any", SimpleNamespace(outlives_daemon=True, renewed=renewed))
     with pytest.raises(MountError, match="ending already"):
         trio.run(upgraded._upgrade)
     assert upgraded._end is End.STOPPED
