@@ -42,9 +42,10 @@ log = logging.getLogger(__name__)
 PART_BYTES, PARTS = 8 << 20, 8
 """`Fetcher.prefetch` fetches a large file in parts of `PART_BYTES`, `PARTS` at a time. It counts as so many transfers."""
 
-AT_ONCE = 8
-"""Files of a group, which are begun before the daemon's other tasks run. Derived: about 0.5 ms. A group waits until so many
-slots are free; otherwise each fetch that ends would begin a group of one."""
+AT_ONCE = 16
+"""Files of a group, which are begun before the daemon's other tasks run: about 1 ms. A group waits until so many slots are
+free; otherwise each fetch that ends would begin a group of one. Measured: with half as many, a cold small file takes an
+eighth more processor time with 8 readers."""
 
 LEAST_GROUPS = 4
 """At least so many groups fill the slots. Guessed: three quarters of the slots stay in use while a group waits for slots."""

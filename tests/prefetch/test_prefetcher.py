@@ -558,7 +558,7 @@ async def test_the_index_is_read_once_for_a_group_of_a_plan(monkeypatch: pytest.
         await announce(w.prefetcher, names, range(320))
         await w.quiet()
         assert Counter(shop.got) == Counter(names)
-        assert len(loaded) <= 320 / prefetcher.AT_ONCE + 2
+        assert len(loaded) <= 320 / w.prefetcher._group + 2
 
 
 async def test_a_path_that_was_looked_up_is_fetched_and_looked_up_once() -> None:
