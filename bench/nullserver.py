@@ -18,8 +18,7 @@ from pathlib import Path
 
 from cachefs.fuse import protocol
 from cachefs.fuse.native_backend import Device
-from cachefs.fuse.protocol import Op
-from cachefs.fuse.protocol import Opened as Flags
+from cachefs.fuse.protocol import Op, OpenFlags
 
 LONG_S = 3600
 _CONTENT = memoryview(b"null" * (1 << 18))  # the largest request there is: 1 MiB
@@ -66,10 +65,10 @@ class NullServer:
                 children.append((name, number))
                 self._lookup[inode, name] = struct.pack("=" + protocol.ENTRY, *self._entry(number))
             return inode
-        flags, backing = int(Flags.KEEP_CACHE | Flags.NOFLUSH), 0
+        flags, backing = int(OpenFlags.KEEP_CACHE | OpenFlags.NOFLUSH), 0
         if self._passthrough:
             fd = os.open(path, os.O_RDONLY)
-            flags, backing = int(Flags.PASSTHROUGH | Flags.NOFLUSH), self._device.register(fd)
+            flags, backing = int(OpenFlags.PASSTHROUGH | OpenFlags.NOFLUSH), self._device.register(fd)
             os.close(fd)
         self._opened[inode] = struct.pack("=QIi", inode, flags, backing)
         return inode
@@ -103,7 +102,7 @@ class NullServer:
             _, offset, size, *_ = protocol.READ_IN.unpack_from(body)
             return 0, _CONTENT[: min(size, max(0, self._attributes[inode][1] - offset))]
         if op == Op.OPENDIR:
-            return 0, struct.pack("=QIi", inode, int(Flags.KEEP_CACHE | Flags.CACHE_DIR), 0)
+            return 0, struct.pack("=QIi", inode, int(OpenFlags.KEEP_CACHE | OpenFlags.CACHE_DIR), 0)
         if op in (Op.READDIR, Op.READDIRPLUS):
             _, offset, size, *_ = protocol.READ_IN.unpack_from(body)
             return 0, self._listed(inode, offset, size, plus=op == Op.READDIRPLUS)

@@ -76,8 +76,9 @@ def workspace() -> Iterator[Workspace]:
 def test_counts(name: str, workspace: Workspace) -> None:
     record = measure(name, workspace, rounds=1)
     json.dumps(record)
-    if not record["figures"]:
+    if not record["figures"] and os.geteuid():
         pytest.skip(" ".join(record["notes"]))
+    assert record["figures"], record["notes"]
     failed = [
         figure
         for figure in record["figures"]
