@@ -65,9 +65,8 @@ class DirtyFiles:
     _files: OpenFiles
     _writer: Uploads
     _locks: NameLocks
-    _resumed: dict[int, Node] = field(
-        default_factory=dict
-    )  # by inode: files that the previous daemon was writing
+    # Files that the previous daemon was writing, by inode.
+    _resumed: dict[int, Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._writer.on_committed = self._local_changes.committed

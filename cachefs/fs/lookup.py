@@ -96,8 +96,9 @@ class Looker:
             if answer is not None:
                 return answer
             origin = directory.origin
+            # Without an origin, the directory has only the names of sources. Keys are UTF-8, so none has any other name.
             if origin is None or text_of(name) is None:
-                return directory.ttls.negative_ttl  # keys are UTF-8, so no key has this name
+                return directory.ttls.negative_ttl
             if (answer := self._last_known(directory, name)) is not None:
                 return answer
             if not origin.can_list or self._ask_itself(directory, name, now):

@@ -56,12 +56,12 @@ class Writing:
     def __post_init__(self) -> None:
         tree, lister, files, writer = self._tree, self._lister, self._files, self._writer
         self.locks = NameLocks()
-        self.overrides = kept = Overrides(tree.database)
-        self._local_changes = local = LocalChanges(
-            tree, self._freshness, lister, files, kept, writer, self._wall, self._times
+        self.overrides = overrides = Overrides(tree.database)
+        self._local_changes = local_changes = LocalChanges(
+            tree, self._freshness, lister, files, overrides, writer, self._wall, self._times
         )
-        self.dirty_files = DirtyFiles(tree, local, kept, files, writer, self.locks)
-        self.names = Changing(tree, self._looker, lister, files, local, kept, writer, self.shape)
+        self.dirty_files = DirtyFiles(tree, local_changes, overrides, files, writer, self.locks)
+        self.names = Changing(tree, self._looker, lister, files, local_changes, overrides, writer, self.shape)
         writer.on_changed = self._changed_unseen
 
     # -- what is shown -----------------------------------------------------------------------------

@@ -753,7 +753,7 @@ class Attempts:
         with trio.move_on_after(max(0.0, deadline_s - spent_s)) as scope:
             while True:
                 if not_sent_if_out and breaker.is_out:
-                    # Waiting for the origin does not count against the deadline, and the attempts count anew after it.
+                    # The deadline does not run until the origin answers again. Then it and the count of failures begin anew.
                     waits_until = waits_until or trio.current_time() + breaker.on_outage.wait_s
                     scope.deadline = math.inf
                     await breaker.admit(action, waits_until)

@@ -403,23 +403,32 @@ def test_a_role_that_cannot_be_had_any_more(
     assert not caplog.records
 
 
+def credentials_wait(
+    there: Origin, monkeypatch: pytest.MonkeyPatch
+) -> tuple[threading.Event, threading.Event]:
+    """Have the credentials of each request wait. Returns (set when a request asks for them, to be set for them to come)."""
+    place = there._client.place  # type: ignore[attr-defined]
+    asked, come, sign = threading.Event(), threading.Event(), place.sign
+
+    def slow(*request: Any) -> Any:
+        asked.set()
+        come.wait(10)
+        return sign(*request)
+
+    monkeypatch.setattr(place, "signer", lambda: None)
+    monkeypatch.setattr(place, "sign", slow)
+    return asked, come
+
+
 def test_credentials_that_take_long_hold_no_threads_of_others(
     store: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The journal, the index and the names are written in trio's own threads, of which there are forty."""
-    others, asked, come = trio.to_thread.current_default_thread_limiter, threading.Event(), threading.Event()
+    others = trio.to_thread.current_default_thread_limiter
 
     async def use(there: Origin) -> None:
-        info, place = await there.head("faulty"), there._client.place  # type: ignore[attr-defined]
-        sign = place.sign
-
-        def slow(*request: Any) -> Any:
-            asked.set()
-            come.wait(10)
-            return sign(*request)
-
-        monkeypatch.setattr(place, "signer", lambda: None)
-        monkeypatch.setattr(place, "sign", slow)
+        info = await there.head("faulty")
+        asked, come = credentials_wait(there, monkeypatch)
         async with trio.open_nursery() as nursery:
             for at in range(50):
                 nursery.start_soon(content, there, info, at, at + 10)
@@ -436,20 +445,10 @@ def test_a_change_whose_caller_has_given_up_is_not_sent_when_the_credentials_com
     store: Lab, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     """Its caller was told that it failed, and may have written to the key since."""
-    asked, come = threading.Event(), threading.Event()
 
     async def use(there: Origin) -> None:
-        place = there._client.place  # type: ignore[attr-defined]
         await there.head("faulty")
-        sign = place.sign
-
-        def slow(*request: Any) -> Any:
-            asked.set()
-            come.wait(10)
-            return sign(*request)
-
-        monkeypatch.setattr(place, "signer", lambda: None)
-        monkeypatch.setattr(place, "sign", slow)
+        asked, come = credentials_wait(there, monkeypatch)
         store.store.reset()
         async with trio.open_nursery() as nursery:
             if change == "delete":

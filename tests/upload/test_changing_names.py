@@ -366,6 +366,22 @@ async def test_a_rename_whose_row_the_disk_refuses_leaves_no_copy(
         assert await d.uploads.flush() == [] and store.content("a") == b"v2 and half a change"
 
 
+async def rename_and_disk_fail(
+    d: Desk, monkeypatch: pytest.MonkeyPatch, dirty_file: DirtyFile, request: str
+) -> None:
+    """Rename the file to "b". This `request` to the origin fails, and from then on the journal."""
+    with monkeypatch.context() as patched:
+
+        def failing() -> OriginFailed:
+            patched.setattr(Database, "write", no_room)
+            return OriginFailed("refused")
+
+        d.store.fail(request, failing)
+        with pytest.raises(OriginFailed, match="refused"):
+            await d.rename(dirty_file, "b")
+    assert dirty_file.key == "a"
+
+
 @in_trio
 async def test_a_rename_fails_as_its_copy_does_though_the_disk_then_fails_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -376,16 +392,7 @@ async def test_a_rename_fails_as_its_copy_does_though_the_disk_then_fails_too(
         dirty_file = await d.create("a", b"v2", base=store.version("a"), upto=0)
         await d.uploads.commit(dirty_file)
         await add(dirty_file, b" and half a change")
-        with monkeypatch.context() as patched:
-
-            def failing() -> OriginFailed:
-                patched.setattr(Database, "write", no_room)
-                return OriginFailed("no copy")
-
-            store.fail("copy", failing)
-            with pytest.raises(OriginFailed, match="no copy"):
-                await d.rename(dirty_file, "b")
-        assert dirty_file.key == "a"
+        await rename_and_disk_fail(d, monkeypatch, dirty_file, "copy")
         await trio.sleep(2)
         assert d.uploads.journal.rows(DIRTY_FILES)[dirty_file.id]["key"] == "a"
         await d.close(dirty_file)
@@ -403,16 +410,7 @@ async def test_a_rename_whose_upload_fails_is_undone_though_the_disk_then_fails_
     async with desk(tmp_path, store, writeback=True, upload_delay_s=100) as d:
         dirty_file = await d.create("a", b"v2", base=store.version("a"), upto=0)
         await d.uploads.commit(dirty_file)
-        with monkeypatch.context() as patched:
-
-            def failing() -> OriginFailed:
-                patched.setattr(Database, "write", no_room)
-                return OriginFailed("not sent")
-
-            store.fail("put", failing)
-            with pytest.raises(OriginFailed, match="not sent"):
-                await d.rename(dirty_file, "b")
-        assert dirty_file.key == "a"
+        await rename_and_disk_fail(d, monkeypatch, dirty_file, "put")
         await trio.sleep(100)
         assert store.content("a") == b"v2" and "b" not in store.objects
         await d.close(dirty_file)
